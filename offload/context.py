@@ -1,0 +1,345 @@
+"""The offload context: it turns a program's events into points of the schedule.
+
+Entering it means that a layer's forward begins. The sync function marks the layer's output, so
+that the context learns when the layer's backward begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ContextDecorator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from offload.activation_set import ActivationSet, Transfers
+from offload.backend import get_backend
+from offload.host_pool import get_host_pool
+from offload.manual import ManualOffloadSynchronizer
+from offload.round import Round
+from offload.saved import unpack
+from offload.schedule import Schedule, SynchronizationDict
+from offload.states import OffloadStateError
+from offload.stats import Counters, OffloadStats
+
+Output = TypeVar("Output")
+
+DEFAULT_MIN_BYTES = 1 << 20
+
+_open_sets: list[ActivationSet] = []
+"""The activation sets of the layers whose forward runs now, innermost last."""
+
+
+class OffloadContext(ContextDecorator):
+    """Wraps each layer's forward; what autograd saves inside follows the schedule.
+
+    Made by :func:`get_cpu_offload_context`. Under ``torch.no_grad()``, in inference mode, and when a layer is
+    recomputed during backward, entering it does nothing.
+
+    Args:
+        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
+        model_layers: Number of layers in a round.
+        min_bytes: Storages below this size stay on the device, in bytes.
+        device: The device whose activations move.
+        copy_stream: A stream for the copies of both directions, in place of the two shared ones.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None,
+        model_layers: int,
+        *,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        device: torch.device | str | int | None = None,
+        copy_stream: Any = None,
+    ) -> None:
+        backend = get_backend(device)
+        d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
+        self.schedule = schedule
+        self.model_layers = model_layers
+        self._min_bytes = min_bytes
+        self._transfers = Transfers(backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters())
+        self._round = self._new_round()
+        self._entered: list[AbstractContextManager[Any] | None] = []
+        self._open: ActivationSet | None = None
+        self._closed: tuple[Round, int] | None = None
+        self._ever_entered = False
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.exit(failed=kind is not None)
+
+    def enter(self, layer: int | None = None) -> None:
+        """A layer's forward begins.
+
+        Args:
+            layer: Its number, where the caller knows it; else the one after the last, or 0 in a new round.
+
+        Raises:
+            OffloadStateError: The context is already inside a layer's forward.
+        """
+        self._ever_entered = True
+        self._closed = None
+        if not torch.is_grad_enabled() or _in_backward():
+            self._entered.append(None)
+            return
+        if self._open is not None:
+            raise OffloadStateError(
+                f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
+                "or use one context per level of nesting."
+            )
+        self._open = self._begin_layer(layer)
+        hooks = None
+        if not _in_checkpoint():
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._open.pack, unpack)
+            hooks.__enter__()
+        self._entered.append(hooks)
+        _open_sets.append(self._open)
+
+    def exit(self, *, failed: bool = False) -> None:
+        """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        opened = self._open
+        if opened is None or self._entered:
+            return
+        self._open = None
+        _open_sets.remove(opened)
+        opened.close()
+        if failed:
+            self.reset()
+            return
+        self._closed = (self._round, opened.layer)
+        if opened.layer == self.model_layers - 1:
+            self._warn_if_nothing_moved()
+
+    def sync(self, output: Output) -> Output:
+        """Mark a layer's output, so that the schedule learns when the layer's backward begins.
+
+        Args:
+            output: Whatever the layer returned: a tensor, or a tuple, list, mapping or dataclass that holds some.
+                Tensors that need no gradient are passed over.
+
+        Returns:
+            ``output``, the same object.
+
+        Raises:
+            OffloadStateError: Called before the context was entered, or while it is.
+        """
+        if self._open is not None:
+            raise OffloadStateError(
+                f"the sync function was called inside the forward of layer {self._open.layer}; call it after the "
+                "with block, on the layer's output."
+            )
+        if not self._ever_entered:
+            raise OffloadStateError(
+                "the sync function was called before the offload context was entered; run the layer inside "
+                "`with context:` first."
+            )
+        if self._closed is not None:
+            microbatch, layer = self._closed
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: microbatch.begin_backward(layer))
+        return output
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+
+    def reset(self) -> None:
+        """Give up the current round: the next layer is layer 0. Graphs that exist stay valid."""
+        self._round = self._new_round()
+        self._closed = None
+
+    def __repr__(self) -> str:
+        what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
+        return f"OffloadContext({what}, device={str(self._transfers.backend.device)!r})"
+
+    def _begin_layer(self, layer: int | None) -> ActivationSet:
+        last = self._round.last_layer
+        number = last + 1 if layer is None else layer
+        if number >= self.model_layers or number <= last or self._round.abandoned:
+            self._round = self._new_round()
+            number = 0 if layer is None else layer
+        return self._round.begin_forward(number)
+
+    def _new_round(self) -> Round:
+        return Round(self.schedule, self._transfers, self._min_bytes)
+
+    def _warn_if_nothing_moved(self) -> None:
+        counters = self._transfers.counters
+        if self._warned or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
+            return
+        self._warned = True
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
+        warnings.warn(
+            f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
+            f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
+            f"the context's device {self._transfers.backend.device}; see context.stats().skipped.",
+            stacklevel=4,
+        )
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+    *,
+    synchronization_dict: SynchronizationDict | None = None,
+    schedule: Schedule | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+) -> tuple[Any, ...]:
+    """A context for each layer's forward and a function for its output: activations move to the host meanwhile.
+
+    The names, defaults and return values are those of Transformer Engine's function of the same name::
+
+        context, sync = get_cpu_offload_context(enabled=True, num_layers=4, model_layers=len(layers))
+        for layer in layers:
+            with context:
+                x = layer(x)
+            x = sync(x)
+
+    Args:
+        enabled: If false, the context does nothing and the function returns its argument.
+        num_layers: How many layers to offload, the first ones; at most ``model_layers - 1``. Not used with a
+            schedule of your own or with manual synchronization.
+        model_layers: Number of layers, that is of times the context is entered per microbatch.
+        offload_activations: Must be true.
+        offload_weights: Must be false; see :func:`offload.stream_weights` for weights.
+        double_buffering: Accepted for compatibility; reloads always overlap with compute.
+        manual_synchronization: Return a :class:`ManualOffloadSynchronizer` too, and move only what it is told to.
+        retain_pinned_cpu_buffers: Accepted for compatibility; host buffers are always kept for the next step.
+        offload_stream: With manual synchronization, a stream of yours for the copies in both directions.
+        synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``; see
+            :meth:`Schedule.from_synchronization_dict`.
+        schedule: A schedule of your own, in place of the default one.
+        min_bytes: Storages smaller than this stay on the device, in bytes.
+        device: The device whose activations move; the current accelerator by default, and the CPU where there is
+            none.
+
+    Returns:
+        ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is
+        ``None`` if not enabled.
+
+    Raises:
+        ValueError: Arguments that contradict each other or the number of layers; the message says which.
+        TypeError: A number of layers or bytes that is no int.
+
+    Warns:
+        UserWarning: ``num_layers`` is ``model_layers - 1``, which leaves nothing to overlap the copies with.
+    """
+    if not enabled:
+        null = (contextlib.nullcontext(), _identity)
+        return (*null, None) if manual_synchronization else null
+    if offload_weights:
+        raise ValueError(
+            "offload_weights must be False, got True; weights are streamed by offload.stream_weights(layers, device), "
+            "which works together with this function."
+        )
+    if not offload_activations:
+        raise ValueError("offload_activations must be True if enabled, got False; pass enabled=False to turn it off.")
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError(
+            "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
+        )
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ValueError(f"min_bytes must be a number of bytes, at least 0, got {min_bytes!r}")
+    if manual_synchronization:
+        if schedule is not None or synchronization_dict is not None:
+            raise ValueError("manual_synchronization=True takes no schedule and no synchronization_dict; choose one.")
+        if isinstance(model_layers, bool) or not isinstance(model_layers, int) or model_layers < 1:
+            raise ValueError(f"model_layers must be at least 1, got {model_layers!r}")
+    else:
+        schedule = _choose_schedule(num_layers, model_layers, synchronization_dict, schedule)
+        model_layers = schedule.model_layers
+    context = OffloadContext(schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream)
+    if manual_synchronization:
+        return context, context.sync, ManualOffloadSynchronizer(context)
+    return context, context.sync
+
+
+def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+    """Begin the copies of tensors that the running layer will save, as soon as they are computed.
+
+    Inside a layer that is offloaded, the copies are queued now, behind what has been computed so far, and not when
+    autograd saves the tensors. Elsewhere this does nothing.
+
+    Args:
+        tensors: Tensors on the context's device; ``None`` is passed over.
+        offload_base_tensor: Accepted for compatibility; a view always travels with its whole storage, once.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor ``None``.
+    """
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
+        if tensor is not None and _open_sets:
+            _open_sets[-1].start_early(tensor)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _choose_schedule(
+    num_layers: int | None,
+    model_layers: int,
+    synchronization_dict: SynchronizationDict | None,
+    schedule: Schedule | None,
+) -> Schedule:
+    if schedule is not None and synchronization_dict is not None:
+        raise ValueError("schedule and synchronization_dict exclude each other; give one.")
+    if synchronization_dict is not None:
+        return Schedule.from_synchronization_dict(synchronization_dict, model_layers)
+    if schedule is None:
+        if num_layers is None:
+            raise ValueError("num_layers must be the number of layers to offload, got None")
+        return Schedule.default(num_layers, model_layers)
+    if model_layers not in (1, schedule.model_layers):
+        raise ValueError(f"model_layers must be the schedule's, {schedule.model_layers}, got {model_layers}")
+    return schedule
+
+
+def _identity(output: Output) -> Output:
+    return output
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__

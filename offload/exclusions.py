@@ -1,0 +1,103 @@
+"""Which saved tensors do not travel, and why.
+
+Parameters stay: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
+autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that
+whatever else looks into the same memory is recognised too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class _Exclusion(NamedTuple):
+    # While the weak reference lives, no other storage can have the same address.
+    storage: StorageWeakRef
+    reason: str
+
+
+_excluded: dict[int, _Exclusion] = {}
+_prune_at = 1024
+
+
+def exclude(tensor: torch.Tensor, reason: str) -> None:
+    """Remember that the storage of ``tensor`` does not travel."""
+    global _prune_at
+    if len(_excluded) >= _prune_at:
+        for key in [key for key, exclusion in _excluded.items() if exclusion.storage.expired()]:
+            del _excluded[key]
+        _prune_at = 2 * len(_excluded) + 1024
+    storage = tensor.untyped_storage()
+    _excluded[storage._cdata] = _Exclusion(StorageWeakRef(storage), reason)
+
+
+def mark_not_offload(*tensors: torch.Tensor | None) -> None:
+    """Keep these tensors, and all views of their storages, on the device for as long as they live.
+
+    Args:
+        tensors: Tensors that autograd may save; ``None`` is passed over. Of a tensor subclass, the inner tensors
+            are marked.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor ``None``.
+    """
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
+        for inner in _inner_tensors(tensor):
+            exclude(inner, "marked")
+
+
+def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> str | None:
+    """Why a saved tensor does not travel, or ``None`` if it does.
+
+    ``"subclass"`` means that its inner tensors are to be asked, where it has any.
+    """
+    if type(tensor) is not torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            return "subclass"
+        if type(tensor) is torch.nn.Parameter and tensor.layout is torch.strided:
+            _remember_parameter(tensor)
+        return "parameter"
+    if tensor.layout is not torch.strided:
+        return "layout"
+    storage = tensor.untyped_storage()
+    exclusion = _excluded.get(storage._cdata)
+    if exclusion is not None:
+        return exclusion.reason
+    if tensor.device != device:
+        return "device"
+    if storage.nbytes() < min_bytes:
+        return "small"
+    if _is_from_parameter(tensor):
+        _remember_parameter(tensor)
+        return "parameter"
+    return None
+
+
+def _remember_parameter(tensor: torch.Tensor) -> None:
+    if tensor.untyped_storage()._cdata not in _excluded:
+        exclude(tensor, "parameter")
+
+
+def _is_from_parameter(tensor: torch.Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, torch.nn.Parameter):
+        return True
+    cast = base.grad_fn
+    if cast is None or cast.name() != "ToCopyBackward0":
+        return False
+    source = cast.next_functions[0][0]
+    return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in _inner_tensors(getattr(tensor, name))]

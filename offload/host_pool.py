@@ -1,0 +1,183 @@
+"""Page-locked host memory for activations that travel, reused from step to step.
+
+The pool's size follows what is on the host: a request takes a free buffer of its size; else it
+is carved from free ranges, in several pieces where no single range is large enough; only what is
+missing then is newly pinned. So fragmentation never makes the pool grow.
+
+A buffer that comes back carries the event after which it may be written again. Nobody
+waits for it until the next copy into the buffer does, on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.backend import Backend
+
+ALIGNMENT_BYTES = 512
+PAGE_BYTES = 4096
+GROWTH = 64
+"""Each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small."""
+
+
+@dataclass(eq=False)
+class Range:
+    """Consecutive bytes of one slab, and the events after which they may be written."""
+
+    slab: torch.Tensor
+    start: int
+    nbytes: int
+    events: tuple[Any, ...] = ()
+
+
+class HostBuffer:
+    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
+
+    __slots__ = ("events", "nbytes", "pieces", "ranges")
+
+    def __init__(self, nbytes: int, ranges: list[Range]) -> None:
+        self.nbytes = nbytes
+        self.ranges = ranges
+        self.events = _merge(event for piece in ranges for event in piece.events)
+        self.pieces = _pieces(nbytes, ranges)
+
+
+class HostPool:
+    """Buffers out of slabs that ``allocate`` pins; see the module for the policy.
+
+    Args:
+        allocate: Gives page-locked memory, uint8 of shape ``[nbytes]``.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._lock = threading.RLock()
+        self._returned: deque[HostBuffer] = deque()
+        self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
+        self._free: list[Range] = []
+        self.pinned_bytes = 0
+        """Bytes of all slabs."""
+        self.used_bytes = 0
+        """Bytes of all buffers that were taken and not given back."""
+        self.peak_used_bytes = 0
+        """The most that ``used_bytes`` ever was."""
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written."""
+        with self._lock:
+            self._collect()
+            ready = self._ready[nbytes]
+            buffer = ready.popleft() if ready else HostBuffer(nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
+            self.used_bytes += nbytes
+            self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+        return buffer
+
+    def give(self, buffer: HostBuffer, event: Any) -> None:
+        """Take ``buffer`` back; it may be written again after ``event``. Safe in finalizers and from any thread."""
+        buffer.events = (event,)
+        self._returned.append(buffer)
+
+    def reserve(self, nbytes: int) -> None:
+        """Pin now what is missing for ``nbytes`` bytes in total."""
+        with self._lock:
+            missing = nbytes - self.pinned_bytes
+            if missing > 0:
+                self._free.append(self._grow(missing))
+
+    def trim(self) -> int:
+        """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
+        with self._lock:
+            self._collect()
+            self._merge_free()
+            idle = [piece for piece in self._free if piece.nbytes == len(piece.slab)]
+            for piece in idle:
+                for event in piece.events:
+                    event.synchronize()
+            self._free = [piece for piece in self._free if piece.nbytes != len(piece.slab)]
+            freed = sum(piece.nbytes for piece in idle)
+            self.pinned_bytes -= freed
+        return freed
+
+    def _collect(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._ready[buffer.nbytes].append(buffer)
+            self.used_bytes -= buffer.nbytes
+
+    def _carve(self, size: int) -> list[Range]:
+        self._merge_free()
+        fitting = [piece for piece in self._free if piece.nbytes >= size]
+        if fitting:
+            return [self._split(min(fitting, key=lambda piece: piece.nbytes), size)]
+        missing = size - sum(piece.nbytes for piece in self._free)
+        if missing > 0:
+            self._free.append(self._grow(missing))
+        carved = []
+        for piece in sorted(self._free, key=lambda piece: piece.nbytes, reverse=True):
+            carved.append(self._split(piece, min(size, piece.nbytes)))
+            size -= carved[-1].nbytes
+            if not size:
+                return carved
+        raise AssertionError("the pool grew by what was missing")
+
+    def _split(self, piece: Range, size: int) -> Range:
+        self._free.remove(piece)
+        if piece.nbytes > size:
+            self._free.append(Range(piece.slab, piece.start + size, piece.nbytes - size, piece.events))
+        return Range(piece.slab, piece.start, size, piece.events)
+
+    def _grow(self, missing: int) -> Range:
+        nbytes = _round_up(max(missing, self.pinned_bytes // GROWTH), PAGE_BYTES)
+        slab = self._allocate(nbytes)
+        self.pinned_bytes += nbytes
+        return Range(slab, 0, nbytes)
+
+    def _merge_free(self) -> None:
+        """Turn all free buffers back into ranges, adjacent ones into one."""
+        pieces = list(self._free)
+        for ready in self._ready.values():
+            for buffer in ready:
+                pieces += [Range(piece.slab, piece.start, piece.nbytes, buffer.events) for piece in buffer.ranges]
+        self._ready.clear()
+        pieces.sort(key=lambda piece: (piece.slab.data_ptr(), piece.start))
+        self._free = []
+        for piece in pieces:
+            last = self._free[-1] if self._free else None
+            if last and last.slab is piece.slab and last.start + last.nbytes == piece.start:
+                last.nbytes += piece.nbytes
+                last.events = _merge((*last.events, *piece.events))
+            else:
+                self._free.append(piece)
+
+
+def _pieces(nbytes: int, ranges: list[Range]) -> list[torch.Tensor]:
+    padding = sum(piece.nbytes for piece in ranges) - nbytes
+    pieces = [piece.slab.narrow(0, piece.start, piece.nbytes) for piece in ranges]
+    pieces[-1] = pieces[-1].narrow(0, 0, len(pieces[-1]) - padding)
+    return pieces
+
+
+def _merge(events: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(event for event in dict.fromkeys(events) if not event.query())
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+_pools: dict[torch.device, HostPool] = {}
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def get_host_pool(backend: Backend) -> HostPool:
+    """The pool of the backend's device, one per process."""
+    if backend.device not in _pools:
+        _pools[backend.device] = HostPool(backend.pinned)
+    return _pools[backend.device]

@@ -1,0 +1,72 @@
+"""One microbatch's pass through the layers, and the schedule at work on it."""
+
+from __future__ import annotations
+
+import weakref
+
+from offload.activation_set import ActivationSet, Transfers
+from offload.saved import SavedStorage
+from offload.schedule import Point, Schedule, backward, forward
+from offload.states import OffloadState
+
+
+class Round:
+    """The activation sets of one microbatch, layers 0 to N-1.
+
+    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it.
+
+    Args:
+        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
+        transfers: What the sets move with.
+        min_bytes: Storages below this size stay on the device.
+    """
+
+    def __init__(self, schedule: Schedule | None, transfers: Transfers, min_bytes: int) -> None:
+        self.schedule = schedule
+        self.transfers = transfers
+        self.min_bytes = min_bytes
+        self.sets: dict[int, ActivationSet] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
+
+    @property
+    def last_layer(self) -> int:
+        """The layer whose forward began last, -1 before the first."""
+        return max(self.sets, default=-1)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the last layer's graph has gone without a backward."""
+        last = self.sets.get(self.last_layer)
+        return last is not None and last.abandoned
+
+    def may_offload(self, layer: int) -> bool:
+        """Whether the layer's set may ever leave the device."""
+        return self.schedule is None or layer in self._offloaded
+
+    def begin_forward(self, layer: int) -> ActivationSet:
+        """The layer's forward begins: act on the schedule, then open its activation set."""
+        for passed in range(self.last_layer + 1, layer + 1):
+            self._act(forward(passed))
+        opened = ActivationSet(layer, self)
+        self.sets[layer] = opened
+        if layer in self._offloaded:
+            opened.start_offload()
+        return opened
+
+    def begin_backward(self, layer: int) -> None:
+        """The layer's backward begins: act on the schedule."""
+        self.sets[layer].backward_begun = True
+        self._act(backward(layer))
+
+    def _act(self, point: Point) -> None:
+        if self.schedule is None:
+            return
+        for layer in self.schedule.releases(point):
+            moving = self.sets.get(layer)
+            if moving is not None and moving.state is OffloadState.OFFLOADING:
+                moving.release()
+        for layer in self.schedule.reloads(point):
+            moving = self.sets.get(layer)
+            if moving is not None and moving.state is OffloadState.OFFLOADED:
+                moving.start_reload()

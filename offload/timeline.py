@@ -1,0 +1,220 @@
+"""What ran when: the compute, d2h and h2d streams beside each other, and the memory below them.
+
+A timeline is pure data and imports no torch. The simulator produces one from a schedule, a
+recording produces one from what a device really did; both read, compare and draw the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from offload.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Lane = Literal["compute", "d2h", "h2d"]
+Kind = Literal["forward", "backward", "other", "stall", "offload", "reload"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stream busy with one thing, or waiting (kind ``"stall"``).
+
+    Args:
+        lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
+        kind: ``"forward"``, ``"backward"``, ``"other"`` or ``"stall"`` on the compute stream,
+            ``"offload"`` or ``"reload"`` on the copy streams.
+        start_s: Seconds since the timeline's start.
+        end_s: Not before ``start_s``.
+        label: A few words for people.
+        layer: The layer that it belongs to; for a stall, the one whose copies are waited for.
+        nbytes: Bytes copied.
+
+    Raises:
+        ValueError: An unknown lane or kind, or an end before the start.
+    """
+
+    lane: Lane
+    kind: Kind
+    start_s: float
+    end_s: float
+    label: str = ""
+    layer: int | None = None
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise ValueError(f"lane must be one of {LANES}, got {self.lane!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
+        if not self.end_s >= self.start_s:
+            raise ValueError(f"end_s must not be before start_s = {self.start_s}, got {self.end_s}")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """The spans of one step, and its memory over time.
+
+    Args:
+        spans: In any order; they are kept sorted by start.
+        memory: ``(seconds, bytes)``: from this time on so many bytes were on the device.
+        title: A line for the table and the plot.
+    """
+
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: (span.start_s, span.end_s))))
+        object.__setattr__(self, "memory", tuple(sorted(self.memory, key=lambda sample: sample[0])))
+
+    def lane(self, lane: Lane) -> tuple[Span, ...]:
+        """The spans of one stream, by start."""
+        return tuple(span for span in self.spans if span.lane == lane)
+
+    @property
+    def start_s(self) -> float:
+        """When the first span starts."""
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first span's start to the last one's end."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.start_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that the compute stream waited for copies."""
+        return _length(_union(span for span in self.spans if span.kind == "stall"))
+
+    def busy_s(self, lane: Lane) -> float:
+        """Seconds in which the stream did something; stalls do not count."""
+        return _length(self._busy(lane))
+
+    def copied_bytes(self, lane: Lane) -> int:
+        """Bytes that the stream copied."""
+        return sum(span.nbytes for span in self.lane(lane))
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of the copies' time that ran beside busy compute, 0 to 1; 1 where nothing was copied."""
+        compute = self._busy("compute")
+        copies = [self._busy(lane) for lane in COPY_LANES]
+        total_s = sum(map(_length, copies))
+        return sum(_length(_intersection(copy, compute)) for copy in copies) / total_s if total_s else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were on the device at once."""
+        return max((nbytes for _, nbytes in self.memory), default=0)
+
+    def plot(
+        self, ax: Axes | None = None, *, title: str | None = None, size: tuple[float, float] = (9.0, 3.8)
+    ) -> Figure:
+        """Draw the three streams, labelled by layer, with stalls hatched, and the memory curve below.
+
+        The background is transparent and the colours are readable on light and dark pages. In a
+        notebook the returned figure shows itself; in a script call its ``savefig``.
+
+        Args:
+            ax: Draw the streams here, without the memory curve; a new figure if left out.
+            title: In place of the timeline's own.
+            size: Inches of the new figure.
+        """
+        from offload.plot import plot_timeline
+
+        return plot_timeline(self, ax, title=title, size=size)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "offload"}}]
+        for thread, lane in enumerate(LANES):
+            for name, args in (("thread_name", {"name": lane}), ("thread_sort_index", {"sort_index": thread})):
+                events.append({"ph": "M", "pid": 0, "tid": thread, "name": name, "args": args})
+        for span in self.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": LANES.index(span.lane),
+                    "ts": span.start_s * 1e6,
+                    "dur": span.duration_s * 1e6,
+                    "name": span.label or span.kind,
+                    "cat": span.kind,
+                    "args": {"layer": span.layer, "bytes": span.nbytes},
+                }
+            )
+        for time_s, nbytes in self.memory:
+            counter = {"name": "device memory", "args": {"bytes": nbytes}}
+            events.append({"ph": "C", "pid": 0, "ts": time_s * 1e6, **counter})
+        return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"title": self.title}}
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write :meth:`chrome_trace` as JSON; open the file in ``ui.perfetto.dev``."""
+        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline {self.title!r}: {format_s(self.duration_s)}, stalled {format_s(self.stall_s)}, "
+            f"overlap {self.overlap:.0%}, peak {format_bytes(self.peak_bytes)}>"
+        )
+
+    def __str__(self) -> str:
+        """A small table: what each stream did for how long, and the step's figures."""
+        lines = [f"{'stream':<8}{'busy':>10}{'of step':>9}{'copied':>12}{'GB/s':>8}"]
+        for lane in LANES:
+            busy_s, copied = self.busy_s(lane), self.copied_bytes(lane)
+            line = f"{lane:<8}{format_s(busy_s):>10}{busy_s / (self.duration_s or 1.0):>9.0%}"
+            lines.append(line + (f"{format_bytes(copied):>12}{copied / busy_s / 1e9:>8.1f}" if busy_s and copied else ""))
+        lines.append(
+            f"step {format_s(self.duration_s)}, stalled {format_s(self.stall_s)}, "
+            f"{self.overlap:.0%} of the copies beside compute, peak {format_bytes(self.peak_bytes)}"
+        )
+        return "\n".join([self.title] * bool(self.title) + lines)
+
+    def _busy(self, lane: Lane) -> list[tuple[float, float]]:
+        return _union(span for span in self.spans if span.lane == lane and span.kind != "stall")
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The time that the spans cover, as disjoint intervals in order; the spans are sorted by start."""
+    covered: list[tuple[float, float]] = []
+    for span in spans:
+        if covered and span.start_s <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(covered[-1][1], span.end_s))
+        else:
+            covered.append((span.start_s, span.end_s))
+    return covered
+
+
+def _intersection(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    common = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            common.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
