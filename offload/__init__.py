@@ -2,21 +2,45 @@
 
 from offload.context import OffloadContext, get_cpu_offload_context, start_offload
 from offload.exclusions import mark_not_offload
+from offload.layers import OffloadedLayers, offload_layers
+from offload.link import Link
 from offload.manual import ManualOffloadSynchronizer
+from offload.measure import measure_link, profile_layers
+from offload.memory import MemoryMeter, memory_meter
+from offload.plan import Plan, plan
+from offload.profile import LayerProfile, Profile
 from offload.schedule import Move, Point, Schedule
+from offload.simulate import simulate
 from offload.states import OffloadState, OffloadStateError
 from offload.stats import OffloadStats
+from offload.timeline import Span, Timeline
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "LayerProfile",
+    "Link",
     "ManualOffloadSynchronizer",
+    "MemoryMeter",
     "Move",
     "OffloadContext",
     "OffloadState",
     "OffloadStateError",
     "OffloadStats",
+    "OffloadedLayers",
+    "Plan",
     "Point",
+    "Profile",
     "Schedule",
+    "Span",
+    "Timeline",
     "get_cpu_offload_context",
     "mark_not_offload",
+    "measure_link",
+    "memory_meter",
+    "offload_layers",
+    "plan",
+    "profile_layers",
+    "simulate",
     "start_offload",
 ]

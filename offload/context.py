@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -32,6 +32,11 @@ DEFAULT_MIN_BYTES = 1 << 20
 
 _open_sets: list[ActivationSet] = []
 """The activation sets of the layers whose forward runs now, innermost last."""
+
+
+class _Entry(NamedTuple):
+    opened: ActivationSet
+    hooks: AbstractContextManager[Any] | None
 
 
 class OffloadContext(ContextDecorator):
@@ -64,7 +69,7 @@ class OffloadContext(ContextDecorator):
         self._min_bytes = min_bytes
         self._transfers = Transfers(backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters())
         self._round = self._new_round()
-        self._entered: list[AbstractContextManager[Any] | None] = []
+        self._entered: list[_Entry | None] = []
         self._open: ActivationSet | None = None
         self._closed: tuple[Round, int] | None = None
         self._ever_entered = False
@@ -103,26 +108,30 @@ class OffloadContext(ContextDecorator):
         if not _in_checkpoint():
             hooks = torch.autograd.graph.saved_tensors_hooks(self._open.pack, unpack)
             hooks.__enter__()
-        self._entered.append(hooks)
+        self._entered.append(_Entry(self._open, hooks))
         _open_sets.append(self._open)
 
     def exit(self, *, failed: bool = False) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
-        hooks = self._entered.pop()
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
-        opened = self._open
-        if opened is None or self._entered:
+        entry = self._entered.pop() if self._entered else None
+        if entry is None:
             return
+        if entry.hooks is not None:
+            entry.hooks.__exit__(None, None, None)
         self._open = None
-        _open_sets.remove(opened)
-        opened.close()
+        _open_sets.remove(entry.opened)
+        entry.opened.close()
         if failed:
             self.reset()
             return
-        self._closed = (self._round, opened.layer)
-        if opened.layer == self.model_layers - 1:
+        self._closed = (self._round, entry.opened.layer)
+        if entry.opened.layer == self.model_layers - 1:
             self._warn_if_nothing_moved()
+
+    def abort(self) -> None:
+        """Leave a forward that was cut off without leaving the context, if there is one."""
+        while self._open is not None:
+            self.exit(failed=True)
 
     def sync(self, output: Output) -> Output:
         """Mark a layer's output, so that the schedule learns when the layer's backward begins.

@@ -1,0 +1,63 @@
+"""Records of runs: what was measured, on what, with which versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import offload
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit of this run."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware = {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    else:
+        hardware = {"gpu": None}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {**hardware, "cpu_count": os.cpu_count(), "machine": platform.machine()},
+        "versions": {
+            "offload": offload.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "commit": os.environ.get("OFFLOAD_COMMIT") or _head(),
+    }
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Write ``record`` as JSON, floats rounded to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(record), indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of equal keys as a table."""
+    return tabulate([dict(row) for row in rows], headers="keys", floatfmt=".2f", missingval="")
+
+
+def _head() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

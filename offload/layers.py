@@ -1,0 +1,192 @@
+"""Offload the layers of a model whose forward cannot be edited, through module hooks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from offload.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.schedule import Schedule
+from offload.stats import OffloadStats
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from offload.plan import Plan
+
+
+class OffloadedLayers:
+    """Layers whose activations move; made by :func:`offload_layers`, undone by :meth:`remove`.
+
+    As a context manager it is undone at the end of the block.
+    """
+
+    def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
+        self._layers = layers
+        self._context = context
+        self._hooks: list[RemovableHandle] = []
+        for number, layer in enumerate(layers):
+            boundary = _Boundary(context, number)
+            self._hooks += [
+                layer.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
+                layer.register_forward_hook(_EndForward(boundary), always_call=True),
+            ]
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What moves when."""
+        return self._context.schedule
+
+    def remove(self) -> None:
+        """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._context.stats()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        kinds = " and ".join(sorted({type(layer).__name__ for layer in self._layers}))
+        state = "" if self._hooks else ", removed"
+        return f"OffloadedLayers({kinds} in {self._context!r}{state})"
+
+
+def offload_layers(
+    layers: Iterable[nn.Module],
+    num_layers: int = 4,
+    *,
+    schedule: Schedule | None = None,
+    plan: Plan | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+) -> OffloadedLayers:
+    """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
+
+    Forward hooks enter and leave the offload context around each layer and mark its outputs. The model's
+    ``state_dict`` stays as it is, and a copy or pickle of the model is one without offloading::
+
+        with offload_layers(model.model.layers, num_layers=4) as handle:
+            model(**batch).loss.backward()
+        print(handle.stats())
+
+    Args:
+        layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
+            iterable of modules. A layer may be skipped in a forward, but not called twice.
+        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``.
+        schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
+        plan: The result of :func:`offload.plan`, in place of ``num_layers``.
+        min_bytes: Storages smaller than this stay on the device, in bytes.
+        device: The device whose activations move; by default that of the layers' first parameter.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules.
+        ValueError: There are no layers, one is listed twice, inside another or offloaded already, or the schedule
+            does not fit their number.
+    """
+    modules = _check_layers(layers)
+    if plan is not None:
+        if schedule is not None:
+            raise ValueError("schedule and plan exclude each other; give one.")
+        schedule = plan.schedule
+    if schedule is None:
+        schedule = Schedule.default(num_layers, len(modules))
+    if schedule.model_layers != len(modules):
+        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
+    if device is None:
+        parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
+        device = next((parameter.device for parameter in parameters), None)
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device)
+    return OffloadedLayers(modules, context)
+
+
+class _Boundary:
+    """Where one layer's forward begins and ends."""
+
+    def __init__(self, context: OffloadContext, layer: int) -> None:
+        self.context = context
+        self.layer = layer
+        self.handled_error: BaseException | None = None
+
+    def begin(self) -> None:
+        """The forward begins; one that an interrupt has cut off, of this layer or another, is given up."""
+        self.handled_error = sys.exception()
+        self.context.abort()
+        self.context.enter(self.layer)
+
+    def end(self, output: object) -> None:
+        """The forward has returned or raised."""
+        failed = sys.exception() is not self.handled_error
+        self.context.exit(failed=failed)
+        if not failed:
+            self.context.sync(output)
+
+
+class _LayerHook:
+    """A module hook that copies and pickles as one that does nothing."""
+
+    def __init__(self, boundary: _Boundary) -> None:
+        self.boundary = boundary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+
+class _BeginForward(_LayerHook):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.boundary.begin()
+
+
+class _EndForward(_LayerHook):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.boundary.end(output)
+
+
+class _Inert:
+    """What a layer hook becomes in a copy of its module."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+    modules = list(layers)
+    if not modules:
+        raise ValueError("layers must hold at least one module, got none")
+    for number, layer in enumerate(modules):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layers must hold modules, got {type(layer).__name__} at {number}")
+        if any(isinstance(hook, _LayerHook) for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(
+                f"layer {number} ({type(layer).__name__}) is offloaded already; call remove() on the first handle"
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError("layers must hold each module once; a layer that forward calls twice cannot be offloaded")
+    for number, layer in enumerate(modules):
+        inner = set(layer.modules()) - {layer}
+        nested = [other for other, module in enumerate(modules) if module in inner]
+        if nested:
+            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
+    return modules
