@@ -9,6 +9,7 @@ from offload.measure import measure_link, profile_layers
 from offload.memory import MemoryMeter, memory_meter
 from offload.plan import Plan, plan
 from offload.profile import LayerProfile, Profile
+from offload.record import record_timeline
 from offload.schedule import Move, Point, Schedule
 from offload.simulate import simulate
 from offload.states import OffloadState, OffloadStateError
@@ -41,6 +42,7 @@ __all__ = [
     "offload_layers",
     "plan",
     "profile_layers",
+    "record_timeline",
     "simulate",
     "start_offload",
 ]

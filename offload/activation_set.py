@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload import trace
 from offload.backend import Backend, Wait
 from offload.exclusions import reason_to_stay
 from offload.host_pool import HostBuffer, HostPool
@@ -35,15 +36,17 @@ class Transfers:
 
     def to_host(self, host: HostBuffer, flat: torch.Tensor, layer: int) -> None:
         """Queue the copy of ``flat`` into ``host`` on the d2h stream."""
-        for piece, source in zip(host.pieces, _split(flat, host), strict=True):
-            self.backend.copy(self.d2h_stream, piece, source)
+        with trace.mark("d2h", layer):
+            for piece, source in zip(host.pieces, _split(flat, host), strict=True):
+                self.backend.copy(self.d2h_stream, piece, source)
         self.counters.offloaded_bytes += host.nbytes
         self.counters.offloaded_storages += 1
 
     def to_device(self, flat: torch.Tensor, host: HostBuffer, layer: int) -> None:
         """Queue the copy of ``host`` into ``flat`` on the h2d stream."""
-        for piece, target in zip(host.pieces, _split(flat, host), strict=True):
-            self.backend.copy(self.h2d_stream, target, piece)
+        with trace.mark("h2d", layer):
+            for piece, target in zip(host.pieces, _split(flat, host), strict=True):
+                self.backend.copy(self.h2d_stream, target, piece)
         self.counters.reloaded_bytes += host.nbytes
 
 
@@ -157,6 +160,7 @@ class ActivationSet:
         if not moved:
             return
         # The set's copies run in order on one stream, so the last one's event stands for all.
+        trace.point("wait", self.layer)
         self.transfers.wait(self._compute_stream, moved[-1].offload_done, Wait.RELEASE)
         for storage in moved:
             storage.release()

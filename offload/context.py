@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
+from offload import trace
 from offload.activation_set import ActivationSet, Transfers
 from offload.backend import get_backend
 from offload.host_pool import get_host_pool
@@ -118,6 +119,7 @@ class OffloadContext(ContextDecorator):
             return
         if entry.hooks is not None:
             entry.hooks.__exit__(None, None, None)
+        trace.point("other")
         self._open = None
         _open_sets.remove(entry.opened)
         entry.opened.close()
@@ -171,6 +173,11 @@ class OffloadContext(ContextDecorator):
         """Give up the current round: the next layer is layer 0. Graphs that exist stay valid."""
         self._round = self._new_round()
         self._closed = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether a layer's forward runs now."""
+        return self._open is not None
 
     def __repr__(self) -> str:
         what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"

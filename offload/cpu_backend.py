@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
+from offload import trace
 from offload.backend import Backend
 from offload.pinned import pageable
 
@@ -80,7 +81,10 @@ class ComputeStream(CpuStream):
 
     def wait_event(self, event: CpuEvent) -> None:
         """Block the caller, whose next operation runs at once."""
+        begin = time.perf_counter()
         event.synchronize()
+        if trace.recorder is not None:
+            trace.recorder.waits.append((begin, time.perf_counter()))
 
 
 class CpuBackend(Backend):
@@ -97,7 +101,12 @@ class CpuBackend(Backend):
         return self._compute
 
     def copy(self, stream: CpuStream, target: torch.Tensor, source: torch.Tensor) -> None:
-        stream.submit(lambda: _copy(target, source))
+        recorder = trace.recorder
+        if recorder is None:
+            stream.submit(lambda: _copy(target, source))
+        else:
+            what = recorder.last_mark
+            stream.submit(lambda: _record_copy(recorder, what, target, source))
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return pageable(nbytes)
@@ -105,3 +114,9 @@ class CpuBackend(Backend):
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
+
+
+def _record_copy(recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor) -> None:
+    begin = time.perf_counter()
+    _copy(target, source)
+    recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))

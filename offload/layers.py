@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,6 +33,7 @@ class OffloadedLayers:
         self._hooks: list[RemovableHandle] = []
         for number, layer in enumerate(layers):
             boundary = _Boundary(context, number)
+            _Checkpoint.wrap(layer, boundary)
             self._hooks += [
                 layer.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
                 layer.register_forward_hook(_EndForward(boundary), always_call=True),
@@ -48,6 +49,8 @@ class OffloadedLayers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for layer in self._layers:
+            _Checkpoint.unwrap(layer)
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
@@ -125,19 +128,73 @@ class _Boundary:
         self.context = context
         self.layer = layer
         self.handled_error: BaseException | None = None
+        self.around_checkpoint = False
 
     def begin(self) -> None:
         """The forward begins; one that an interrupt has cut off, of this layer or another, is given up."""
+        if self.around_checkpoint:
+            return
         self.handled_error = sys.exception()
         self.context.abort()
         self.context.enter(self.layer)
 
     def end(self, output: object) -> None:
         """The forward has returned or raised."""
+        if self.around_checkpoint:
+            return
         failed = sys.exception() is not self.handled_error
         self.context.exit(failed=failed)
         if not failed:
             self.context.sync(output)
+
+
+class _Checkpoint:
+    """A Hugging Face layer's checkpoint function, with the layer's boundary around it.
+
+    Where the layer checkpoints its whole call, module hooks run inside the checkpoint, after the layer's
+    inputs have been saved. Here the boundary comes first, so that the inputs move.
+    """
+
+    ATTRIBUTE = "_gradient_checkpointing_func"
+
+    def __init__(self, function: Callable[..., object], boundary: _Boundary) -> None:
+        self.function = function
+        self.boundary = boundary
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        boundary = self.boundary
+        if boundary.context.inside:
+            return self.function(*args, **kwargs)
+        boundary.begin()
+        boundary.around_checkpoint = True
+        output = None
+        try:
+            output = self.function(*args, **kwargs)
+        finally:
+            boundary.around_checkpoint = False
+            boundary.end(output)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_same, (self.function,))
+
+    @classmethod
+    def wrap(cls, module: nn.Module, boundary: _Boundary) -> None:
+        """Put the boundary around the layer's checkpoint function, if it has one now."""
+        function = getattr(module, cls.ATTRIBUTE, None)
+        if function is not None and not isinstance(function, cls):
+            setattr(module, cls.ATTRIBUTE, cls(function, boundary))
+
+    @classmethod
+    def unwrap(cls, module: nn.Module) -> None:
+        """Undo :meth:`wrap`."""
+        function = getattr(module, cls.ATTRIBUTE, None)
+        if isinstance(function, cls):
+            setattr(module, cls.ATTRIBUTE, function.function)
+
+
+def _same(function: Callable[..., object]) -> Callable[..., object]:
+    return function
 
 
 class _LayerHook:
@@ -153,6 +210,7 @@ class _LayerHook:
 class _BeginForward(_LayerHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, module: nn.Module, args: Any) -> None:
+        _Checkpoint.wrap(module, self.boundary)
         self.boundary.begin()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
     resolved = resolve_device(device)
     meter = MemoryMeter()
     if resolved.type == "cpu":
-        with _CpuAllocations() as allocations:
+        with CpuAllocations() as allocations:
             try:
                 yield meter
             finally:
@@ -54,11 +54,16 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
         meter.peak_bytes = torch.accelerator.max_memory_allocated(resolved) - start_bytes
 
 
-class _CpuAllocations(TorchDispatchMode):
-    """Counts each storage that an operation returns, from then until it is freed in whatever thread."""
+class CpuAllocations(TorchDispatchMode):
+    """Counts each storage that an operation returns, from then until it is freed in whatever thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_change: Called with the bytes alive after each change.
+    """
+
+    def __init__(self, on_change: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
+        self._on_change = on_change
         self.peak_bytes = 0
         self._live_bytes = 0
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -80,10 +85,12 @@ class _CpuAllocations(TorchDispatchMode):
         self._seen.add(storage)
         self._live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._on_change(self._live_bytes)
         weakref.finalize(storage, self._free, nbytes).atexit = False
 
     def _free(self, nbytes: int) -> None:
         self._live_bytes -= nbytes
+        self._on_change(self._live_bytes)
 
 
 def _counts(value: object) -> bool:

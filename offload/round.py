@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from offload import trace
 from offload.activation_set import ActivationSet, Transfers
 from offload.saved import SavedStorage
 from offload.schedule import Point, Schedule, backward, forward
@@ -48,6 +49,7 @@ class Round:
         """The layer's forward begins: act on the schedule, then open its activation set."""
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
+        trace.point("forward", layer)
         opened = ActivationSet(layer, self)
         self.sets[layer] = opened
         if layer in self._offloaded:
@@ -57,6 +59,7 @@ class Round:
     def begin_backward(self, layer: int) -> None:
         """The layer's backward begins: act on the schedule."""
         self.sets[layer].backward_begun = True
+        trace.point("backward", layer)
         self._act(backward(layer))
 
     def _act(self, point: Point) -> None:

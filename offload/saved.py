@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload import trace
 from offload.backend import Wait
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class SavedStorage:
         assert self.device is not None
         if self.reload_done is not None:
             transfers = self.set.transfers
+            trace.point("wait", self.set.layer)
             transfers.wait(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
             self.unread = False
             self.set.mark_read()

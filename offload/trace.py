@@ -1,0 +1,72 @@
+"""Marks that a recording reads back: which layer runs, which layer's bytes are copied, who waits for whom.
+
+While a profiler runs, each mark is a range of its own with a stable name, such as ``offload::forward 3`` or
+``offload::d2h 3``, so that they also show in traces that users take themselves. While a recording on the
+CPU backend runs, its recorder gets them. At all other times a mark costs one check.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+PREFIX = "offload::"
+
+_nothing: AbstractContextManager[object] = nullcontext()
+
+
+class Mark(NamedTuple):
+    """Something that began."""
+
+    what: str
+    """``forward``, ``backward``, ``other``, ``wait``, ``d2h`` or ``h2d``."""
+    layer: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of its range in a profiler's trace."""
+        return f"{PREFIX}{self.what}" if self.layer is None else f"{PREFIX}{self.what} {self.layer}"
+
+    @classmethod
+    def parse(cls, name: str) -> Mark:
+        """The mark that has this ``name``."""
+        what, _, layer = name.removeprefix(PREFIX).partition(" ")
+        return cls(what, int(layer) if layer else None)
+
+
+class Recorder:
+    """What a recording on the CPU backend has seen, in seconds of ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, Mark]] = []
+        self.copies: list[tuple[float, float, Mark, int]] = []
+        """Start, end, what and bytes of each piece of work on a copy stream."""
+        self.waits: list[tuple[float, float]] = []
+        """When the compute stream waited."""
+
+    @property
+    def last_mark(self) -> Mark:
+        """The mark made last."""
+        return self.marks[-1][1] if self.marks else Mark("other", None)
+
+
+recorder: Recorder | None = None
+"""The recording that runs now on the CPU backend, if any."""
+
+
+def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
+    """Say that something begins; a range around the ``with`` block in a profiler's trace."""
+    if recorder is not None:
+        recorder.marks.append((perf_counter(), Mark(what, layer)))
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(Mark(what, layer).name)
+    return _nothing
+
+
+def point(what: str, layer: int | None = None) -> None:
+    """Say that something begins here, with no end of its own."""
+    with mark(what, layer):
+        pass
