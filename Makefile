@@ -1,0 +1,59 @@
+# Two commands matter:
+#   make tutorial   run the first tutorial on the best device here, print its result, say what to open
+#   make test       everything that must hold before a change lands; what CI runs
+# Both prepare .venv on their first run and reuse it afterwards.
+
+# The interpreter that .venv is made from. If it can import torch>=2.11, that torch is used as it is;
+# otherwise $(TORCH) is installed. On Linux, the plain package brings several GB of CUDA libraries: on a
+# machine without a GPU set TORCH or pip's own settings (PIP_FIND_LINKS, ...) so that a CPU build is found.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help tutorial test lint types pytest docs format clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+tutorial: $(VENV)/tutorial.stamp
+	$(PY) tools/tutorial.py notebooks/01_basic.ipynb
+
+test: lint types docs pytest
+
+lint: $(VENV)/develop.stamp
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+
+types: $(VENV)/develop.stamp
+	$(VENV)/bin/mypy
+
+pytest: $(VENV)/develop.stamp
+	$(PY) -m pytest
+
+docs: $(VENV)/develop.stamp
+	$(PY) -m sphinx -n -W --keep-going -q . build/html
+	@echo "Documentation: build/html/index.html"
+
+format: $(VENV)/develop.stamp
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# A stamp says that an installation is complete; it is written last, so an interrupted one is repeated.
+$(VENV)/torch.stamp:
+	PYTHON="$(PYTHON)" tools/make_venv.sh $(VENV) "$(TORCH)"
+	@touch $@
+
+$(VENV)/tutorial.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) --group notebook --editable .
+	@touch $@
+
+$(VENV)/develop.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) --group test --group docs --group lint --editable .
+	@touch $@ $(VENV)/tutorial.stamp

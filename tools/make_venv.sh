@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes a virtual environment that has torch: make_venv.sh FOLDER TORCH_REQUIREMENT, interpreter in $PYTHON.
+set -euo pipefail
+venv=$1 torch=$2 python=${PYTHON:-python3}
+
+usable_torch='
+import sys, torch
+sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "offload needs Python 3.11 or newer; $python is not. Set PYTHON, as in: make PYTHON=python3.12 ..." >&2
+    exit 1
+fi
+
+# A torch that is already there was chosen for this machine's GPU and driver, so let the environment see it.
+options=(--clear --without-pip)
+if "$python" -c "$usable_torch" 2>/dev/null; then
+    options+=(--system-site-packages)
+fi
+"$python" -m venv "${options[@]}" "$venv"
+
+# Debian's python3 has venv but not ensurepip (that is the package python3-venv), so the interpreter's own
+# pip installs the first one. Dependency groups need pip 25.1.
+if ! "$python" -m pip --python "$venv/bin/python" --disable-pip-version-check install --quiet 'pip>=25.1'; then
+    echo "$python -m pip could not install pip into $venv. It must be pip 22.3 or newer;" \
+        "on Debian: apt install python3-pip" >&2
+    exit 1
+fi
+
+if ! "$venv/bin/python" -c "$usable_torch" 2>/dev/null; then
+    echo "installing $torch, as $python has no torch>=2.11; for another build see docs/installation.md"
+    # Unquoted: TORCH may hold options of pip besides the requirement.
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet $torch
+fi
+# Without NumPy, which comes later, importing torch warns.
+"$venv/bin/python" -W ignore -c 'import torch; print("using torch", torch.__version__, "from", torch.__path__[0])'

@@ -1,0 +1,163 @@
+"""Run a notebook, show how far it is, print its result as a table and say which page to open.
+
+    python tools/tutorial.py notebooks/01_basic.ipynb
+
+The notebook chooses the device, normally the best one present. It hands its result over like this: the
+environment variable ``OFFLOAD_TUTORIAL_RESULT`` holds a path, and the last cell writes a JSON list of rows to
+it, each an object from column title to number or text, all with the same keys::
+
+    if "OFFLOAD_TUTORIAL_RESULT" in os.environ:
+        Path(os.environ["OFFLOAD_TUTORIAL_RESULT"]).write_text(json.dumps(rows))
+
+The same cell displays the rows, so that a reader of the notebook sees what this command prints.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+CellCallback = Callable[[int], None]  # called with the index of a cell
+
+
+class _ThisPythonKernel(AsyncKernelManager):
+    """A kernel in this interpreter; an installed kernel spec of the same name may belong to another one."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        # At the next lower level the kernel warns that root can listen in on the loopback device.
+        return KernelSpec(argv=[*argv, "--log-level=ERROR"], language="python")
+
+
+def execute(
+    path: Path,
+    *,
+    env: dict[str, str] | None = None,
+    cell_timeout_s: int | None = None,
+    on_cell_start: CellCallback | None = None,
+    on_cell_end: CellCallback | None = None,
+) -> nbformat.NotebookNode:
+    """Execute a notebook in its own folder and return it with the outputs; the file stays as it is.
+
+    Args:
+        path: The notebook.
+        env: Variables to set for the notebook, on top of this process's.
+        cell_timeout_s: Seconds that one cell may take; None for no limit.
+        on_cell_start: Called with the index of a code cell before it runs.
+        on_cell_end: Called in the same way after it ran.
+
+    Raises:
+        CellExecutionError: If a cell raises; the message shows the cell and the traceback.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=_ThisPythonKernel,
+        resources={"metadata": {"path": str(path.parent.resolve())}},
+        timeout=cell_timeout_s,
+        on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
+        on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
+    )
+    return client.execute(env={**os.environ, **(env or {})})
+
+
+def _headings(notebook: nbformat.NotebookNode) -> list[str]:
+    """For each cell, the heading it stands under."""
+    headings, current = [], ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            lines = [line for line in cell.source.splitlines() if line.startswith("#")]
+            current = lines[-1].lstrip("# ") if lines else current
+        headings.append(current)
+    return headings
+
+
+def _execute_with_progress(path: Path, result: Path, console: Console) -> nbformat.NotebookNode:
+    notebook = nbformat.read(path, as_version=4)
+    headings = _headings(notebook)
+    # nbclient passes over empty cells without a call.
+    total = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    progress = Progress(*columns, console=console)
+    task = progress.add_task(path.name, total=total)
+    began = 0.0
+
+    def start(index: int) -> None:
+        nonlocal began
+        began = time.monotonic()
+        progress.update(task, description=headings[index])
+
+    def end(index: int) -> None:
+        progress.advance(task)
+        # A line for each cell as well, for logs, where the bar is drawn only once.
+        line = f"{time.monotonic() - began:7.1f} s  {headings[index]}"
+        progress.console.print(line, markup=False, highlight=False)
+
+    with progress:
+        env = {"OFFLOAD_TUTORIAL_RESULT": str(result)}
+        executed = execute(path, env=env, on_cell_start=start, on_cell_end=end)
+        progress.update(task, description=path.name)
+    return executed
+
+
+def _to_html(notebook: nbformat.NotebookNode, title: str) -> str:
+    """One page that needs nothing from the network, so formulas in TeX stay as they are written."""
+    exporter = HTMLExporter(embed_images=True, require_js_url="", mathjax_url="")
+    html, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    return html
+
+
+def _table(rows: list[dict[str, object]]) -> Table:
+    table = Table()
+    for title, value in rows[0].items():
+        table.add_column(title, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table
+
+
+def main() -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("build/tutorial"), help="folder for the page")
+    arguments = parser.parse_args()
+
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        try:
+            notebook = _execute_with_progress(arguments.notebook, result, console)
+        except CellExecutionError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if not result.exists():
+            print(f"{arguments.notebook} wrote no rows to OFFLOAD_TUTORIAL_RESULT", file=sys.stderr)
+            return 1
+        rows = json.loads(result.read_text())
+
+    page = arguments.output / arguments.notebook.with_suffix(".html").name
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(_to_html(notebook, arguments.notebook.stem), encoding="utf-8")
+    console.print(_table(rows))
+    print(f"Open {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
