@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from offload.link import Link, measure_link
+from offload.link import Link
 from offload.profile import Profile
 from offload.schedule import Schedule
 from offload.simulate import simulate
@@ -64,7 +64,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"<Plan: offload {self.num_layers} of {self.schedule.model_layers} layers, step {format_s(self.step_s)}, "
+            f"<Plan: offload {self.num_layers} of {self.schedule.model_layers} layers, "
+            f"step {format_s(self.step_s)}, "
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}>"
         )
 
@@ -80,9 +81,12 @@ class Plan:
             what = "offload" if index in offloaded else "keep"
             waits = format_s(stalls_s[index]) if index in offloaded else ""
             lines.append(f"{index:>5}{format_bytes(layer.saved_bytes):>12}  {what:<8}{waits:>14}".rstrip())
-        lines.append(f"step {format_s(self.step_s)}, without offloading {format_s(self.without.duration_s)}")
-        lines.append(f"peak {format_bytes(self.peak_bytes)}, without offloading {format_bytes(self.without.peak_bytes)}")
-        lines.append(f"budget {format_bytes(self.memory_budget)}, host memory {format_bytes(self.host_bytes)}")
+        step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
+        peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
+        budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
+        lines.append(f"step {step}, without offloading {step_without}")
+        lines.append(f"peak {peak}, without offloading {peak_without}")
+        lines.append(f"budget {budget}, host memory {host}")
         return "\n".join(lines)
 
 
@@ -101,10 +105,13 @@ def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -
         TypeError: The budget is neither an int nor a str.
     """
     budget = parse_bytes(memory_budget, "memory_budget")
-    link = link or measure_link()
+    if link is None:
+        from offload.measure import measure_link  # The only part of planning that needs torch.
+
+        link = measure_link()
     model_layers = len(profile.layers)
     if not model_layers:
-        raise ValueError("profile must have at least one layer, got none; profile the layers to be offloaded.")
+        raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
     peaks = []
     for num_layers in range(model_layers):
         schedule = _default(num_layers, model_layers)
@@ -113,9 +120,10 @@ def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -
             return Plan(schedule, profile, link, budget)
     least = min(peaks)
     raise ValueError(
-        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that offloading "
-        f"reaches, with {peaks.index(least)} of {model_layers} layers; got {budget} bytes ({format_bytes(budget)}). "
-        "Raise it, use smaller microbatches, or recompute (torch.utils.checkpoint) inside the layers."
+        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that "
+        f"offloading reaches, with {peaks.index(least)} of {model_layers} layers, got {budget} bytes "
+        f"({format_bytes(budget)}); raise it, use smaller microbatches, or recompute in the layers "
+        "(torch.utils.checkpoint)."
     )
 
 

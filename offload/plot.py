@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.timeline import LANES, Kind, Span, Timeline
 from offload.units import format_bytes
@@ -35,24 +35,22 @@ LABEL_POINTS = 8.0
 BOX_HEIGHT = 0.72
 
 
-def plot_timeline(timeline: Timeline, ax: Axes | None, *, title: str | None, size: tuple[float, float]) -> Figure:
+def plot_timeline(
+    timeline: Timeline, ax: Axes | None, *, title: str | None, size: tuple[float, float]
+) -> Figure:
     """What :meth:`offload.timeline.Timeline.plot` draws."""
     if ax is not None:
-        figure = ax.get_figure(root=True)
-        assert figure is not None, "an Axes belongs to a figure"
         _draw_streams(ax, timeline)
-        _label_time(ax, timeline)
-        ax.set_title(timeline.title if title is None else title, color=INK, loc="left", fontsize=10)
-        return figure
+        ax.set_title(timeline.title if title is None else title, color=INK, loc="left", fontsize=11, pad=20)
+        return ax.figure.figure
     figure = new_figure(size)
     if timeline.memory:
         streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
         _draw_memory(memory, timeline)
-        _label_time(memory, timeline)
+        _draw_streams(streams, timeline, time_axis=False)
     else:
         streams = figure.subplots()
-        _label_time(streams, timeline)
-    _draw_streams(streams, timeline)
+        _draw_streams(streams, timeline)
     streams.set_title(timeline.title if title is None else title, color=INK, loc="left", fontsize=11, pad=20)
     return figure
 
@@ -99,6 +97,7 @@ class _Box:
     layer: int | None
     start_s: float
     end_s: float
+    label: str
 
 
 def _boxes(spans: Iterable[Span], gap_s: float) -> Iterator[_Box]:
@@ -109,39 +108,35 @@ def _boxes(spans: Iterable[Span], gap_s: float) -> Iterator[_Box]:
             continue
         if box:
             yield box
-        box = _Box(span.kind, span.layer, span.start_s, span.end_s)
+        box = _Box(span.kind, span.layer, span.start_s, span.end_s, span.label)
     if box:
         yield box
 
 
-def _draw_streams(ax: Axes, timeline: Timeline) -> None:
+def _draw_streams(ax: Axes, timeline: Timeline, *, time_axis: bool = True) -> None:
     from matplotlib.patches import Patch, Rectangle
 
-    scale, _ = _time_unit(timeline)
+    scale, unit = _time_unit(timeline)
     duration_s = timeline.duration_s or 1.0
-    width_points = (ax.get_window_extent().width / ax.figure.dpi) * 72
-    for row, lane in enumerate(reversed(LANES)):
-        for box in _boxes(timeline.lane(lane), gap_s=0.002 * duration_s):
+    rows = [list(_boxes(timeline.lane(lane), gap_s=0.002 * duration_s)) for lane in reversed(LANES)]
+    for row, boxes in enumerate(rows):
+        for box in boxes:
             length_s = box.end_s - box.start_s
             # A hair's breadth between neighbours: an outline in the page's colour, whatever that is.
             hair_s = min(0.0012 * duration_s, 0.2 * length_s)
             corner = ((box.start_s - timeline.start_s) / scale, row - BOX_HEIGHT / 2)
-            style = (
+            style: dict[str, Any] = (
                 {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
                 if box.kind == "stall"
                 else {"facecolor": COLORS[box.kind], "linewidth": 0}
             )
             ax.add_patch(Rectangle(corner, (length_s - hair_s) / scale, BOX_HEIGHT, **style))
-            room = length_s / duration_s * width_points
-            label = next((text for text in _labels(box) if _text_points(text) <= room), None)
-            if label:
-                center = ((box.start_s + box.end_s) / 2 - timeline.start_s) / scale
-                color = text_color(COLORS[box.kind])
-                ax.text(center, row, label, color=color, fontsize=LABEL_POINTS, ha="center", va="center_baseline")
     style_axes(ax)
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_visible(False)
-    ax.tick_params(length=0, labelbottom=ax.get_subplotspec() is None)
+    ax.tick_params(length=0, labelbottom=time_axis)
+    if time_axis:
+        ax.set_xlabel(unit, color=INK, fontsize=9)
     ax.set_xlim(0, duration_s / scale)
     ax.set_ylim(-0.5, len(LANES) - 0.5)
     ax.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)])
@@ -161,36 +156,58 @@ def _draw_streams(ax: Axes, timeline: Timeline) -> None:
         columnspacing=1.2,
         borderaxespad=0.1,
     )
+    # Only now are the boxes as wide as they will be.
+    ax.figure.figure.draw_without_rendering()
+    for row, boxes in enumerate(rows):
+        for kind in COLORS:
+            _draw_labels(ax, row, [box for box in boxes if box.kind == kind], timeline)
 
 
-def _labels(box: _Box) -> tuple[str, ...]:
-    """What may stand in a box, longest first."""
-    if box.kind == "stall":
-        return ()
+def _draw_labels(ax: Axes, row: int, boxes: list[_Box], timeline: Timeline) -> None:
+    """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
+    scale, _ = _time_unit(timeline)
+    points_per_s = ax.get_window_extent().width / ax.figure.dpi * 72 / (timeline.duration_s or 1.0)
+    for box in boxes:
+        room = (box.end_s - box.start_s) * points_per_s
+        for labels, rotation in ((_long_label, 0), (_short_label, 0), (_long_label, 90)):
+            needed = LABEL_POINTS * (0.75 if rotation else max(0.66 * len(labels(box)) for box in boxes))
+            if room >= needed:
+                center_s = (box.start_s + box.end_s) / 2 - timeline.start_s
+                ax.text(
+                    center_s / scale,
+                    row,
+                    labels(box),
+                    color=text_color(COLORS[box.kind]),
+                    fontsize=LABEL_POINTS - bool(rotation),
+                    rotation=rotation,
+                    rotation_mode="anchor",
+                    ha="center",
+                    va="center_baseline",
+                )
+                break
+
+
+def _long_label(box: _Box) -> str:
     if box.layer is None:
-        return ("loss",) if False else ()
-    letter = {"forward": "F", "backward": "B"}.get(box.kind, "")
-    return (f"{letter}{box.layer}", str(box.layer))
+        return box.label
+    return {"forward": "F", "backward": "B"}.get(box.kind, "") + str(box.layer)
 
 
-def _text_points(text: str) -> float:
-    return 0.66 * LABEL_POINTS * len(text)
+def _short_label(box: _Box) -> str:
+    return "" if box.layer is None else str(box.layer)
 
 
 def _draw_memory(ax: Axes, timeline: Timeline) -> None:
-    scale, _ = _time_unit(timeline)
-    unit, unit_bytes = next(
-        (unit, size)
-        for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
-        if timeline.peak_bytes >= size or size == 1
-    )
+    scale, unit = _time_unit(timeline)
+    in_bytes = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    size_unit = next((name for name, size in in_bytes.items() if timeline.peak_bytes >= size), "B")
     times = [(time_s - timeline.start_s) / scale for time_s, _ in timeline.memory]
-    held = [nbytes / unit_bytes for _, nbytes in timeline.memory]
+    held = [nbytes / in_bytes[size_unit] for _, nbytes in timeline.memory]
     times.append(timeline.duration_s / scale)
     held.append(held[-1])
     ax.fill_between(times, held, step="post", color=INK, alpha=0.3, linewidth=0)
     ax.step(times, held, where="post", color=INK, linewidth=1.2)
-    peak = timeline.peak_bytes / unit_bytes
+    peak = timeline.peak_bytes / in_bytes[size_unit]
     ax.axhline(peak, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     ax.annotate(
         f"peak {format_bytes(timeline.peak_bytes)}",
@@ -205,11 +222,8 @@ def _draw_memory(ax: Axes, timeline: Timeline) -> None:
     )
     style_axes(ax)
     ax.set_ylim(0, peak * 1.35 or 1.0)
-    ax.set_ylabel(f"on device\n{unit}", color=INK, fontsize=9)
-
-
-def _label_time(ax: Axes, timeline: Timeline) -> None:
-    ax.set_xlabel(_time_unit(timeline)[1], color=INK, fontsize=9)
+    ax.set_ylabel(f"on device\n{size_unit}", color=INK, fontsize=9)
+    ax.set_xlabel(unit, color=INK, fontsize=9)
 
 
 def _time_unit(timeline: Timeline) -> tuple[float, str]:

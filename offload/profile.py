@@ -1,25 +1,16 @@
 """What each layer costs: seconds forward and backward, bytes saved in between.
 
-The types are pure data. :func:`profile_layers` measures them on the model as it is: hooks mark
-when each layer begins and ends, and the tensors that autograd saves are counted by the rule by
-which they would be offloaded.
+Pure data: :func:`offload.measure.profile_layers` takes it from a model as it is, and it can be
+written by hand, to ask what another model or machine would do.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
 
 from offload.units import format_bytes, format_s
-
-if TYPE_CHECKING:
-    import torch
 
 UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
@@ -63,7 +54,7 @@ class LayerProfile:
         if self.tensors or not self.saved_bytes:
             return self.tensors
         edges = [self.saved_bytes * index // UNLISTED_PIECES for index in range(UNLISTED_PIECES + 1)]
-        return tuple(end - start for start, end in zip(edges, edges[1:], strict=False))
+        return tuple(end - start for start, end in pairwise(edges))
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,8 @@ class Profile:
         lines = [f"{'layer':>5}{'forward':>11}{'backward':>11}{'saved':>12}{'tensors':>9}"]
         for index, layer in enumerate(self.layers):
             times = f"{format_s(layer.forward_s):>11}{format_s(layer.backward_s):>11}"
-            lines.append(f"{index:>5}{times}{format_bytes(layer.saved_bytes):>12}{len(layer.tensors) or '-':>9}")
+            saved = f"{format_bytes(layer.saved_bytes):>12}{len(layer.tensors) or '-':>9}"
+            lines.append(f"{index:>5}{times}{saved}")
         lines.append(f"step {format_s(self.compute_s)}, saved {format_bytes(self.saved_bytes)}")
         return "\n".join(lines)
 

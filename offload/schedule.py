@@ -87,7 +87,9 @@ class Schedule:
         model_layers: Number of layers, N; layers are numbered 0 … N-1.
         moves: One :class:`Move` per offloaded layer, in any order.
         order: The order in which the program reaches its 2N points. It is found from the moves if
-            left out: all forwards in turn, each backward as late as the moves allow, later layers first.
+            left out: forwards in turn, then backwards, later layers first, as layers of a model run.
+            Where the moves need a backward before a later forward, the layers are taken to be
+            microbatches: first in, first out, and what was reloaded goes next.
 
     Raises:
         ValueError: A layer is out of range or named twice, or no order of forwards and backwards
@@ -141,8 +143,8 @@ class Schedule:
             )
         if num_layers and num_layers == model_layers - 1:
             warnings.warn(
-                f"num_layers = model_layers - 1 = {num_layers} keeps one activation set on the device, so copies "
-                f"cannot overlap with compute; use num_layers={num_layers - 1} or less for overlap.",
+                f"num_layers = model_layers - 1 = {num_layers} keeps one activation set on the device, so "
+                f"copies cannot overlap with compute; use num_layers={num_layers - 1} or less for overlap.",
                 stacklevel=3,
             )
         kept = model_layers - num_layers
@@ -275,13 +277,16 @@ def _check_order(order: tuple[Point, ...], model_layers: int) -> None:
     expected = {point for layer in range(model_layers) for point in (forward(layer), backward(layer))}
     if set(order) != expected or len(order) != len(expected):
         raise ValueError(
-            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
+            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, "
+            f"got {list(order)}"
         )
 
 
 def _check_against(move: Move, position: Mapping[Point, int]) -> None:
     for rule in _rules(move):
-        if position[rule.earlier] >= position[rule.later] and not (rule.may_coincide and rule.earlier == rule.later):
+        if position[rule.earlier] >= position[rule.later] and not (
+            rule.may_coincide and rule.earlier == rule.later
+        ):
             raise ValueError(f"layer {move.layer}: {move.entry} is refused: {rule.broken}")
 
 
@@ -303,19 +308,20 @@ def _rules(move: Move) -> tuple[_Rule, ...]:
         _Rule(
             forward(layer),
             release,
-            f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release",
+            f"it is released before {release!r}, which is not after its own forward F{layer}; "
+            "use a later release",
         ),
         _Rule(
             release,
             backward(layer),
-            f"it is released before {release!r}, which is not earlier than its own backward; use an earlier release "
-            "or leave the layer out",
+            f"it is released before {release!r}, which is not earlier than its own backward; "
+            "use an earlier release or leave the layer out",
         ),
         _Rule(
             release,
             reload,
-            f"its reload before {reload!r} does not come after its release before {release!r}; use a later reload "
-            "or leave the layer out",
+            f"its reload before {reload!r} does not come after its release before {release!r}; "
+            "use a later reload or leave the layer out",
         ),
         _Rule(
             reload,
@@ -327,7 +333,7 @@ def _rules(move: Move) -> tuple[_Rule, ...]:
 
 
 def _find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
-    """One order of the points that honours every move: forwards in turn, backwards late, later layers first.
+    """The likeliest order of the points that honours every move; see :class:`Schedule`.
 
     Raises:
         ValueError: No order honours them; the message names the entry that closes the contradiction.
@@ -336,7 +342,7 @@ def _find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]
     for move in moves:
         _add(_before(model_layers), move, "is refused")
         _add(before, move, "contradicts the entries of earlier layers")
-    return _topological(before)
+    return _topological(before, moves)
 
 
 def _before(model_layers: int) -> dict[Point, set[Point]]:
@@ -371,15 +377,28 @@ def _reaches(before: Mapping[Point, set[Point]], point: Point, target: Point) ->
     return False
 
 
-def _topological(before: Mapping[Point, set[Point]]) -> tuple[Point, ...]:
+def _topological(before: Mapping[Point, set[Point]], moves: tuple[Move, ...]) -> tuple[Point, ...]:
     sorter = TopologicalSorter(before)
     sorter.prepare()
     order: list[Point] = []
     ready: set[Point] = set()
+    reloaded: set[Point] = set()
+    microbatches = False
+
+    def turn(point: Point) -> tuple[int, int]:
+        if point.phase == "F":
+            return (1, point.layer)
+        if microbatches:
+            return (0 if point in reloaded else 2, point.layer)
+        return (2, -point.layer)
+
     while sorter.is_active():
         ready.update(sorter.get_ready())
-        point = min(ready, key=lambda p: (p.phase == "B", p.layer if p.phase == "F" else -p.layer))
+        point = min(ready, key=turn)
         ready.remove(point)
         order.append(point)
         sorter.done(point)
+        reloaded.update(backward(move.layer) for move in moves if move.reload == point)
+        forwards = sum(past.phase == "F" for past in order)
+        microbatches |= point.phase == "B" and forwards < len(before) // 2
     return tuple(order)

@@ -13,6 +13,7 @@ Note:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,10 +28,13 @@ class HasSchedule(Protocol):
     """A plan, or anything else that carries a schedule."""
 
     @property
-    def schedule(self) -> Schedule: ...
+    def schedule(self) -> Schedule:
+        """What moves when."""
 
 
-def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None
+) -> Timeline:
     """One microbatch's step, as ``schedule`` would run it.
 
     Args:
@@ -46,8 +50,8 @@ def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, 
         schedule = schedule.schedule
     if len(profile.layers) != schedule.model_layers:
         raise ValueError(
-            f"profile must have as many layers as the schedule, {schedule.model_layers}, got {len(profile.layers)}; "
-            "profile the layers that the schedule speaks of."
+            f"profile must have as many layers as the schedule, {schedule.model_layers}, got "
+            f"{len(profile.layers)}; profile the layers that the schedule speaks of."
         )
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
@@ -62,7 +66,7 @@ class _Copy:
     ready_s: float
     left: float
     start_s: float = 0.0
-    end_s: float | None = None
+    end_s: float = math.inf
 
 
 class _Queues:
@@ -86,7 +90,7 @@ class _Queues:
         Nothing may be queued later that is ready earlier than that: true for compute, which
         queues nothing while it waits.
         """
-        while copy.end_s is None:
+        while copy.end_s == math.inf:
             self._advance()
         return copy.end_s
 
@@ -205,5 +209,4 @@ class _Simulation:
 
 def _copy_span(copy: _Copy) -> Span:
     kind: Kind = "offload" if copy.lane == "d2h" else "reload"
-    assert copy.end_s is not None, "the queues were drained"
     return Span(copy.lane, kind, copy.start_s, copy.end_s, f"{kind} {copy.layer}", copy.layer, copy.nbytes)

@@ -80,8 +80,10 @@ class Timeline:
     title: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spans", tuple(sorted(self.spans, key=lambda span: (span.start_s, span.end_s))))
-        object.__setattr__(self, "memory", tuple(sorted(self.memory, key=lambda sample: sample[0])))
+        spans = sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
+        memory = sorted(self.memory, key=lambda sample: sample[0])
+        object.__setattr__(self, "spans", tuple(spans))
+        object.__setattr__(self, "memory", tuple(memory))
 
     def lane(self, lane: Lane) -> tuple[Span, ...]:
         """The spans of one stream, by start."""
@@ -142,27 +144,33 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
-        events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "offload"}}]
+        names = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "offload"}}]
         for thread, lane in enumerate(LANES):
-            for name, args in (("thread_name", {"name": lane}), ("thread_sort_index", {"sort_index": thread})):
-                events.append({"ph": "M", "pid": 0, "tid": thread, "name": name, "args": args})
-        for span in self.spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": LANES.index(span.lane),
-                    "ts": span.start_s * 1e6,
-                    "dur": span.duration_s * 1e6,
-                    "name": span.label or span.kind,
-                    "cat": span.kind,
-                    "args": {"layer": span.layer, "bytes": span.nbytes},
-                }
-            )
-        for time_s, nbytes in self.memory:
-            counter = {"name": "device memory", "args": {"bytes": nbytes}}
-            events.append({"ph": "C", "pid": 0, "ts": time_s * 1e6, **counter})
-        return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"title": self.title}}
+            where = {"ph": "M", "pid": 0, "tid": thread}
+            names.append({**where, "name": "thread_name", "args": {"name": lane}})
+            names.append({**where, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        spans = [
+            {
+                "ph": "X",
+                "name": span.label or span.kind,
+                "cat": span.kind,
+                "pid": 0,
+                "tid": LANES.index(span.lane),
+                "ts": span.start_s * 1e6,
+                "dur": span.duration_s * 1e6,
+                "args": {"layer": span.layer, "bytes": span.nbytes},
+            }
+            for span in self.spans
+        ]
+        memory = [
+            {"ph": "C", "name": "device memory", "pid": 0, "ts": time_s * 1e6, "args": {"bytes": nbytes}}
+            for time_s, nbytes in self.memory
+        ]
+        return {
+            "displayTimeUnit": "ms",
+            "traceEvents": names + spans + memory,
+            "otherData": {"title": self.title},
+        }
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write :meth:`chrome_trace` as JSON; open the file in ``ui.perfetto.dev``."""
@@ -180,7 +188,9 @@ class Timeline:
         for lane in LANES:
             busy_s, copied = self.busy_s(lane), self.copied_bytes(lane)
             line = f"{lane:<8}{format_s(busy_s):>10}{busy_s / (self.duration_s or 1.0):>9.0%}"
-            lines.append(line + (f"{format_bytes(copied):>12}{copied / busy_s / 1e9:>8.1f}" if busy_s and copied else ""))
+            if copied and busy_s:
+                line += f"{format_bytes(copied):>12}{copied / busy_s / 1e9:>8.1f}"
+            lines.append(line)
         lines.append(
             f"step {format_s(self.duration_s)}, stalled {format_s(self.stall_s)}, "
             f"{self.overlap:.0%} of the copies beside compute, peak {format_bytes(self.peak_bytes)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_BYTES = {"B": 1} | {
+_BYTES: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate("KMGT", start=1)
@@ -31,7 +31,10 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
         return value
     match = _TEXT.fullmatch(value)
     if match is None or match[2] not in _BYTES:
-        raise ValueError(f"{name} must be a number and a unit, such as '40GiB', got {value!r}; use one of {_units()}")
+        raise ValueError(
+            f"{name} must be a number and a unit, such as '40GiB', got {value!r}; "
+            f"units are {', '.join(_BYTES)}"
+        )
     return round(float(match[1]) * _BYTES[match[2]])
 
 
@@ -51,7 +54,3 @@ def format_s(seconds: float) -> str:
             scaled = seconds / scale
             return f"{scaled:.{2 if abs(scaled) < 10 else 1}f} {unit}"
     return f"{seconds * 1e6:.2f} µs" if seconds else "0 s"
-
-
-def _units() -> str:
-    return ", ".join(_BYTES)

@@ -1,0 +1,217 @@
+"""Draw the figures of the docs from the library's own schedules, states and simulator.
+
+python tools/figures.py            write docs/_static/figures/*.svg
+python tools/figures.py --check    fail if a committed figure is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from offload.link import Link
+from offload.plot import COLORS, INK, new_figure, text_color
+from offload.profile import LayerProfile, Profile
+from offload.schedule import Schedule
+from offload.simulate import simulate
+from offload.states import TRANSITIONS, OffloadState
+from offload.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FOLDER = Path(__file__).parent.parent / "docs" / "_static" / "figures"
+GIB = 1 << 30
+
+# A layer that saves 1 GiB, on a link that takes 18 ms for it: longer than a forward, shorter than a backward.
+LAYER = LayerProfile(forward_s=0.010, backward_s=0.020, saved_bytes=GIB)
+LINK = Link(d2h_bytes_per_s=60e9, h2d_bytes_per_s=60e9, duplex_bytes_per_s=110e9)
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small files, selectable, searchable
+    "svg.hashsalt": "offload",  # the same element ids each time
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "hatch.linewidth": 0.8,
+}
+
+
+def schedule_figure(num_layers: int, model_layers: int, title: str) -> Figure:
+    """The default schedule, simulated."""
+    schedule = Schedule.default(num_layers, model_layers)
+    return simulate(schedule, Profile((LAYER,) * model_layers), LINK, title=title).plot()
+
+
+def streams_figure() -> Figure:
+    """One layer's trip, with an arrow wherever one stream waits for another."""
+    layer = LayerProfile(0.010, 0.020, GIB, tensors=(3 * GIB // 8, 2 * GIB // 8, 3 * GIB // 8))
+    schedule = Schedule.default(1, 3)
+    title = "the trip of layer 0: three tensors there and back, and what waits for what"
+    timeline = simulate(schedule, Profile((layer,) * 3), LINK, title=title)
+    figure = new_figure((9.0, 3.6))
+    ax = figure.subplots()
+    timeline.plot(ax)
+    _draw_waits(ax, timeline)
+    return figure
+
+
+def _draw_waits(ax: Axes, timeline: Timeline) -> None:
+    top, middle, bottom = 2.0, 1.0, 0.0
+    start_s = {span.label: span.start_s for span in timeline.lane("compute")}
+    offloads, reloads = timeline.lane("d2h"), timeline.lane("h2d")
+    for index, (there, back) in enumerate(zip(offloads, reloads, strict=True)):
+        ready_s = LAYER.forward_s * (index + 1) / len(offloads)
+        needed_s = start_s["B0"] + LAYER.backward_s * index / len(reloads)
+        _arrow(ax, (ready_s, top), (there.start_s, middle), "1" if index == 0 else "")
+        _arrow(ax, (back.end_s, bottom), (needed_s, top), "4" if index == len(reloads) - 1 else "")
+        for row, copy in ((middle, there), (bottom, back)):
+            if index:
+                ax.vlines(copy.start_s * 1e3, row - 0.36, row + 0.36, color="#000000", linewidth=0.8)
+    _arrow(ax, (offloads[-1].end_s, middle), (start_s["F2"], top), "2")
+    _arrow(ax, (start_s["B1"], top), (reloads[0].start_s, bottom), "3")
+    notes = (
+        "1  ready: a tensor's copy waits until the tensor is computed",
+        "2  release: F2 waits for the copies, then may reuse the memory",
+        "3  reload: its copies wait until compute has come to B1",
+        "4  reloaded: B0 waits for the one tensor that it needs next",
+    )
+    ax.text(2.0, bottom, "\n".join(notes), color=INK, fontsize=8.5, linespacing=1.5, va="center")
+
+
+def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], number: str) -> None:
+    """From the edge of one stream's box to another's, in seconds and rows; a number beside its middle."""
+    edge = 0.36 if source[1] > target[1] else -0.36
+    (from_x, from_y), (to_x, to_y) = (source[0] * 1e3, source[1] - edge), (target[0] * 1e3, target[1] + edge)
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", xy=(to_x, to_y), xytext=(from_x, from_y), arrowprops=style)
+    middle = ((from_x + to_x) / 2, (from_y + to_y) / 2)
+    ax.annotate(
+        number,
+        middle,
+        xytext=(9 if middle[0] > 4 else -9, 0),
+        textcoords="offset points",
+        color=INK,
+        fontsize=9,
+        weight="bold",
+        ha="center",
+        va="center_baseline",
+    )
+
+
+# What device and host memory hold in each state.
+MEMORY = {
+    OffloadState.RESIDENT: ("held", "free"),
+    OffloadState.OFFLOADING: ("held", "being written"),
+    OffloadState.OFFLOADED: ("free", "held"),
+    OffloadState.RELOADING: ("being written", "held"),
+    OffloadState.RELOADED: ("held", "free"),
+}
+
+
+def states_figure() -> Figure:
+    """The five states in a row, the verbs between them, and who holds the memory in each."""
+    figure = new_figure((9.0, 2.2))
+    ax = figure.subplots()
+    ax.set_axis_off()
+    pitch, width = 2.25, 1.45
+    left = {state: index * pitch for index, state in enumerate(OffloadState)}
+    for state, x in left.items():
+        shape = "round,pad=0,rounding_size=0.12"
+        ax.add_patch(
+            FancyBboxPatch((x, 1.2), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4)
+        )
+        _centered(ax, x + width / 2, 1.5, state.name, INK, 9.0, "bold")
+        device, host = MEMORY[state]
+        _draw_memory(ax, x, 0.55, width, device, COLORS["forward"])
+        _draw_memory(ax, x, 0.05, width, host, COLORS["offload"])
+    for name, y in (("device", 0.75), ("host", 0.25)):
+        ax.text(-0.15, y, name, color=INK, fontsize=9, ha="right", va="center_baseline")
+    for verb, (source, target) in TRANSITIONS.items():
+        start, end = left[source] + width, left[target]
+        style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
+        ax.annotate("", xy=(end, 1.5), xytext=(start, 1.5), arrowprops=style)
+        label = verb.replace("_", "\n")
+        ax.text((start + end) / 2, 1.62, label, color=INK, fontsize=8.5, ha="center", va="bottom")
+    ax.set_xlim(-0.8, max(left.values()) + width + 0.05)
+    ax.set_ylim(-0.05, 2.3)
+    return figure
+
+
+def _draw_memory(ax: Axes, x: float, y: float, width: float, holds: str, color: str) -> None:
+    face = color if holds == "held" else "none"
+    edge, dashes = (INK, (0.0, (2.0, 2.0))) if holds == "free" else (color, (0.0, ()))
+    box = Rectangle((x, y), width, 0.4, facecolor=face, edgecolor=edge, linestyle=dashes, linewidth=1.4)
+    ax.add_patch(box)
+    _centered(ax, x + width / 2, y + 0.2, holds, text_color(color) if holds == "held" else INK, 8.5)
+
+
+def _centered(
+    ax: Axes, x: float, y: float, text: str, color: str, size: float, weight: str = "normal"
+) -> None:
+    ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "schedule_2_of_5": lambda: schedule_figure(
+        2, 5, "2 of 5 layers offloaded: the copies hide behind compute"
+    ),
+    "schedule_3_of_5": lambda: schedule_figure(3, 5, "3 of 5 layers offloaded: compute waits for releases"),
+    "streams": streams_figure,
+    "states": states_figure,
+}
+
+
+def write(folder: Path) -> list[Path]:
+    """Draw all figures into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, draw in FIGURES.items():
+        paths.append(folder / f"{name}.svg")
+        with mpl.rc_context(STYLE):
+            draw().savefig(paths[-1], format="svg", metadata={"Date": None, "Creator": None})
+    return paths
+
+
+def texts(svg: Path) -> list[tuple[str, float, float]]:
+    """Every text in a figure with its position in points: what a figure says, whatever drew its lines."""
+    found = re.findall(r"<text[^>]*\s(-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
+    return [(text, float(x), float(y)) for x, y, text in found]
+
+
+def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
+    """Whether two files show the same figure; releases of matplotlib differ in details of the lines."""
+    if not committed.exists():
+        return False
+    pairs = list(zip_longest(texts(committed), texts(drawn), fillvalue=("", math.inf, math.inf)))
+    return bool(pairs) and all(
+        a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs
+    )
+
+
+def main() -> None:
+    """Write the figures, or compare them with what would be written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a figure is out of date")
+    if not parser.parse_args().check:
+        for path in write(FOLDER):
+            print(path.relative_to(FOLDER.parent.parent.parent))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        stale = [path.name for path in write(Path(folder)) if not is_up_to_date(FOLDER / path.name, path)]
+    if stale:
+        sys.exit(f"out of date: {', '.join(stale)}; run python tools/figures.py and commit the result.")
+
+
+if __name__ == "__main__":
+    main()
