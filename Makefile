@@ -10,6 +10,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 VENV := .venv
+# Tools run as modules: one that comes with an outer torch installation has no script in .venv/bin.
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
 
@@ -25,11 +26,11 @@ tutorial: $(VENV)/tutorial.stamp
 test: lint types docs pytest
 
 lint: $(VENV)/develop.stamp
-	$(VENV)/bin/ruff check
-	$(VENV)/bin/ruff format --check
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
 
 types: $(VENV)/develop.stamp
-	$(VENV)/bin/mypy
+	$(PY) -m mypy
 
 pytest: $(VENV)/develop.stamp
 	$(PY) -m pytest
@@ -39,8 +40,8 @@ docs: $(VENV)/develop.stamp
 	@echo "Documentation: build/html/index.html"
 
 format: $(VENV)/develop.stamp
-	$(VENV)/bin/ruff check --fix
-	$(VENV)/bin/ruff format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

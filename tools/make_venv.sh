@@ -12,12 +12,14 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 1
 fi
 
-# A torch that is already there was chosen for this machine's GPU and driver, so let the environment see it.
-options=(--clear --without-pip)
+"$python" -m venv --clear --without-pip "$venv"
+
+# A torch that is already there was chosen for this machine's GPU and driver, so let the environment see it. Not
+# by --system-site-packages: if $python is in a virtual environment, that means the packages below that one.
 if "$python" -c "$usable_torch" 2>/dev/null; then
-    options+=(--system-site-packages)
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$site/outer.pth"
 fi
-"$python" -m venv "${options[@]}" "$venv"
 
 # Debian's python3 has venv but not ensurepip (that is the package python3-venv), so the interpreter's own
 # pip installs the first one. Dependency groups need pip 25.1.
