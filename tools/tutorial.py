@@ -10,6 +10,8 @@ it, each an object from column title to number or text, all with the same keys::
         Path(os.environ["OFFLOAD_TUTORIAL_RESULT"]).write_text(json.dumps(rows))
 
 The same cell displays the rows, so that a reader of the notebook sees what this command prints.
+
+With ``--inplace`` the outputs are written into the notebook, for committing it; the rows are not asked for.
 """
 
 import argparse
@@ -70,6 +72,7 @@ def execute(
         kernel_manager_class=_ThisPythonKernel,
         resources={"metadata": {"path": str(path.parent.resolve())}},
         timeout=cell_timeout_s,
+        record_timing=False,  # would be a difference in every cell of a committed notebook
         on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
         on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
     )
@@ -136,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--output", type=Path, default=Path("build/tutorial"), help="folder for the page")
+    parser.add_argument("--inplace", action="store_true", help="write the outputs into the notebook instead")
     arguments = parser.parse_args()
 
     console = Console()
@@ -146,6 +150,9 @@ def main() -> int:
         except CellExecutionError as error:
             print(error, file=sys.stderr)
             return 1
+        if arguments.inplace:
+            nbformat.write(notebook, arguments.notebook)
+            return 0
         if not result.exists():
             print(f"{arguments.notebook} wrote no rows to OFFLOAD_TUTORIAL_RESULT", file=sys.stderr)
             return 1
