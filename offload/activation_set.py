@@ -76,9 +76,14 @@ class ActivationSet:
         self.backward_begun = False
 
     @property
+    def gone(self) -> bool:
+        """Whether the graph let go of everything that the layer saved."""
+        return self._saved_any and self._graph() is None
+
+    @property
     def abandoned(self) -> bool:
         """Whether the graph that held this set has gone without a backward."""
-        return self._saved_any and not self.backward_begun and self._graph() is None
+        return self.gone and not self.backward_begun
 
     def close(self) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive."""

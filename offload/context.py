@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -64,7 +65,9 @@ class OffloadContext(ContextDecorator):
         copy_stream: Any = None,
     ) -> None:
         backend = get_backend(device)
-        d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
+        d2h_stream, h2d_stream = (
+            (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
+        )
         self.schedule = schedule
         self.model_layers = model_layers
         self._min_bytes = min_bytes
@@ -73,8 +76,13 @@ class OffloadContext(ContextDecorator):
         self._entered: list[_Entry | None] = []
         self._open: ActivationSet | None = None
         self._closed: tuple[Round, int] | None = None
+        self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
         self._ever_entered = False
         self._warned = False
+        self.microbatch = -1
+        """Number of the round that began last, counted from 0."""
+        self.skipped = False
+        """Whether the context did nothing when it was entered last."""
 
     def __enter__(self) -> Self:
         self.enter()
@@ -96,7 +104,8 @@ class OffloadContext(ContextDecorator):
         """
         self._ever_entered = True
         self._closed = None
-        if not torch.is_grad_enabled() or _in_backward():
+        self.skipped = not torch.is_grad_enabled() or _in_backward()
+        if self.skipped:
             self._entered.append(None)
             return
         if self._open is not None:
@@ -169,6 +178,16 @@ class OffloadContext(ContextDecorator):
         """A frozen snapshot of what has moved so far."""
         return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
 
+    def set_of(self, microbatch: int, layer: int) -> ActivationSet | None:
+        """The activation set of one layer of one round, unless it has gone with its graph."""
+        return self._sets.get((microbatch, layer))
+
+    def sets_of(self, layer: int) -> list[ActivationSet]:
+        """The activation sets of one layer that a graph still holds, oldest round first."""
+        return [
+            found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone
+        ]
+
     def reset(self) -> None:
         """Give up the current round: the next layer is layer 0. Graphs that exist stay valid."""
         self._round = self._new_round()
@@ -180,7 +199,9 @@ class OffloadContext(ContextDecorator):
         return self._open is not None
 
     def __repr__(self) -> str:
-        what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
+        what = (
+            "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
+        )
         return f"OffloadContext({what}, device={str(self._transfers.backend.device)!r})"
 
     def _begin_layer(self, layer: int | None) -> ActivationSet:
@@ -189,7 +210,11 @@ class OffloadContext(ContextDecorator):
         if number >= self.model_layers or number <= last or self._round.abandoned:
             self._round = self._new_round()
             number = 0 if layer is None else layer
-        return self._round.begin_forward(number)
+        if not self._round.sets:
+            self.microbatch += 1
+        opened = self._round.begin_forward(number)
+        self._sets[self.microbatch, number] = opened
+        return opened
 
     def _new_round(self) -> Round:
         return Round(self.schedule, self._transfers, self._min_bytes)
@@ -199,7 +224,10 @@ class OffloadContext(ContextDecorator):
         if self._warned or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
             return
         self._warned = True
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
+        reasons = (
+            ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items())
+            or "nothing was saved"
+        )
         warnings.warn(
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
@@ -272,7 +300,9 @@ def get_cpu_offload_context(
             "which works together with this function."
         )
     if not offload_activations:
-        raise ValueError("offload_activations must be True if enabled, got False; pass enabled=False to turn it off.")
+        raise ValueError(
+            "offload_activations must be True if enabled, got False; pass enabled=False to turn it off."
+        )
     if offload_stream is not None and not manual_synchronization:
         raise ValueError(
             "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
@@ -281,13 +311,17 @@ def get_cpu_offload_context(
         raise ValueError(f"min_bytes must be a number of bytes, at least 0, got {min_bytes!r}")
     if manual_synchronization:
         if schedule is not None or synchronization_dict is not None:
-            raise ValueError("manual_synchronization=True takes no schedule and no synchronization_dict; choose one.")
+            raise ValueError(
+                "manual_synchronization=True takes no schedule and no synchronization_dict; choose one."
+            )
         if isinstance(model_layers, bool) or not isinstance(model_layers, int) or model_layers < 1:
             raise ValueError(f"model_layers must be at least 1, got {model_layers!r}")
     else:
         schedule = _choose_schedule(num_layers, model_layers, synchronization_dict, schedule)
         model_layers = schedule.model_layers
-    context = OffloadContext(schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream)
+    context = OffloadContext(
+        schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream
+    )
     if manual_synchronization:
         return context, context.sync, ManualOffloadSynchronizer(context)
     return context, context.sync

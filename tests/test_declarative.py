@@ -1,0 +1,198 @@
+"""The tutorial's scenario: one model, and eight microbatches of one pipeline rank as layers 0 to 7."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadState, Schedule, get_cpu_offload_context
+from offload.backend import get_backend
+from offload.memory import CpuAllocations
+
+ORDER = ["F0", "F1", "F2", "F3", "B0", "F4", "B1", "F5", "B2", "F6", "B3", "F7", "B4", "B5", "B6", "B7"]
+MOVES = {
+    1: (False, 0, True, 4),
+    2: (False, 0, True, 5),
+    3: (True, 4, True, 6),
+    4: (True, 5, True, 7),
+    5: (True, 6, False, 4),
+    6: (True, 7, False, 5),
+}
+MICROBATCHES = 8
+WIDTH = 64
+MIN_BYTES = 1024
+GRID = """
+layer F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
+    0  F  #  #  #  B
+    1     F  #  #  .  r  B
+    2        F  #  .  .  .  r  B
+    3           F  #  .  .  .  .  r  B
+    4                 F  #  .  .  .  .  r  B
+    5                       F  #  .  .  .  r  B
+    6                             F  #  .  .  r  B
+    7                                   F  #  #  #  B
+"""
+ON_DEVICE = {OffloadState.RESIDENT, OffloadState.OFFLOADING, OffloadState.RELOADING, OffloadState.RELOADED}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)))
+    )
+
+
+@pytest.fixture
+def microbatches():
+    torch.manual_seed(1)
+    return [torch.randn(256, WIDTH) for _ in range(MICROBATCHES)]
+
+
+@pytest.fixture(autouse=True)
+def _races_show():
+    backend = get_backend("cpu")
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.002
+    backend.poison = True
+    yield
+    backend.poison = False
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.0
+
+
+def declarative(**options):
+    options = {"synchronization_dict": MOVES, "model_layers": MICROBATCHES} | options
+    return get_cpu_offload_context(enabled=True, min_bytes=MIN_BYTES, device="cpu", **options)
+
+
+def step(model, microbatches, context=None, sync=lambda x: x, check=lambda _: None):
+    """One training step in the tutorial's order; ``check`` is called at the beginning of each point."""
+    losses = {}
+    for point in ORDER:
+        number = int(point[1:])
+        if point[0] == "B":
+            losses.pop(number).backward()
+            continue
+        if context is None:
+            output = model(microbatches[number])
+        else:
+            with context:
+                check(point)
+                output = model(microbatches[number])
+            output = sync(output)
+            output.grad_fn.register_prehook(lambda _, point=f"B{number}": check(point))
+        losses[number] = output.square().sum()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def test_gradients_are_those_without_offloading(model, microbatches):
+    expected = step(model, microbatches)
+    context, sync = declarative()
+    for _ in range(3):
+        found = step(model, microbatches, context, sync)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    stats = context.stats()
+    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
+    assert stats.late_reloads == 0
+
+
+def test_states_are_those_of_the_grid(model, microbatches):
+    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES, ORDER)
+    grid = {repr(point): set(layers) for point, layers in schedule.resident()}
+    seen = []
+
+    def check(point):
+        seen.append(point)
+        # The grid ends with a layer's backward; its set is held for as long as the round is.
+        done = {int(past[1:]) for past in seen[:-1] if past[0] == "B"}
+        sets = {layer: context.set_of(0, layer) for layer in range(MICROBATCHES) if layer not in done}
+        on_device = {layer for layer, moving in sets.items() if moving is not None and moving.state in ON_DEVICE}
+        assert on_device == grid[point], point
+
+    context, sync = declarative(schedule=schedule, synchronization_dict=None)
+    step(model, microbatches, context, sync, check)
+    assert seen == ORDER
+
+
+def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
+    """The most memory at once from the beginning of F4 to that of B4."""
+    live_bytes = 0
+    peak_bytes = 0
+    steady = False
+
+    def count(nbytes):
+        nonlocal live_bytes, peak_bytes
+        live_bytes = nbytes
+        if steady:
+            peak_bytes = max(peak_bytes, nbytes)
+
+    def check(point):
+        nonlocal steady
+        steady = ORDER.index("F4") <= ORDER.index(point) < ORDER.index("B4")
+
+    if context is None:
+        context, sync = declarative(synchronization_dict={})
+    with CpuAllocations(count):
+        step(model, microbatches, context, sync, check)
+    return peak_bytes
+
+
+def test_memory_is_lower(model, microbatches):
+    # The dictionary lets nothing go before B0, so the first four forwards need what they need without it.
+    without = steady_peak_bytes(model, microbatches)
+    offloaded = steady_peak_bytes(model, microbatches, *declarative())
+    assert offloaded < 0.8 * without
+
+
+def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
+    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES)
+    assert {move.layer: move.entry for move in schedule.moves} == MOVES
+    expected = step(model, microbatches)
+    context, sync = declarative(schedule=schedule, synchronization_dict=None)
+    found = step(model, microbatches, context, sync)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_grid():
+    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES, ORDER)
+    assert str(schedule) == GRID.strip("\n")
+    assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({1: (False, 0, True)}, "the entry of layer 1 must be (offload_fwd: bool"),
+        ({9: (True, 4, True, 6)}, "layer 9: (True, 4, True, 6) names layer 9"),
+        ({1: (True, 12, True, 6)}, "layer 1: (True, 12, True, 6) names layer 12"),
+        ({3: (True, 2, True, 6)}, "layer 3: (True, 2, True, 6) is refused: it is released before F2"),
+        ({3: (True, 6, True, 4)}, "layer 3: (True, 6, True, 4) is refused: its reload before F4"),
+        ({3: (True, 4, True, 4)}, "layer 3: (True, 4, True, 4) is refused: its reload before F4"),
+        ({3: (False, 3, False, 3)}, "layer 3: (False, 3, False, 3) is refused: it is released before B3"),
+    ],
+)
+def test_invalid_entries_are_refused_when_given(entry, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        declarative(synchronization_dict=MOVES | entry)
+
+
+def test_a_reload_after_the_backward_is_refused():
+    # Backward of layer 1 comes before that of layer 4 in this order.
+    with pytest.raises(ValueError, match=re.escape("backward of layer 1 comes before its reload at B4")):
+        Schedule.from_synchronization_dict({1: (False, 0, False, 4)}, MICROBATCHES, ORDER)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(model, microbatches):
+    model.cuda()
+    microbatches = [x.cuda() for x in microbatches]
+    expected = step(model, microbatches)
+    context, sync = declarative(device="cuda")
+    for _ in range(3):
+        found = step(model, microbatches, context, sync)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert context.stats().offloaded_bytes == context.stats().reloaded_bytes > 0

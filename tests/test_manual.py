@@ -1,0 +1,387 @@
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadState, OffloadStateError, get_cpu_offload_context
+from offload.backend import get_backend
+
+LAYERS = 4
+WIDTH = 64
+MIN_BYTES = 1024
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def layers():
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(LAYERS))
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(1)
+    return [torch.randn(16, WIDTH) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _races_show():
+    """Copies come late, and device memory that was let go holds garbage."""
+    backend = get_backend("cpu")
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.002
+    backend.poison = True
+    yield
+    backend.poison = False
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.0
+
+
+def gradients(layers):
+    found = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    return found
+
+
+def expected_gradients(layers, inputs):
+    for x in inputs:
+        run(layers, x).backward()
+    return gradients(layers)
+
+
+def run(layers, x, after=lambda _: None, context=None, sync=lambda x: x):
+    for number, layer in enumerate(layers):
+        if context is None:
+            x = layer(x)
+        else:
+            with context:
+                x = layer(x)
+        x = sync(x)
+        after(number)
+    return x.square().sum()
+
+
+def manual(**options):
+    return get_cpu_offload_context(
+        enabled=True,
+        model_layers=LAYERS,
+        manual_synchronization=True,
+        min_bytes=MIN_BYTES,
+        device="cpu",
+        **options,
+    )
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_transformer_engines_example(layers, inputs):
+    num_layers, x = LAYERS, inputs[0]
+    expected = expected_gradients(layers, inputs[:1])
+
+    offload_stream = get_backend("cpu").new_stream("user")
+    offload_stream.delay_s = 0.002
+    context, sync, controller = get_cpu_offload_context(
+        enabled=True,
+        model_layers=num_layers,
+        manual_synchronization=True,
+        offload_stream=offload_stream,
+        min_bytes=MIN_BYTES,
+        device="cpu",
+    )
+    out = x
+    for i in range(num_layers):
+        with context:
+            out = layers[i](out)
+        out = sync(out)
+        controller.start_offload_layer(i)
+    offload_stream.synchronize()
+    for i in range(num_layers):
+        controller.release_activation_forward_gpu_memory(i)
+    for i in range(num_layers - 1, -1, -1):
+        controller.start_reload_layer(i)
+    out.square().sum().backward()
+
+    assert_equal(gradients(layers), expected)
+    stats = context.stats()
+    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
+    assert stats.late_reloads == 0
+
+
+def test_without_waiting_for_the_stream(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+
+    def after(layer):
+        controller.start_offload_layer(layer)
+        controller.release_activation_forward_gpu_memory(layer)
+
+    loss = run(layers, inputs[0], after, context, sync)
+    for layer in reversed(range(LAYERS)):
+        controller.start_reload_layer(layer)
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+
+
+def test_layers_without_a_call_stay(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+    loss = run(layers, inputs[0], lambda layer: layer == 1 and controller.start_offload_layer(1), context, sync)
+    one_layer = context.stats().offloaded_bytes
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+
+    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
+    # The first layer saves the input too; the others share what is between two of them.
+    assert context.stats().offloaded_bytes - one_layer > 2 * one_layer
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().reloaded_bytes == 0
+
+
+def test_offload_inside_the_forward(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+    x = inputs[0]
+    for number, layer in enumerate(layers):
+        with context:
+            controller.start_offload_layer(number)
+            x = layer(x)
+        x = sync(x)
+    for layer in range(LAYERS):
+        controller.release_activation_forward_gpu_memory(layer)
+    x.square().sum().backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == LAYERS
+
+
+def test_late_reload_is_correct_and_counted(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
+    for layer in range(3):
+        controller.release_activation_forward_gpu_memory(layer)
+    controller.start_reload_layer(1)
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == 2
+
+
+def test_several_rounds_in_flight(layers, inputs):
+    expected = expected_gradients(layers, inputs)
+    context, sync, controller = manual()
+    losses = [run(layers, x, controller.start_offload_layer, context, sync) for x in inputs]
+    assert controller.microbatch == 2
+    # Once per round, the oldest first.
+    for _ in inputs:
+        for layer in range(LAYERS):
+            controller.release_activation_forward_gpu_memory(layer)
+    for microbatch, loss in enumerate(losses):
+        for layer in reversed(range(LAYERS)):
+            controller.start_reload_layer(layer)
+            assert context.set_of(microbatch, layer).state is OffloadState.RELOADING
+        loss.backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == 0
+
+
+def test_named_microbatches_in_any_order(layers, inputs):
+    expected = expected_gradients(layers, inputs[::-1])
+    context, sync, controller = manual()
+    losses, numbers = [], []
+    for x in inputs:
+        losses.append(run(layers, x, context=context, sync=sync))
+        numbers.append(controller.microbatch)
+    for microbatch in reversed(numbers):
+        for layer in range(LAYERS):
+            controller.start_offload_layer(layer, microbatch=microbatch)
+            controller.release_activation_forward_gpu_memory(layer, microbatch=microbatch)
+    for microbatch in reversed(numbers):
+        for layer in reversed(range(LAYERS)):
+            controller.start_reload_layer(layer, microbatch=microbatch)
+        losses[microbatch].backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == 0
+
+
+def test_interleaved_rounds_one_forward_one_backward(layers, inputs):
+    expected = expected_gradients(layers, inputs)
+    context, sync, controller = manual()
+
+    def forward(x):
+        loss = run(layers, x, controller.start_offload_layer, context, sync)
+        for layer in range(LAYERS):
+            controller.release_activation_forward_gpu_memory(layer)
+        return loss
+
+    def backward(loss):
+        for layer in reversed(range(LAYERS)):
+            controller.start_reload_layer(layer)
+        loss.backward()
+
+    first, second = forward(inputs[0]), forward(inputs[1])
+    backward(first)
+    third = forward(inputs[2])
+    backward(second)
+    backward(third)
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == 0
+
+
+def test_losses_kept_from_earlier_steps_do_not_confuse(layers, inputs):
+    context, sync, controller = manual()
+    kept = []
+    for x in inputs:
+        loss = run(layers, x, controller.start_offload_layer, context, sync)
+        controller.release_activation_forward_gpu_memory(0)
+        controller.start_reload_layer(0)
+        loss.backward()  # Layers 1 to 3 were started and never released.
+        kept.append(loss)
+    assert context.stats().late_reloads == 0
+
+
+def test_a_layer_that_saved_nothing(layers, inputs):
+    context, sync, controller = manual()
+    with context:
+        x = inputs[0].clone().requires_grad_() + 1
+    x = sync(x)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    controller.start_reload_layer(0)
+    x.sum().backward()
+    assert context.stats().offloaded_bytes == 0
+
+
+def test_without_gradients_the_calls_do_nothing(layers, inputs):
+    context, sync, controller = manual()
+
+    def after(layer):
+        controller.start_offload_layer(layer)
+        controller.release_activation_forward_gpu_memory(layer)
+
+    with torch.no_grad():
+        run(layers, inputs[0], after, context, sync)
+    controller.start_reload_layer(0)
+    assert controller.microbatch == -1
+    assert context.stats() == offload.OffloadStats(pinned_bytes=context.stats().pinned_bytes)
+
+
+def test_evaluation_between_forward_and_backward(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
+    with torch.no_grad():
+        run(layers, inputs[1], controller.start_offload_layer, context, sync)
+    for layer in range(LAYERS):
+        controller.release_activation_forward_gpu_memory(layer)
+    for layer in reversed(range(LAYERS)):
+        controller.start_reload_layer(layer)
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().late_reloads == 0
+
+
+@contextmanager
+def refused(text, error=OffloadStateError):
+    with pytest.raises(error, match=re.escape(text)):
+        yield
+
+
+def test_calls_in_a_wrong_order(layers, inputs):
+    context, sync, controller = manual()
+    with refused("start_offload_layer(0): layer 0 must have run forward, but it has not run in microbatch -1"):
+        controller.start_offload_layer(0)
+    loss = run(layers, inputs[0], context=context, sync=sync)
+    with refused(
+        "release_activation_forward_gpu_memory(1): layer 1 must be OFFLOADING, but it is RESIDENT; "
+        "call start_offload_layer first."
+    ):
+        controller.release_activation_forward_gpu_memory(1)
+    with refused("start_reload_layer(1): layer 1 must be OFFLOADED, but it is RESIDENT"):
+        controller.start_reload_layer(1)
+    controller.start_offload_layer(1)
+    with refused("layer 1 must be OFFLOADED, but it is OFFLOADING; call release_activation_forward_gpu_memory next"):
+        controller.start_reload_layer(1)
+    with refused("start_offload_layer(1): layer 1 must be RESIDENT, but it is OFFLOADING"):
+        controller.start_offload_layer(1)
+    controller.release_activation_forward_gpu_memory(1)
+    with refused("layer 1 must be OFFLOADING, but it is OFFLOADED; call start_reload_layer next"):
+        controller.release_activation_forward_gpu_memory(1)
+    controller.start_reload_layer(1)
+    with refused("start_reload_layer(1): layer 1 must be OFFLOADED, but it is RELOADING"):
+        controller.start_reload_layer(1)
+    loss.backward()
+    with refused("layer 1 must be OFFLOADED, but it is RELOADED"):
+        controller.start_reload_layer(1)
+    with refused("start_offload_layer(0): layer 0 must be RESIDENT, but its backward is over"):
+        controller.start_offload_layer(0)
+
+
+def test_a_layer_that_has_not_run_in_this_round(layers, inputs):
+    context, sync, controller = manual()
+    run(layers, inputs[0], context=context, sync=sync)
+    with context:
+        x = layers[0](inputs[1])
+    sync(x)
+    with refused("start_offload_layer(2): layer 2 must have run forward, but it has not run in microbatch 1"):
+        controller.start_offload_layer(2)
+    with refused("layer 2 must have run forward, but it has not run in microbatch 1"):
+        controller.start_offload_layer(2, microbatch=1)
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS, "1", True])
+def test_unknown_layers(layer):
+    _, _, controller = manual()
+    with refused(f"layer_id must be an int from 0 to model_layers - 1 = 3, got {layer!r}", ValueError):
+        controller.start_offload_layer(layer)
+
+
+def test_unknown_microbatch(layers, inputs):
+    context, sync, controller = manual()
+    run(layers, inputs[0], context=context, sync=sync)
+    with refused("microbatch must be from 0 to 0, that of the last forward, got 1", ValueError):
+        controller.start_reload_layer(0, microbatch=1)
+
+
+def test_repr():
+    _, _, controller = manual()
+    assert repr(controller) == "ManualOffloadSynchronizer(4 layers, microbatch=-1)"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(inputs):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block() for _ in range(LAYERS)).cuda()
+    x = inputs[0].cuda()
+    expected = expected_gradients(layers, [x])
+    offload_stream = torch.cuda.Stream()
+    context, sync, controller = get_cpu_offload_context(
+        enabled=True,
+        model_layers=LAYERS,
+        manual_synchronization=True,
+        offload_stream=offload_stream,
+        min_bytes=MIN_BYTES,
+    )
+    loss = run(layers, x, controller.start_offload_layer, context, sync)
+    offload_stream.synchronize()
+    for layer in range(LAYERS):
+        controller.release_activation_forward_gpu_memory(layer)
+    for layer in reversed(range(LAYERS)):
+        controller.start_reload_layer(layer)
+    loss.backward()
+    assert_equal(gradients(layers), expected)
+    assert context.stats().offloaded_bytes > 0
