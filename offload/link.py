@@ -33,9 +33,7 @@ class Link:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(
-                    f"{name} must be a positive, finite number (bytes per second), got {value!r}"
-                )
+                raise ValueError(f"{name} must be a positive, finite number (bytes per second), got {value!r}")
 
     def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
         """Bytes per second of the d2h and the h2d stream, of which the given ones are busy.

@@ -237,9 +237,7 @@ class _Recorder:
 
     def _median_s(self, marks: Iterable[tuple[Any, Any]]) -> float:
         on_cpu = self._device.type == "cpu"
-        times_s: list[float] = [
-            end - start if on_cpu else start.elapsed_time(end) / 1e3 for start, end in marks
-        ]
+        times_s: list[float] = [end - start if on_cpu else start.elapsed_time(end) / 1e3 for start, end in marks]
         return statistics.median(times_s)
 
     def _forward_begins(self, layer: int) -> Callable[..., None]:

@@ -35,9 +35,7 @@ LABEL_POINTS = 8.0
 BOX_HEIGHT = 0.72
 
 
-def plot_timeline(
-    timeline: Timeline, ax: Axes | None, *, title: str | None, size: tuple[float, float]
-) -> Figure:
+def plot_timeline(timeline: Timeline, ax: Axes | None, *, title: str | None, size: tuple[float, float]) -> Figure:
     """What :meth:`offload.timeline.Timeline.plot` draws."""
     if ax is not None:
         _draw_streams(ax, timeline)
@@ -194,7 +192,7 @@ def _long_label(box: _Box) -> str:
 
 
 def _short_label(box: _Box) -> str:
-    return "" if box.layer is None else str(box.layer)
+    return box.label if box.layer is None else str(box.layer)
 
 
 def _draw_memory(ax: Axes, timeline: Timeline) -> None:

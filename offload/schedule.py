@@ -15,7 +15,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from offload.link import Link
+    from offload.pipeline_schedule import StageProfile
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -87,9 +91,9 @@ class Schedule:
         model_layers: Number of layers, N; layers are numbered 0 … N-1.
         moves: One :class:`Move` per offloaded layer, in any order.
         order: The order in which the program reaches its 2N points. It is found from the moves if
-            left out: forwards in turn, then backwards, later layers first, as layers of a model run.
-            Where the moves need a backward before a later forward, the layers are taken to be
-            microbatches: first in, first out, and what was reloaded goes next.
+            left out. If the moves fit a model's layers, it is theirs: forwards in turn, then backwards,
+            later layers first. Else the layers are taken to be microbatches: backwards in turn too, each
+            as late as the moves allow, but at once when its reload has started.
 
     Raises:
         ValueError: A layer is out of range or named twice, or no order of forwards and backwards
@@ -169,12 +173,44 @@ class Schedule:
 
         Raises:
             ValueError: As the class; also an entry that is not a tuple of that form.
+            TypeError: ``entries`` is not a mapping, or one of its keys not an int.
         """
+        if not isinstance(entries, Mapping):
+            raise TypeError(f"synchronization_dict must map layers to their entries, got {type(entries).__name__}")
         for layer, entry in entries.items():
             _check_entry(layer, entry)
         moves = tuple(Move.from_entry(layer, entry) for layer, entry in entries.items())
         points = tuple(Point.parse(point) if isinstance(point, str) else point for point in order)
         return cls(model_layers, moves, points)
+
+    @classmethod
+    def from_pipeline(
+        cls,
+        actions: Iterable[Any],
+        profile: Mapping[int, StageProfile] | None = None,
+        link: Link | None = None,
+        *,
+        memory_budget: int | str | None = None,
+        fraction: float | None = None,
+        lookahead: int | None = None,
+        parts: int = 1,
+    ) -> Schedule:
+        """Derive a schedule from the order in which a pipeline rank runs.
+
+        Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
+        ``parts``. See :func:`offload.pipeline_schedule.plan_pipeline` for the arguments and errors.
+        """
+        from offload.pipeline_schedule import plan_pipeline
+
+        return plan_pipeline(
+            actions,
+            profile,
+            link,
+            memory_budget=memory_budget,
+            fraction=fraction,
+            lookahead=lookahead,
+            parts=parts,
+        ).schedule
 
     @property
     def offloaded_layers(self) -> tuple[int, ...]:
@@ -250,6 +286,8 @@ def _check_count(name: str, value: int, *, minimum: int) -> None:
 
 
 def _check_entry(layer: int, entry: tuple[bool, int, bool, int]) -> None:
+    if type(layer) is not int:
+        raise TypeError(f"the keys of synchronization_dict must be layers as int, got {layer!r}")
     kinds = (bool, int, bool, int)
     well_formed = isinstance(entry, tuple | list) and len(entry) == len(kinds)
     if not well_formed or any(type(value) is not kind for value, kind in zip(entry, kinds, strict=True)):
@@ -277,16 +315,16 @@ def _check_order(order: tuple[Point, ...], model_layers: int) -> None:
     expected = {point for layer in range(model_layers) for point in (forward(layer), backward(layer))}
     if set(order) != expected or len(order) != len(expected):
         raise ValueError(
-            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, "
-            f"got {list(order)}"
+            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
         )
+    for layer in range(model_layers):
+        if order.index(backward(layer)) < order.index(forward(layer)):
+            raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
 
 
 def _check_against(move: Move, position: Mapping[Point, int]) -> None:
     for rule in _rules(move):
-        if position[rule.earlier] >= position[rule.later] and not (
-            rule.may_coincide and rule.earlier == rule.later
-        ):
+        if not rule.holds(position):
             raise ValueError(f"layer {move.layer}: {move.entry} is refused: {rule.broken}")
 
 
@@ -296,20 +334,19 @@ class _Rule(NamedTuple):
     broken: str
     may_coincide: bool = False
 
+    def holds(self, position: Mapping[Point, int]) -> bool:
+        if self.earlier == self.later:
+            return self.may_coincide
+        return position[self.earlier] < position[self.later]
+
 
 def _rules(move: Move) -> tuple[_Rule, ...]:
     layer, release, reload = move.layer, move.release, move.reload
     return (
         _Rule(
             forward(layer),
-            backward(layer),
-            f"the order runs B{layer} before F{layer}; a layer's forward comes first",
-        ),
-        _Rule(
-            forward(layer),
             release,
-            f"it is released before {release!r}, which is not after its own forward F{layer}; "
-            "use a later release",
+            f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release",
         ),
         _Rule(
             release,
@@ -342,7 +379,17 @@ def _find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]
     for move in moves:
         _add(_before(model_layers), move, "is refused")
         _add(before, move, "contradicts the entries of earlier layers")
-    return _topological(before, moves)
+    model = _model_order(model_layers)
+    position = {point: index for index, point in enumerate(model)}
+    if all(rule.holds(position) for move in moves for rule in _rules(move)):
+        return model
+    return _microbatch_order(before, moves)
+
+
+def _model_order(model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 F2 B2 B1 B0."""
+    layers = range(model_layers)
+    return (*map(forward, layers), *map(backward, reversed(layers)))
 
 
 def _before(model_layers: int) -> dict[Point, set[Point]]:
@@ -377,28 +424,18 @@ def _reaches(before: Mapping[Point, set[Point]], point: Point, target: Point) ->
     return False
 
 
-def _topological(before: Mapping[Point, set[Point]], moves: tuple[Move, ...]) -> tuple[Point, ...]:
+def _microbatch_order(before: Mapping[Point, set[Point]], moves: tuple[Move, ...]) -> tuple[Point, ...]:
+    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
     sorter = TopologicalSorter(before)
     sorter.prepare()
     order: list[Point] = []
     ready: set[Point] = set()
     reloaded: set[Point] = set()
-    microbatches = False
-
-    def turn(point: Point) -> tuple[int, int]:
-        if point.phase == "F":
-            return (1, point.layer)
-        if microbatches:
-            return (0 if point in reloaded else 2, point.layer)
-        return (2, -point.layer)
-
     while sorter.is_active():
         ready.update(sorter.get_ready())
-        point = min(ready, key=turn)
+        point = min(ready, key=lambda p: (p not in reloaded, p.phase == "B", p.layer))
         ready.remove(point)
         order.append(point)
         sorter.done(point)
         reloaded.update(backward(move.layer) for move in moves if move.reload == point)
-        forwards = sum(past.phase == "F" for past in order)
-        microbatches |= point.phase == "B" and forwards < len(before) // 2
     return tuple(order)

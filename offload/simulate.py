@@ -32,9 +32,7 @@ class HasSchedule(Protocol):
         """What moves when."""
 
 
-def simulate(
-    schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None
-) -> Timeline:
+def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None) -> Timeline:
     """One microbatch's step, as ``schedule`` would run it.
 
     Args:

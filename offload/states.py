@@ -62,7 +62,6 @@ def next_state(verb: str, layer: int, state: OffloadState, *, call: str | None =
     needed, reached = TRANSITIONS[verb]
     if state is not needed:
         raise OffloadStateError(
-            f"{call or verb}({layer}): layer {layer} must be {needed.name}, but it is {state.name}; "
-            f"{_REMEDY[state]}."
+            f"{call or verb}({layer}): layer {layer} must be {needed.name}, but it is {state.name}; {_REMEDY[state]}."
         )
     return reached

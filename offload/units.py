@@ -32,8 +32,7 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
     match = _TEXT.fullmatch(value)
     if match is None or match[2] not in _BYTES:
         raise ValueError(
-            f"{name} must be a number and a unit, such as '40GiB', got {value!r}; "
-            f"units are {', '.join(_BYTES)}"
+            f"{name} must be a number and a unit, such as '40GiB', got {value!r}; units are {', '.join(_BYTES)}"
         )
     return round(float(match[1]) * _BYTES[match[2]])
 

@@ -128,9 +128,7 @@ def states_figure() -> Figure:
     left = {state: index * pitch for index, state in enumerate(OffloadState)}
     for state, x in left.items():
         shape = "round,pad=0,rounding_size=0.12"
-        ax.add_patch(
-            FancyBboxPatch((x, 1.2), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4)
-        )
+        ax.add_patch(FancyBboxPatch((x, 1.2), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4))
         _centered(ax, x + width / 2, 1.5, state.name, INK, 9.0, "bold")
         device, host = MEMORY[state]
         _draw_memory(ax, x, 0.55, width, device, COLORS["forward"])
@@ -156,16 +154,12 @@ def _draw_memory(ax: Axes, x: float, y: float, width: float, holds: str, color: 
     _centered(ax, x + width / 2, y + 0.2, holds, text_color(color) if holds == "held" else INK, 8.5)
 
 
-def _centered(
-    ax: Axes, x: float, y: float, text: str, color: str, size: float, weight: str = "normal"
-) -> None:
+def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, weight: str = "normal") -> None:
     ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "schedule_2_of_5": lambda: schedule_figure(
-        2, 5, "2 of 5 layers offloaded: the copies hide behind compute"
-    ),
+    "schedule_2_of_5": lambda: schedule_figure(2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
     "schedule_3_of_5": lambda: schedule_figure(3, 5, "3 of 5 layers offloaded: compute waits for releases"),
     "streams": streams_figure,
     "states": states_figure,
@@ -194,9 +188,7 @@ def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
     if not committed.exists():
         return False
     pairs = list(zip_longest(texts(committed), texts(drawn), fillvalue=("", math.inf, math.inf)))
-    return bool(pairs) and all(
-        a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs
-    )
+    return bool(pairs) and all(a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs)
 
 
 def main() -> None:

@@ -1,0 +1,107 @@
+"""The planner: the fewest layers that meet the budget, and an honest prediction."""
+
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_schedule import default
+from test_simulate import layer_profiles, links
+
+from offload.link import Link
+from offload.plan import plan
+from offload.profile import LayerProfile, Profile
+from offload.schedule import Schedule
+from offload.simulate import simulate
+
+GIB = 1 << 30
+LINK = Link(60e9, 60e9, 110e9)
+PROFILE = Profile((LayerProfile(0.01, 0.02, GIB),) * 20)
+
+
+def test_fewest_layers_that_fit():
+    assert plan(PROFILE, "20GiB", LINK).num_layers == 0
+    assert plan(PROFILE, 20 * GIB - 1, LINK).num_layers == 1
+    assert plan(PROFILE, "15GiB", LINK).num_layers == 5
+    assert plan(PROFILE, "2.5GiB", LINK).num_layers == 18
+
+
+@given(st.lists(layer_profiles, min_size=1, max_size=6), links, st.integers(0, 10**10))
+def test_meets_the_budget_with_no_layer_more_than_needed(layers, link, budget):
+    profile = Profile(tuple(layers))
+    peaks = [simulate(default(k, len(layers)), profile, link).peak_bytes for k in range(len(layers))]
+    if min(peaks) > budget:
+        with pytest.raises(ValueError, match=f"must be at least {min(peaks)} bytes"):
+            plan(profile, budget, link)
+        return
+    chosen = plan(profile, budget, link)
+    assert chosen.peak_bytes <= budget
+    assert all(peak > budget for peak in peaks[: chosen.num_layers])
+
+
+def test_workspace_counts_against_the_budget():
+    layer = LayerProfile(0.01, 0.02, GIB, workspace_bytes=GIB // 2)
+    assert plan(Profile((layer,) * 20), "15GiB", LINK).num_layers == 6
+
+
+def test_prediction_is_the_simulation():
+    chosen = plan(PROFILE, "8GiB", LINK)
+    assert chosen.schedule == Schedule.default(12, 20)
+    assert chosen.timeline == simulate(chosen.schedule, PROFILE, LINK)
+    assert chosen.step_s == chosen.timeline.duration_s > chosen.without.duration_s
+    assert chosen.without.peak_bytes == 20 * GIB
+    assert chosen.host_bytes == 12 * GIB
+
+
+def test_infeasible():
+    with pytest.raises(ValueError) as caught:
+        plan(PROFILE, "512MiB", LINK)
+    assert str(caught.value) == (
+        "memory_budget must be at least 1073741824 bytes (1.00 GiB), the least peak that offloading reaches, with "
+        "19 of 20 layers, got 536870912 bytes (512.0 MiB); raise it, use smaller microbatches, or recompute in the "
+        "layers (torch.utils.checkpoint)."
+    )
+
+
+def test_all_but_one_layer_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(PROFILE, "1GiB", LINK).num_layers == 19
+
+
+@pytest.mark.parametrize(("budget", "kind"), [("40 gigs", ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_refuses_budget(budget, kind):
+    with pytest.raises(kind, match=r"^memory_budget must be "):
+        plan(PROFILE, budget, LINK)
+
+
+def test_refuses_no_layers():
+    with pytest.raises(ValueError, match=r"^profile must have at least one layer, got none; profile "):
+        plan(Profile(()), "1GiB", LINK)
+
+
+def test_measures_the_link_if_none_is_given(monkeypatch):
+    monkeypatch.setattr("offload.measure.measure_link", lambda: LINK)
+    assert plan(PROFILE, "15GiB").link == LINK
+
+
+def test_table():
+    profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
+    assert str(plan(profile, "2GiB", LINK)).splitlines() == [
+        "layer       saved  what      waits for it",
+        "    0    1.00 GiB  offload            0 s",
+        "    1    1.00 GiB  offload        7.04 ms",
+        "    2    1.00 GiB  offload        7.90 ms",
+        "    3    1.00 GiB  keep",
+        "    4    1.00 GiB  keep",
+        "step 164.9 ms, without offloading 150.0 ms",
+        "peak 2.00 GiB, without offloading 5.00 GiB",
+        "budget 2.00 GiB, host memory 3.00 GiB",
+    ]
+
+
+def test_repr():
+    profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
+    assert repr(plan(profile, "3.5GiB", LINK)) == (
+        "<Plan: offload 2 of 5 layers, step 150.0 ms, peak 3.00 GiB of 3.50 GiB>"
+    )

@@ -1,0 +1,330 @@
+"""Schedules: the default one's promise, the declarative form, what is refused, the grid, and repr."""
+
+import warnings
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from offload.schedule import Move, Point, Schedule, backward, forward
+
+
+def points(text: str) -> list[str]:
+    return text.split()
+
+
+PIPELINE = {
+    1: (False, 0, True, 4),
+    2: (False, 0, True, 5),
+    3: (True, 4, True, 6),
+    4: (True, 5, True, 7),
+    5: (True, 6, False, 4),
+    6: (True, 7, False, 5),
+}
+PIPELINE_ORDER = points("F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7")
+
+
+def default(num_layers: int, model_layers: int) -> Schedule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Schedule.default(num_layers, model_layers)
+
+
+def model_order(model_layers: int) -> list[str]:
+    return [f"F{i}" for i in range(model_layers)] + [f"B{i}" for i in reversed(range(model_layers))]
+
+
+sizes = st.integers(1, 12).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
+
+
+class TestDefault:
+    def test_grid_2_of_5(self):
+        assert str(Schedule.default(2, 5)).splitlines() == [
+            "layer F0 F1 F2 F3 F4 B4 B3 B2 B1 B0",
+            "    0  F  #  #  .  .  .  .  r  #  B",
+            "    1     F  #  #  .  .  r  #  B",
+            "    2        F  #  #  #  #  B",
+            "    3           F  #  #  B",
+            "    4              F  B",
+        ]
+
+    def test_grid_3_of_5(self):
+        assert str(Schedule.default(3, 5)).splitlines() == [
+            "layer F0 F1 F2 F3 F4 B4 B3 B2 B1 B0",
+            "    0  F  #  .  .  .  .  .  .  r  B",
+            "    1     F  #  .  .  .  .  r  B",
+            "    2        F  #  .  .  r  B",
+            "    3           F  #  #  B",
+            "    4              F  B",
+        ]
+
+    def test_points(self):
+        schedule = Schedule.default(2, 5)
+        assert schedule.offloaded_layers == (0, 1)
+        assert schedule.releases(forward(3)) == (0,)
+        assert schedule.releases(forward(4)) == (1,)
+        assert schedule.reloads(backward(3)) == (1,)  # layer 4 has finished backward
+        assert schedule.reloads(backward(2)) == (0,)
+        assert schedule.releases(backward(3)) == schedule.reloads(forward(3)) == ()
+
+    @given(sizes)
+    def test_at_most_n_minus_k_sets_are_resident(self, size):
+        num_layers, model_layers = size
+        schedule = default(num_layers, model_layers)
+        resident = dict(schedule.resident())
+        assert max(map(len, resident.values())) == model_layers - num_layers
+        for point, layers in resident.items():
+            assert point.layer in layers, "a layer's set is on the device while it runs"
+
+    @given(sizes)
+    def test_runs_in_the_order_of_a_model(self, size):
+        num_layers, model_layers = size
+        assert list(map(repr, default(num_layers, model_layers).order)) == model_order(model_layers)
+
+    def test_nothing_offloaded(self):
+        schedule = Schedule.default(0, 3)
+        assert schedule.moves == ()
+        assert "." not in str(schedule)
+
+    def test_one_resident_set_warns(self):
+        with pytest.warns(UserWarning, match=r"num_layers = model_layers - 1 = 4 keeps one activation set") as caught:
+            Schedule.default(4, 5)
+        assert "use num_layers=3 or less for overlap" in str(caught[0].message)
+
+    def test_no_warning_without_layers(self):
+        Schedule.default(0, 1)
+
+    @pytest.mark.parametrize(
+        ("num_layers", "model_layers", "kind", "text"),
+        [
+            (5, 5, ValueError, "num_layers must be at most model_layers - 1 = 4, got 5"),
+            (-1, 5, ValueError, "num_layers must be at least 0, got -1"),
+            (0, 0, ValueError, "model_layers must be at least 1, got 0"),
+            (2.0, 5, TypeError, r"num_layers must be an int, got 2\.0"),
+            (True, 5, TypeError, "num_layers must be an int, got True"),
+            (2, "5", TypeError, "model_layers must be an int, got '5'"),
+        ],
+    )
+    def test_refuses(self, num_layers, model_layers, kind, text):
+        with pytest.raises(kind, match=text):
+            Schedule.default(num_layers, model_layers)
+
+
+class TestPipeline:
+    GRID = (
+        "layer F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+        "    0  F  #  #  #  B",
+        "    1     F  #  #  .  r  B",
+        "    2        F  #  .  .  .  r  B",
+        "    3           F  #  .  .  .  .  r  B",
+        "    4                 F  #  .  .  .  .  r  B",
+        "    5                       F  #  .  .  .  r  B",
+        "    6                             F  #  .  .  r  B",
+        "    7                                   F  #  #  #  B",
+    )
+
+    def test_grid(self):
+        schedule = Schedule.from_synchronization_dict(PIPELINE, 8, PIPELINE_ORDER)
+        assert tuple(str(schedule).splitlines()) == self.GRID
+
+    def test_order_is_found_from_the_entries(self):
+        schedule = Schedule.from_synchronization_dict(PIPELINE, 8)
+        assert list(map(repr, schedule.order)) == PIPELINE_ORDER
+        assert "[" not in repr(schedule), "a found order need not be written down"
+
+    def test_never_more_than_four_sets(self):
+        resident = dict(Schedule.from_synchronization_dict(PIPELINE, 8).resident())
+        counts = [len(resident[Point.parse(point)]) for point in PIPELINE_ORDER]
+        assert counts == [1, 2, 3, 4] + 8 * [2] + [3, 3, 2, 1]
+
+    def test_all_forwards_before_backwards_in_turn(self):
+        schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 0)}, 3)
+        assert list(map(repr, schedule.order)) == points("F0 F1 F2 B0 B1 B2")
+
+    def test_reloads_of_one_point_are_in_the_order_of_need(self):
+        entries = {0: (True, 3, False, 4), 1: (True, 3, False, 4), 2: (True, 4, False, 4)}
+        assert Schedule.from_synchronization_dict(entries, 5).reloads(backward(4)) == (2, 1, 0)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("entries", "text"),
+        [
+            (
+                {5: (True, 3, False, 2)},
+                "layer 5: (True, 3, False, 2) names layer 5, but layers are numbered 0 to 4",
+            ),
+            (
+                {0: (True, 7, False, 2)},
+                "layer 0: (True, 7, False, 2) names layer 7, but layers are numbered 0 to 4",
+            ),
+            (
+                {0: (True, 3, False, -1)},
+                "layer 0: (True, 3, False, -1) names layer -1, but layers are numbered 0 to 4",
+            ),
+            (
+                {2: (True, 1, False, 2)},
+                (
+                    "layer 2: (True, 1, False, 2) is refused: it is released before F1, which is not after its own "
+                    "forward F2; use a later release"
+                ),
+            ),
+            (
+                {0: (True, 0, False, 2)},
+                (
+                    "layer 0: (True, 0, False, 2) is refused: it is released before F0, which is not after its own "
+                    "forward F0; use a later release"
+                ),
+            ),
+            (
+                {1: (False, 1, False, 0)},
+                (
+                    "layer 1: (False, 1, False, 0) is refused: it is released before B1, which is not earlier than "
+                    "its own backward; use an earlier release or leave the layer out"
+                ),
+            ),
+            (
+                {0: (True, 3, True, 2)},
+                (
+                    "layer 0: (True, 3, True, 2) is refused: its reload before F2 does not come after its release "
+                    "before F3; use a later reload or leave the layer out"
+                ),
+            ),
+            (
+                {0: (True, 3, True, 3)},
+                (
+                    "layer 0: (True, 3, True, 3) is refused: its reload before F3 does not come after its release "
+                    "before F3; use a later reload or leave the layer out"
+                ),
+            ),
+            (
+                {0: (False, 1, True, 4), 1: (False, 0, True, 3)},
+                (
+                    "layer 1: (False, 0, True, 3) contradicts the entries of earlier layers: it is released before B0, "
+                    "which is not earlier than its own backward; use an earlier release or leave the layer out"
+                ),
+            ),
+            (
+                {0: (1, 3, False, 0)},
+                (
+                    "the entry of layer 0 must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
+                    "reload_num: int), got (1, 3, False, 0)"
+                ),
+            ),
+            (
+                {0: (True, 3, False)},
+                (
+                    "the entry of layer 0 must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
+                    "reload_num: int), got (True, 3, False)"
+                ),
+            ),
+            (
+                {0: None},
+                (
+                    "the entry of layer 0 must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
+                    "reload_num: int), got None"
+                ),
+            ),
+        ],
+    )
+    def test_invalid_entry(self, entries, text):
+        with pytest.raises(ValueError) as caught:
+            Schedule.from_synchronization_dict(entries, 5)
+        assert str(caught.value) == text
+
+    def test_backward_before_its_reload_in_the_given_order(self):
+        entries = {3: (True, 4, False, 2)}
+        with pytest.raises(ValueError) as caught:
+            Schedule.from_synchronization_dict(entries, 5, model_order(5))
+        assert str(caught.value) == (
+            "layer 3: (True, 4, False, 2) is refused: backward of layer 3 comes before its reload at B2; "
+            "use an earlier reload"
+        )
+
+    @pytest.mark.parametrize("layer", ["0", True, 0.0, None])
+    def test_key_that_is_no_layer(self, layer):
+        with pytest.raises(TypeError, match=r"^the keys of synchronization_dict must be layers as int, got "):
+            Schedule.from_synchronization_dict({layer: (True, 3, False, 2)}, 5)
+
+    def test_no_dictionary(self):
+        with pytest.raises(TypeError, match=r"^synchronization_dict must map layers to their entries, got list$"):
+            Schedule.from_synchronization_dict([(True, 3, False, 2)], 5)
+
+    def test_two_moves_of_one_layer(self):
+        move = Move(0, forward(3), backward(2))
+        with pytest.raises(ValueError, match=r"^layer 0 has more than one entry; give one$"):
+            Schedule(5, (move, move))
+
+    @pytest.mark.parametrize(
+        ("order", "text"),
+        [
+            ("F0 F1 B0", r"order must hold each of F0 to F1 and B0 to B1 once, got \[F0, F1, B0\]"),
+            ("F0 F1 B0 B0 B1", r"order must hold each of F0 to F1 and B0 to B1 once, got "),
+            ("B0 F0 F1 B1", "order must run each layer's forward before its backward, got B0 before F0"),
+            ("F0 F1 B0 X1", "a point must be written F<layer> or B<layer>, such as 'F4', got 'X1'"),
+            ("F0 F1 B0 B", "a point must be written F<layer> or B<layer>, such as 'F4', got 'B'"),
+        ],
+    )
+    def test_order(self, order, text):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            Schedule.from_synchronization_dict({}, 2, order.split())
+
+
+@st.composite
+def schedules(draw) -> Schedule:
+    """A schedule with random moves along a random order of the points."""
+    model_layers = draw(st.integers(1, 5))
+    order: list[Point] = []
+    while len(order) < 2 * model_layers:
+        started = [point.layer for point in order if point.phase == "F"]
+        ended = [point.layer for point in order if point.phase == "B"]
+        options = [backward(layer) for layer in started if layer not in ended]
+        if len(started) < model_layers:
+            options.append(forward(len(started)))
+        order.append(draw(st.sampled_from(options)))
+    moves = []
+    for layer in draw(st.sets(st.integers(0, model_layers - 1))):
+        alive = order[order.index(forward(layer)) + 1 : order.index(backward(layer)) + 1]
+        if len(alive) >= 2:
+            release = draw(st.integers(0, len(alive) - 2))
+            reload = draw(st.integers(release + 1, len(alive) - 1))
+            moves.append(Move(layer, alive[release], alive[reload]))
+    return Schedule(model_layers, tuple(moves), tuple(order))
+
+
+@given(schedules())
+def test_repr_parses_back(schedule):
+    assert eval(repr(schedule)) == schedule
+
+
+@given(schedules())
+def test_moves_alone_give_a_valid_order(schedule):
+    found = Schedule(schedule.model_layers, schedule.moves)
+    position = {point: index for index, point in enumerate(found.order)}
+    for move in schedule.moves:
+        trip = [forward(move.layer), move.release, move.reload]
+        assert [position[point] for point in trip] == sorted({position[point] for point in trip})
+        assert position[move.reload] <= position[backward(move.layer)]
+
+
+@given(schedules(), st.data())
+def test_set_is_on_the_host_from_release_to_reload(schedule, data):
+    assume(schedule.moves)
+    move = data.draw(st.sampled_from(schedule.moves))
+    resident = dict(schedule.resident())
+    position = {point: index for index, point in enumerate(schedule.order)}
+    for point in schedule.order[position[forward(move.layer)] : position[backward(move.layer)] + 1]:
+        on_host = position[move.release] <= position[point] < position[move.reload]
+        assert (move.layer in resident[point]) != on_host
+
+
+def test_equal_and_hashable_whatever_the_order_of_moves():
+    a = Schedule.from_synchronization_dict({0: (True, 2, False, 1), 1: (True, 3, False, 2)}, 4)
+    b = Schedule.from_synchronization_dict({1: (True, 3, False, 2), 0: (True, 2, False, 1)}, 4)
+    assert a == b
+    assert hash(a) == hash(b)
+
+
+def test_point_parses_its_repr():
+    assert repr(forward(12)) == "F12"
+    assert Point.parse("B3") == backward(3)

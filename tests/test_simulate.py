@@ -1,0 +1,313 @@
+"""The simulator: what goes out comes back, streams run one thing at a time, and the link decides."""
+
+import ast
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_schedule import PIPELINE, default, points, schedules, sizes
+
+import offload
+from offload.link import Link
+from offload.plan import Plan
+from offload.profile import LayerProfile, Profile
+from offload.schedule import Schedule
+from offload.simulate import simulate
+from offload.timeline import COPY_LANES, LANES, Timeline
+
+GIB = 1 << 30
+FAST = Link(1e30, 1e30, 2e30)
+PCIE = Link(55.4e9, 55.5e9, 101.6e9)
+
+seconds = st.floats(1e-4, 1.0)
+layer_profiles = st.builds(
+    lambda forward_s, backward_s, tensors: LayerProfile(forward_s, backward_s, sum(tensors), tuple(tensors)),
+    seconds,
+    seconds,
+    st.lists(st.integers(1, 10**9), max_size=4),
+)
+links = st.builds(Link, *3 * [st.floats(1e8, 1e11)])
+
+
+def uniform(model_layers: int, saved_bytes: int = GIB, **more: float) -> Profile:
+    return Profile((LayerProfile(0.01, 0.02, saved_bytes),) * model_layers, **more)
+
+
+@st.composite
+def steps(draw) -> tuple[Schedule, Profile, Link]:
+    schedule = draw(schedules())
+    layers = draw(st.lists(layer_profiles, min_size=schedule.model_layers, max_size=schedule.model_layers))
+    return schedule, Profile(tuple(layers)), draw(links)
+
+
+def busy_spans(timeline: Timeline, kind: str, layer: int) -> list:
+    return [span for span in timeline.spans if span.kind == kind and span.layer == layer]
+
+
+class TestInvariants:
+    @given(steps())
+    def test_bytes_out_are_bytes_in(self, step):
+        schedule, profile, link = step
+        timeline = simulate(schedule, profile, link)
+        for layer, costs in enumerate(profile.layers):
+            expected = costs.saved_bytes if layer in schedule.offloaded_layers else 0
+            assert sum(span.nbytes for span in busy_spans(timeline, "offload", layer)) == expected
+            assert sum(span.nbytes for span in busy_spans(timeline, "reload", layer)) == expected
+
+    @given(steps())
+    def test_a_stream_does_one_thing_at_a_time(self, step):
+        timeline = simulate(*step)
+        for lane in LANES:
+            for earlier, later in pairwise(timeline.lane(lane)):
+                assert later.start_s >= earlier.end_s
+
+    @given(steps())
+    def test_compute_is_either_busy_or_stalled(self, step):
+        _, profile, _ = step
+        timeline = simulate(*step)
+        assert timeline.busy_s("compute") == pytest.approx(profile.compute_s)
+        assert timeline.duration_s == pytest.approx(profile.compute_s + timeline.stall_s)
+
+    @given(steps())
+    def test_memory_ends_at_zero_and_is_never_negative(self, step):
+        held = [nbytes for _, nbytes in simulate(*step).memory]
+        assert held[-1] == 0
+        assert min(held) == 0
+
+    @given(steps())
+    def test_memory_times_are_in_order(self, step):
+        times = [time_s for time_s, _ in simulate(*step).memory]
+        assert times == sorted(times)
+
+    @given(steps())
+    def test_bandwidth_is_never_exceeded(self, step):
+        _, _, link = step
+        timeline = simulate(*step)
+        for lane, alone in (("d2h", link.d2h_bytes_per_s), ("h2d", link.h2d_bytes_per_s)):
+            assert timeline.copied_bytes(lane) <= alone * timeline.busy_s(lane) * (1 + 1e-6) + 1e-3
+
+    @given(steps())
+    def test_a_set_comes_back_after_it_left_and_before_its_backward_ends(self, step):
+        schedule, profile, link = step
+        timeline = simulate(schedule, profile, link)
+        for layer in schedule.offloaded_layers:
+            offloads, reloads = (busy_spans(timeline, kind, layer) for kind in ("offload", "reload"))
+            if offloads:
+                assert offloads[-1].end_s <= reloads[0].start_s
+                assert reloads[-1].end_s <= busy_spans(timeline, "backward", layer)[-1].end_s
+
+    @given(sizes, st.data())
+    def test_default_schedule_keeps_at_most_n_minus_k_sets(self, size, data):
+        num_layers, model_layers = size
+        layers = data.draw(st.lists(layer_profiles, min_size=model_layers, max_size=model_layers))
+        timeline = simulate(default(num_layers, model_layers), Profile(tuple(layers)), data.draw(links))
+        largest = sorted(layer.saved_bytes for layer in layers)[-(model_layers - num_layers) :]
+        assert timeline.peak_bytes <= sum(largest)
+
+    @given(sizes)
+    def test_default_schedule_fills_n_minus_k_sets(self, size):
+        num_layers, model_layers = size
+        timeline = simulate(default(num_layers, model_layers), uniform(model_layers), PCIE)
+        assert timeline.peak_bytes == (model_layers - num_layers) * GIB
+
+
+class TestLink:
+    def test_free_link_never_stalls(self):
+        for num_layers in range(19):
+            timeline = simulate(Schedule.default(num_layers, 20), uniform(20), FAST)
+            assert timeline.stall_s == pytest.approx(0, abs=1e-12)
+            assert timeline.duration_s == pytest.approx(20 * 0.03)
+
+    def test_slow_link_takes_the_time_of_both_directions(self):
+        slow = Link(1e9, 2e9, 3e9)
+        timeline = simulate(Schedule.default(18, 20), uniform(20), slow)
+        link_s = 18 * GIB / 1e9 + 18 * GIB / 2e9
+        # Neither direction is busy while the last layer runs forward and backward, and at both ends.
+        assert link_s < timeline.duration_s < link_s + 4 * 0.03
+
+    def test_reference_workload(self):
+        """FACTS: decoder, 20 layers of 1.21 GiB, 384 ms: k=5 is free, k=18 takes what the link takes."""
+        layer = LayerProfile(0.0064, 0.0128, round(1.21 * GIB))
+        profile = Profile((layer,) * 20)
+        assert simulate(Schedule.default(5, 20), profile, PCIE).stall_s == 0
+        link_s = 18 * layer.saved_bytes * (1 / 55.4e9 + 1 / 55.5e9)
+        step_s = simulate(Schedule.default(18, 20), profile, PCIE).duration_s
+        assert link_s < step_s < 1.03 * link_s
+
+    @given(steps(), st.floats(1.0, 10.0))
+    def test_a_faster_link_is_never_slower(self, step, factor):
+        # Where directions do not disturb each other: else a copy that starts earlier can hold up another one.
+        schedule, profile, link = step
+        d2h, h2d = link.d2h_bytes_per_s, link.h2d_bytes_per_s
+        slow, fast = Link(d2h, h2d, d2h + h2d), Link(factor * d2h, factor * h2d, factor * (d2h + h2d))
+        slow_s = simulate(schedule, profile, slow).duration_s
+        assert simulate(schedule, profile, fast).duration_s <= slow_s * (1 + 1e-9)
+
+    @given(sizes, seconds)
+    def test_more_bytes_are_never_faster(self, size, more):
+        schedule = default(*size)
+        less = simulate(schedule, uniform(size[1], 10**8), PCIE).duration_s
+        assert less <= simulate(schedule, uniform(size[1], round(1e8 * (1 + more))), PCIE).duration_s * (1 + 1e-9)
+
+    def test_both_directions_share_the_duplex_bandwidth(self):
+        schedule = Schedule.from_synchronization_dict(PIPELINE, 8)
+        profile = uniform(8)
+        half = Link(55e9, 55e9, 55e9)
+        full = Link(55e9, 55e9, 110e9)
+        by_name = {name: simulate(schedule, profile, link) for name, link in (("half", half), ("full", full))}
+        assert by_name["full"].busy_s("d2h") == pytest.approx(6 * GIB / 55e9)
+        assert by_name["half"].busy_s("d2h") > 1.3 * by_name["full"].busy_s("d2h")
+        assert by_name["half"].duration_s > by_name["full"].duration_s
+
+    def test_contention_is_exact(self):
+        """One copy each way: alone 1 s each; together they start at once and run at 60%."""
+        schedule = Schedule.from_synchronization_dict({0: (True, 2, False, 1)}, 3, points("F0 F1 F2 B1 B0 B2"))
+        layers = tuple(LayerProfile(1.0, 1.0, nbytes, tensors) for nbytes, tensors in [(100, (100,)), (0, ()), (0, ())])
+        alone = simulate(schedule, Profile(layers), Link(100, 100, 120))
+        assert [span.duration_s for lane in COPY_LANES for span in alone.lane(lane)] == pytest.approx([1.0, 1.0])
+
+        schedule = Schedule.from_synchronization_dict(
+            {0: (True, 2, True, 3), 2: (False, 0, False, 2)}, 4, points("F0 F1 F2 F3 B0 B1 B2 B3")
+        )
+        layers = tuple(LayerProfile(1.0, 1.0, nbytes, (nbytes,) if nbytes else ()) for nbytes in (100, 0, 100, 0))
+        shared = simulate(schedule, Profile(layers), Link(100, 100, 120))
+        # Layer 2 starts out at t = 3, layer 0 starts back at t = 3: both 100 bytes at 60 bytes/s.
+        (out,) = busy_spans(shared, "offload", 2)
+        (back,) = busy_spans(shared, "reload", 0)
+        assert (out.start_s, back.start_s) == pytest.approx((3.0, 3.0))
+        assert (out.end_s, back.end_s) == pytest.approx((3 + 100 / 60, 3 + 100 / 60))
+
+
+class TestRules:
+    """Small steps whose times can be worked out by hand: 1 s per forward, 2 s per backward, 100 bytes/s."""
+
+    LINK = Link(100, 100, 200)
+
+    def step(self, num_layers: int, model_layers: int, *tensors: int, **more: float) -> Timeline:
+        layer = LayerProfile(1.0, 2.0, sum(tensors), tensors)
+        return simulate(Schedule.default(num_layers, model_layers), Profile((layer,) * model_layers, **more), self.LINK)
+
+    def test_copies_start_as_tensors_are_saved(self):
+        copies = self.step(1, 3, 10, 10).lane("d2h")
+        assert [copy.start_s for copy in copies] == pytest.approx([0.5, 1.0])
+
+    def test_copies_queue_behind_each_other(self):
+        copies = self.step(1, 4, 100, 100).lane("d2h")
+        assert [(copy.start_s, copy.end_s) for copy in copies] == [(0.5, 1.5), (1.5, 2.5)]
+
+    def test_compute_waits_for_the_release(self):
+        timeline = self.step(1, 3, 200)
+        (stall,) = [span for span in timeline.spans if span.kind == "stall" and span.label == "wait for offload 0"]
+        assert (stall.start_s, stall.end_s, stall.layer) == (2.0, 3.0, 0)
+
+    def test_the_tensor_saved_last_comes_back_first(self):
+        timeline = self.step(1, 3, 10, 20, 30)
+        assert [span.nbytes for span in timeline.lane("d2h")] == [10, 20, 30]
+        assert [span.nbytes for span in timeline.lane("h2d")] == [30, 20, 10]
+
+    def test_reload_waits_for_compute_to_come_to_its_point(self):
+        timeline = self.step(1, 3, 10)
+        (start_s,) = [span.start_s for span in timeline.spans if span.label == "B1"]
+        assert timeline.lane("h2d")[0].start_s == start_s
+
+    def test_backward_waits_tensor_by_tensor(self):
+        timeline = self.step(1, 3, 150, 250)
+        backward = busy_spans(timeline, "backward", 0)
+        arrivals = [copy.end_s for copy in timeline.lane("h2d")]
+        # It begins when the first tensor is there, not the last, and pauses until that is there too.
+        assert backward[0].start_s == arrivals[0]
+        assert backward[1].start_s == arrivals[1] > backward[0].end_s == arrivals[0] + 1.0
+
+    def test_memory_is_let_go_at_the_release_and_taken_at_the_reload(self):
+        timeline = self.step(1, 3, 50, 50)
+        start_s = {span.label: span.start_s for span in timeline.lane("compute")}
+
+        def held(time_s: float) -> int:
+            return [nbytes for at_s, nbytes in timeline.memory if at_s <= time_s][-1]
+
+        assert held(start_s["F2"] - 1e-9) == 200
+        assert held(start_s["F2"]) == 150  # layer 0 has gone, the first tensor of layer 2 has come
+        assert held(start_s["B1"] - 1e-9) == 150  # layer 1, and the first tensor of layer 2
+        assert held(start_s["B1"]) == 200
+
+    def test_loss_and_the_rest_of_the_step(self):
+        timeline = self.step(0, 2, 100, loss_s=0.5, other_s=0.25)
+        assert [(span.label, span.start_s, span.end_s) for span in timeline.lane("compute")] == [
+            ("F0", 0.0, 1.0),
+            ("F1", 1.0, 2.0),
+            ("loss", 2.0, 2.5),
+            ("B1", 2.5, 4.5),
+            ("B0", 4.5, 6.5),
+            ("rest of the step", 6.5, 6.75),
+        ]
+
+    def test_workspace_counts_while_its_layer_runs(self):
+        layer = LayerProfile(1.0, 2.0, 100, (100,), workspace_bytes=30)
+        timeline = simulate(Schedule(3), Profile((layer,) * 3), self.LINK)
+        assert timeline.peak_bytes == 330
+
+    def test_nothing_saved(self):
+        timeline = self.step(1, 3)
+        assert timeline.duration_s == 9.0
+        assert timeline.copied_bytes("d2h") == 0
+
+
+def test_takes_a_plan():
+    plan = Plan(Schedule.default(2, 5), uniform(5), PCIE, 10 * GIB)
+    assert simulate(plan, uniform(5), PCIE) == simulate(plan.schedule, uniform(5), PCIE)
+
+
+def test_title():
+    schedule = Schedule.default(2, 5)
+    assert simulate(schedule, uniform(5), PCIE).title == "2 of 5 layers offloaded"
+    assert simulate(schedule, uniform(5), PCIE, title="mine").title == "mine"
+
+
+def test_profile_of_another_model():
+    with pytest.raises(ValueError, match=r"^profile must have as many layers as the schedule, 5, got 4; profile the "):
+        simulate(Schedule.default(2, 5), uniform(4), PCIE)
+
+
+class TestProfile:
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ((-1.0, 0.0, 0), r"forward_s must be a finite number, at least 0, got -1\.0"),
+            ((0.0, math.nan, 0), "backward_s must be a finite number, at least 0, got nan"),
+            ((0.0, 0.0, -5), "saved_bytes must be a finite number, at least 0, got -5"),
+            ((0.0, 0.0, 1, (2, -1)), "each of tensors must be a finite number, at least 0, got -1"),
+            ((0.0, 0.0, 5, (2, 2)), r"tensors must add up to saved_bytes = 5, got \(2, 2\) with sum 4; "),
+        ],
+    )
+    def test_refuses(self, arguments, text):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            LayerProfile(*arguments)
+
+    @given(st.integers(0, 1000))
+    def test_stand_ins_add_up(self, nbytes):
+        pieces = LayerProfile(0.0, 0.0, nbytes).pieces()
+        assert sum(pieces) == nbytes
+        assert max(pieces, default=0) - min(pieces, default=0) <= 1
+
+    def test_table(self):
+        assert str(Profile((LayerProfile(0.01, 0.02, 3 << 29, (1 << 29, 1 << 30)),), other_s=0.005)) == (
+            "layer    forward   backward       saved  tensors\n"
+            "    0    10.0 ms    20.0 ms    1.50 GiB        2\n"
+            "step 35.0 ms, saved 1.50 GiB"
+        )
+
+
+def test_pure_parts_import_no_torch():
+    """They are read, simulated and drawn where there is no torch."""
+    pure = {"link", "plot", "profile", "schedule", "simulate", "timeline", "units"}
+    folder = Path(offload.__file__).parent
+    for module in pure:
+        for node in ast.walk(ast.parse((folder / f"{module}.py").read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] != "torch", module
+                assert name.split(".")[0] != "offload" or name.removeprefix("offload.") in pure, module

@@ -1,0 +1,253 @@
+"""Timelines: their figures, the table, the Chrome trace and the plot."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.link import Link
+from offload.plot import COLORS, INK, contrast, text_color
+from offload.profile import LayerProfile, Profile
+from offload.schedule import Schedule
+from offload.simulate import simulate
+from offload.timeline import LANES, Span, Timeline
+from offload.units import format_bytes, format_s, parse_bytes
+
+PAGES = {"light": "#ffffff", "dark": "#131416"}
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    """Ten seconds of compute with a stall in the middle; a copy each way, half of one beside the stall."""
+    return Timeline(
+        (
+            Span("compute", "backward", 6.0, 10.0, "B0", 0),
+            Span("compute", "forward", 0.0, 4.0, "F0", 0),
+            Span("compute", "stall", 4.0, 6.0, "wait for offload 0", 0),
+            Span("d2h", "offload", 2.0, 6.0, "offload 0", 0, 400),
+            Span("h2d", "reload", 6.0, 8.0, "reload 0", 0, 400),
+        ),
+        ((0.0, 0), (1.0, 400), (6.0, 0), (7.0, 300)),
+        "one of one",
+    )
+
+
+def busy_timeline(num_layers: int = 3, model_layers: int = 5) -> Timeline:
+    profile = Profile((LayerProfile(0.01, 0.02, 1 << 30),) * model_layers, loss_s=0.005)
+    return simulate(Schedule.default(num_layers, model_layers), profile, Link(60e9, 60e9, 110e9))
+
+
+class TestFigures:
+    def test_of_a_known_timeline(self, timeline):
+        assert timeline.duration_s == 10.0
+        assert timeline.stall_s == 2.0
+        assert timeline.busy_s("compute") == 8.0
+        assert timeline.busy_s("d2h") == 4.0
+        assert timeline.copied_bytes("d2h") == 400
+        assert timeline.copied_bytes("compute") == 0
+        assert timeline.overlap == pytest.approx(4 / 6)  # 2 of 4 s out, 2 of 2 s back
+        assert timeline.peak_bytes == 400
+
+    def test_spans_are_sorted(self, timeline):
+        starts = [span.start_s for span in timeline.spans]
+        assert starts == sorted(starts)
+        assert [span.label for span in timeline.lane("compute")] == ["F0", "wait for offload 0", "B0"]
+
+    def test_overlapping_spans_count_once(self):
+        spans = (Span("d2h", "offload", 0.0, 2.0), Span("d2h", "offload", 1.0, 3.0), Span("d2h", "offload", 1.0, 2.0))
+        assert Timeline(spans).busy_s("d2h") == 3.0
+
+    def test_start_need_not_be_zero(self):
+        recorded = Timeline((Span("compute", "forward", 100.0, 101.0), Span("compute", "backward", 102.0, 104.0)))
+        assert recorded.start_s == 100.0
+        assert recorded.duration_s == 4.0
+
+    def test_empty(self):
+        empty = Timeline(())
+        assert (empty.duration_s, empty.stall_s, empty.overlap, empty.peak_bytes) == (0.0, 0.0, 1.0, 0)
+        assert "step 0 s" in str(empty)
+
+    @given(st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 100), st.floats(0, 10)), max_size=8))
+    def test_overlap_is_a_fraction(self, spans):
+        timeline = Timeline(
+            tuple(
+                Span(lane, "forward" if lane == "compute" else "offload", start_s, start_s + length_s)
+                for lane, start_s, length_s in spans
+            )
+        )
+        assert 0.0 <= timeline.overlap <= 1.0 + 1e-9
+        for lane in LANES:
+            assert timeline.busy_s(lane) <= timeline.duration_s * (1 + 1e-9)
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("gpu", "forward", 0.0, 1.0), r"lane must be one of \('compute', 'd2h', 'h2d'\), got 'gpu'"),
+            (("compute", "nap", 0.0, 1.0), r"kind must be one of \('forward', .*\), got 'nap'"),
+            (("compute", "forward", 2.0, 1.0), r"end_s must not be before start_s = 2\.0, got 1\.0"),
+            (("compute", "forward", 2.0, float("nan")), r"end_s must not be before start_s = 2\.0, got nan"),
+        ],
+    )
+    def test_span_refuses(self, arguments, text):
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            Span(*arguments)
+
+
+class TestText:
+    def test_table(self, timeline):
+        assert str(timeline).splitlines() == [
+            "one of one",
+            "stream        busy  of step      copied    GB/s",
+            "compute     8.00 s      80%",
+            "d2h         4.00 s      40%       400 B     0.0",
+            "h2d         2.00 s      20%       400 B     0.0",
+            "step 10.0 s, stalled 2.00 s, 67% of the copies beside compute, peak 400 B",
+        ]
+
+    def test_repr_is_one_short_line(self, timeline):
+        assert repr(timeline) == "<Timeline 'one of one': 10.0 s, stalled 2.00 s, overlap 67%, peak 400 B>"
+
+
+class TestChromeTrace:
+    def test_one_thread_per_stream(self, timeline):
+        events = timeline.chrome_trace()["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        assert list(names.values()) == ["compute", "d2h", "h2d"]
+        by_thread = {lane: [e for e in events if e["ph"] == "X" and names[e["tid"]] == lane] for lane in LANES}
+        for lane, spans in by_thread.items():
+            assert [(e["ts"], e["dur"], e["args"]["bytes"]) for e in spans] == [
+                (span.start_s * 1e6, span.duration_s * 1e6, span.nbytes) for span in timeline.lane(lane)
+            ]
+
+    def test_memory_is_a_counter(self, timeline):
+        counters = [event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "C"]
+        assert [(event["ts"] / 1e6, event["args"]["bytes"]) for event in counters] == list(timeline.memory)
+
+    def test_saved_file_is_the_trace(self, timeline, tmp_path):
+        timeline.save_chrome_trace(tmp_path / "trace.json")
+        assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == timeline.chrome_trace()
+
+
+class TestPlot:
+    @pytest.fixture(autouse=True)
+    def _matplotlib(self):
+        pytest.importorskip("matplotlib")
+
+    @pytest.mark.parametrize("page", PAGES)
+    def test_colours_are_readable_on_light_and_dark(self, page):
+        for color in COLORS.values():
+            assert contrast(color, PAGES[page]) >= 3
+        assert contrast(INK, PAGES[page]) >= 4.2
+
+    def test_labels_are_readable_on_their_boxes(self):
+        for color in COLORS.values():
+            assert contrast(text_color(color), color) >= 4.5
+
+    def test_contrast_of_black_and_white(self):
+        assert contrast("#000000", "#ffffff") == contrast("#ffffff", "#000000") == pytest.approx(21)
+
+    def test_background_is_transparent(self, timeline):
+        figure = timeline.plot()
+        assert figure.get_facecolor()[3] == 0
+        assert all(ax.get_facecolor()[3] == 0 for ax in figure.axes)
+
+    def test_streams_are_labelled_by_layer(self):
+        streams = busy_timeline().plot().axes[0]
+        texts = [text.get_text() for text in streams.texts]
+        assert [text for text in texts if text[0] in "FB"] == list(map(repr, Schedule.default(3, 5).order))
+        assert [text for text in texts if text.isdigit()] == ["2", "1", "0", "0", "1", "2"]
+        assert [label.get_text().split("\n")[0] for label in streams.get_yticklabels()] == ["h2d", "d2h", "compute"]
+
+    def test_stalls_are_hatched(self):
+        timeline = busy_timeline()
+        hatched = [patch for patch in timeline.plot().axes[0].patches if patch.get_hatch()]
+        stalls = [span for span in timeline.spans if span.kind == "stall"]
+        assert [patch.get_x() for patch in hatched] == pytest.approx([1e3 * span.start_s for span in stalls])
+
+    def test_boxes_of_one_layer_have_labels_of_one_kind(self):
+        """A label that fits into some boxes only is given up for all."""
+        texts = [text.get_text() for text in busy_timeline(4, 20).plot().axes[0].texts]
+        backwards = [text for text in texts if text[0] == "B"]
+        assert len(backwards) in (0, 20)
+
+    def test_memory_curve_below(self, timeline):
+        _, memory = timeline.plot().axes
+        assert [text.get_text() for text in memory.texts] == ["peak 400 B"]
+
+    def test_no_memory_no_curve(self, timeline):
+        assert len(Timeline(timeline.spans).plot().axes) == 1
+
+    def test_draws_into_given_axes(self, timeline):
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(1, 2)
+        assert timeline.plot(axes[1], title="mine") is figure
+        assert len(axes[1].patches) == 5
+        assert not axes[0].patches
+        assert axes[1].get_title(loc="left") == "mine"
+        plt.close(figure)
+
+    def test_leaves_no_figure_open(self, timeline):
+        import matplotlib.pyplot as plt
+
+        before = plt.get_fignums()
+        timeline.plot()
+        assert plt.get_fignums() == before
+
+    def test_recording_that_does_not_start_at_zero(self, timeline):
+        later = Timeline(
+            tuple(Span(s.lane, s.kind, s.start_s + 1e3, s.end_s + 1e3, s.label, s.layer) for s in timeline.spans)
+        )
+        assert later.plot().axes[0].get_xlim() == (0.0, 10.0)
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("value", "nbytes"),
+        [
+            ("40GiB", 40 << 30),
+            ("512 MiB", 512 << 20),
+            ("1.5GiB", 3 << 29),
+            ("2KB", 2000),
+            ("7B", 7),
+            ("1TB", 10**12),
+            (123, 123),
+        ],
+    )
+    def test_parse(self, value, nbytes):
+        assert parse_bytes(value) == nbytes
+
+    @pytest.mark.parametrize("value", ["", "40", "40G", "40 gib", "GiB", "-1GiB", "1,5GiB", "40GiB of memory"])
+    def test_refuses_text(self, value):
+        with pytest.raises(ValueError, match=r"^budget must be a number and a unit, such as '40GiB', got '"):
+            parse_bytes(value, "budget")
+
+    @pytest.mark.parametrize("value", [1.5, None, True, b"1GiB"])
+    def test_refuses_type(self, value):
+        with pytest.raises(TypeError, match=r"^budget must be an int \(bytes\) or a text such as '40GiB', got "):
+            parse_bytes(value, "budget")
+
+    def test_refuses_negative(self):
+        with pytest.raises(ValueError, match=r"^budget must be at least 0 bytes, got -1$"):
+            parse_bytes(-1, "budget")
+
+    def test_format(self):
+        assert [format_bytes(n) for n in (0, 1023, 1 << 10, 3 << 29, 200 << 30)] == [
+            "0 B",
+            "1023 B",
+            "1.00 KiB",
+            "1.50 GiB",
+            "200.0 GiB",
+        ]
+        assert [format_s(t) for t in (0, 1.5e-8, 2e-5, 0.0123, 1.5)] == [
+            "0 s",
+            "0.01 µs",
+            "20.0 µs",
+            "12.3 ms",
+            "1.50 s",
+        ]
+
+    @given(st.integers(0, 10**15))
+    def test_format_parses_back_within_a_hundredth(self, nbytes):
+        assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
