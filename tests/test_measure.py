@@ -93,20 +93,18 @@ class TestTimes:
         profile = profile_layers(model, step, min_bytes=MIN_BYTES, steps=2)
         assert 0.04 <= profile.compute_s < 0.04 + SLACK_S
 
-    def test_recomputation_is_backward(self):
+    @pytest.mark.parametrize("hooked_inside", [False, True])
+    def test_recomputation_is_backward(self, hooked_inside):
         layer, outer = Slow(0.02, 0.01), Slow(0.0, 0.0)
         x = torch.ones(1024)
 
-        class Checkpointed(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = layer
-
+        class Checkpointed(nn.Sequential):
             def forward(self, x):
-                return checkpoint(self.layer, x, use_reentrant=False)
+                return checkpoint(super().forward, x, use_reentrant=False)
 
-        first = Checkpointed()
-        profile = profile_layers([first, outer], lambda: outer(first(x)).sum().backward(), min_bytes=MIN_BYTES)
+        first = Checkpointed(layer)
+        layers = [layer if hooked_inside else first, outer]
+        profile = profile_layers(layers, lambda: outer(first(x)).sum().backward(), min_bytes=MIN_BYTES)
         assert 0.02 <= profile.layers[0].forward_s < 0.02 + SLACK_S
         assert 0.03 <= profile.layers[0].backward_s < 0.03 + SLACK_S
 
