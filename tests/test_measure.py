@@ -1,5 +1,6 @@
 """Profiles of real models: times of the right layer, and the bytes that really travel."""
 
+import statistics
 import time
 from contextlib import nullcontext
 
@@ -8,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import offload_layers
-from offload.measure import profile_layers
+from offload import memory_meter, offload_layers
+from offload.measure import measure_link, profile_layers
+from offload.schedule import Schedule
+from offload.simulate import simulate
 
 MIN_BYTES = 1 << 10
 SLACK_S = 0.03  # for a busy machine
@@ -159,6 +162,38 @@ class TestBytes:
         step = training_step(model, torch.ones(1024, requires_grad=True))
         profile = profile_layers(model, step, min_bytes=MIN_BYTES, steps=1)
         assert [layer.tensors for layer in profile.layers] == [(), (4096,)]
+
+
+@pytest.mark.gpu
+def test_prediction_agrees_with_what_the_gpu_does():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(512) for _ in range(12)).to("cuda", torch.bfloat16)
+    x = torch.randn(16, 2048, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.float().square().mean().backward()
+
+    def timed_s() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    profile, link = profile_layers(layers, step), measure_link()
+    for num_layers in (0, 4, 9):
+        predicted = simulate(Schedule.default(num_layers, 12), profile, link)
+        with offload_layers(layers, num_layers):
+            for _ in range(3):
+                step()
+            measured_s = statistics.median(timed_s() for _ in range(7))
+            with memory_meter() as meter:
+                step()
+        assert predicted.duration_s == pytest.approx(measured_s, rel=0.15)
+        assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.15)
 
 
 class TestLeavesTheModelAlone:
