@@ -2,6 +2,7 @@
 
 from offload.context import OffloadContext, get_cpu_offload_context, start_offload
 from offload.exclusions import mark_not_offload
+from offload.graphs import CaptureError
 from offload.layers import OffloadedLayers, offload_layers
 from offload.link import Link
 from offload.manual import ManualOffloadSynchronizer
@@ -19,6 +20,7 @@ from offload.timeline import Span, Timeline
 __version__ = "0.1.0"
 
 __all__ = [
+    "CaptureError",
     "LayerProfile",
     "Link",
     "ManualOffloadSynchronizer",

@@ -11,6 +11,7 @@ import torch
 from offload import trace
 from offload.backend import Backend, Wait
 from offload.exclusions import reason_to_stay
+from offload.graphs import CaptureError, is_capturing
 from offload.host_pool import HostBuffer, HostPool
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, SubclassHandle
 from offload.states import OffloadState, next_state
@@ -34,6 +35,23 @@ class Transfers:
         """Let ``stream`` wait for ``event``."""
         self.backend.wait(stream, event, why)
 
+    def take_host(self, nbytes: int) -> HostBuffer:
+        """A host buffer to copy to."""
+        try:
+            return self.pool.take(nbytes)
+        except CaptureError:
+            self.join()
+            raise
+
+    def join(self) -> None:
+        """Let the compute stream wait for both copy streams, if a CUDA graph is being captured.
+
+        Every stream that a capture has forked must be joined before it ends.
+        """
+        for stream in {self.d2h_stream, self.h2d_stream}:
+            if is_capturing(stream):
+                self.backend.compute_stream().wait_event(stream.record_event())
+
     def to_host(self, host: HostBuffer, flat: torch.Tensor, layer: int) -> None:
         """Queue the copy of ``flat`` into ``host`` on the d2h stream."""
         with trace.mark("d2h", layer):
@@ -44,6 +62,7 @@ class Transfers:
 
     def to_device(self, flat: torch.Tensor, host: HostBuffer, layer: int) -> None:
         """Queue the copy of ``host`` into ``flat`` on the h2d stream."""
+        self.pool.read(host)
         with trace.mark("h2d", layer):
             for piece, target in zip(host.pieces, _split(flat, host), strict=True):
                 self.backend.copy(self.h2d_stream, target, piece)

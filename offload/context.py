@@ -65,9 +65,7 @@ class OffloadContext(ContextDecorator):
         copy_stream: Any = None,
     ) -> None:
         backend = get_backend(device)
-        d2h_stream, h2d_stream = (
-            (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
-        )
+        d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
         self.schedule = schedule
         self.model_layers = model_layers
         self._min_bytes = min_bytes
@@ -133,10 +131,12 @@ class OffloadContext(ContextDecorator):
         _open_sets.remove(entry.opened)
         entry.opened.close()
         if failed:
+            self._transfers.join()
             self.reset()
             return
         self._closed = (self._round, entry.opened.layer)
         if entry.opened.layer == self.model_layers - 1:
+            self._transfers.join()
             self._warn_if_nothing_moved()
 
     def abort(self) -> None:
@@ -184,9 +184,7 @@ class OffloadContext(ContextDecorator):
 
     def sets_of(self, layer: int) -> list[ActivationSet]:
         """The activation sets of one layer that a graph still holds, oldest round first."""
-        return [
-            found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone
-        ]
+        return [found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone]
 
     def reset(self) -> None:
         """Give up the current round: the next layer is layer 0. Graphs that exist stay valid."""
@@ -199,9 +197,7 @@ class OffloadContext(ContextDecorator):
         return self._open is not None
 
     def __repr__(self) -> str:
-        what = (
-            "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
-        )
+        what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
         return f"OffloadContext({what}, device={str(self._transfers.backend.device)!r})"
 
     def _begin_layer(self, layer: int | None) -> ActivationSet:
@@ -224,10 +220,7 @@ class OffloadContext(ContextDecorator):
         if self._warned or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
             return
         self._warned = True
-        reasons = (
-            ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items())
-            or "nothing was saved"
-        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
         warnings.warn(
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
@@ -300,9 +293,7 @@ def get_cpu_offload_context(
             "which works together with this function."
         )
     if not offload_activations:
-        raise ValueError(
-            "offload_activations must be True if enabled, got False; pass enabled=False to turn it off."
-        )
+        raise ValueError("offload_activations must be True if enabled, got False; pass enabled=False to turn it off.")
     if offload_stream is not None and not manual_synchronization:
         raise ValueError(
             "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
@@ -311,17 +302,13 @@ def get_cpu_offload_context(
         raise ValueError(f"min_bytes must be a number of bytes, at least 0, got {min_bytes!r}")
     if manual_synchronization:
         if schedule is not None or synchronization_dict is not None:
-            raise ValueError(
-                "manual_synchronization=True takes no schedule and no synchronization_dict; choose one."
-            )
+            raise ValueError("manual_synchronization=True takes no schedule and no synchronization_dict; choose one.")
         if isinstance(model_layers, bool) or not isinstance(model_layers, int) or model_layers < 1:
             raise ValueError(f"model_layers must be at least 1, got {model_layers!r}")
     else:
         schedule = _choose_schedule(num_layers, model_layers, synchronization_dict, schedule)
         model_layers = schedule.model_layers
-    context = OffloadContext(
-        schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream
-    )
+    context = OffloadContext(schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream)
     if manual_synchronization:
         return context, context.sync, ManualOffloadSynchronizer(context)
     return context, context.sync

@@ -15,11 +15,12 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from offload.backend import Backend
+from offload.graphs import Arena, Capture, CaptureError, current_capture
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -40,13 +41,20 @@ class Range:
 class HostBuffer:
     """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
 
-    __slots__ = ("events", "nbytes", "pieces", "ranges")
+    __slots__ = ("arena", "events", "nbytes", "pieces", "ranges")
 
     def __init__(self, nbytes: int, ranges: list[Range]) -> None:
         self.nbytes = nbytes
+        self.arena: Arena | None = None
         self.ranges = ranges
         self.events = _merge(event for piece in ranges for event in piece.events)
         self.pieces = _pieces(nbytes, ranges)
+
+    def freed(self) -> Self:
+        """The buffer, no longer a graph's; nothing uses it any more."""
+        self.arena = None
+        self.events = ()
+        return self
 
 
 class HostPool:
@@ -62,6 +70,7 @@ class HostPool:
         self._returned: deque[HostBuffer] = deque()
         self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
         self._free: list[Range] = []
+        self._arenas: dict[int, Arena] = {}
         self.pinned_bytes = 0
         """Bytes of all slabs."""
         self.used_bytes = 0
@@ -70,19 +79,57 @@ class HostPool:
         """The most that ``used_bytes`` ever was."""
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written."""
+        """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
+
+        Raises:
+            CaptureError: A CUDA graph is being captured and the pool has too little pinned memory.
+            PinningError: The system refused to pin more memory.
+        """
         with self._lock:
             self._collect()
-            ready = self._ready[nbytes]
-            buffer = ready.popleft() if ready else HostBuffer(nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
-            self.used_bytes += nbytes
+            capture = current_capture()
+            buffer = self._take(nbytes) if capture is None else self._take_for(capture, nbytes)
             self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+        return buffer
+
+    def _take(self, nbytes: int) -> HostBuffer:
+        ready = self._ready[nbytes]
+        buffer = ready.popleft() if ready else HostBuffer(nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
+        self.used_bytes += nbytes
+        return buffer
+
+    def _take_for(self, capture: Capture, nbytes: int) -> HostBuffer:
+        arena = self._arenas.setdefault(capture.id, Arena())
+        arena.hold(capture)
+        buffer = arena.take(nbytes)
+        if buffer is None:
+            buffer = self._take(nbytes)
+            arena.add(buffer)
         return buffer
 
     def give(self, buffer: HostBuffer, event: Any) -> None:
         """Take ``buffer`` back; it may be written again after ``event``. Safe in finalizers and from any thread."""
         buffer.events = (event,)
-        self._returned.append(buffer)
+        if buffer.arena is None:
+            self._returned.append(buffer)
+        else:
+            buffer.arena.give(buffer)
+
+    def read(self, buffer: HostBuffer) -> None:
+        """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it.
+
+        Raises:
+            CaptureError: A capture would read what was copied to the host outside of any capture.
+        """
+        capture = current_capture()
+        if capture is None:
+            return
+        if buffer.arena is None:
+            raise CaptureError(
+                "backward is being captured, but its forward ran outside of a capture; capture both, in one graph or "
+                "with torch.cuda.make_graphed_callables."
+            )
+        buffer.arena.hold(capture)
 
     def reserve(self, nbytes: int) -> None:
         """Pin now what is missing for ``nbytes`` bytes in total."""
@@ -106,6 +153,10 @@ class HostPool:
         return freed
 
     def _collect(self) -> None:
+        for capture, arena in list(self._arenas.items()):
+            if arena.over:
+                del self._arenas[capture]
+                self._returned += (buffer.freed() for buffer in arena.buffers)
         while self._returned:
             buffer = self._returned.popleft()
             self._ready[buffer.nbytes].append(buffer)
@@ -134,6 +185,11 @@ class HostPool:
         return Range(piece.slab, piece.start, size, piece.events)
 
     def _grow(self, missing: int) -> Range:
+        if current_capture() is not None:
+            raise CaptureError(
+                f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
+                "captured; run one step as a warm-up before the capture."
+            )
         nbytes = _round_up(max(missing, self.pinned_bytes // GROWTH), PAGE_BYTES)
         slab = self._allocate(nbytes)
         self.pinned_bytes += nbytes
@@ -165,6 +221,9 @@ def _pieces(nbytes: int, ranges: list[Range]) -> list[torch.Tensor]:
 
 
 def _merge(events: Iterable[Any]) -> tuple[Any, ...]:
+    """The events that are still to come. Nobody may ask during a capture, which begins with all of them reached."""
+    if current_capture() is not None:
+        return ()
     return tuple(event for event in dict.fromkeys(events) if not event.query())
 
 

@@ -69,7 +69,7 @@ class SavedStorage:
         if self.host is not None or self.device is None:
             return
         transfers = self.set.transfers
-        self.host = transfers.pool.take(self.nbytes)
+        self.host = transfers.take_host(self.nbytes)
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
@@ -164,7 +164,12 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         return cls(
-            tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def over(self, flat: torch.Tensor) -> torch.Tensor:
