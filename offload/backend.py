@@ -80,9 +80,13 @@ class Backend(ABC):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """New page-locked host memory, uint8 of shape ``[nbytes]``; freed with the tensor."""
 
-    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+    def wait(self, stream: Any, event: Any, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)
+
+    def wait_on_host(self, event: Any, why: Enum) -> None:
+        """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
+        event.synchronize()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory from the current stream's allocator, uint8 of shape ``[nbytes]``."""
@@ -131,7 +135,9 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or resolved.type != accelerator.type:
         here = accelerator.type if accelerator else "cpu only"
-        raise ValueError(f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best")
+        raise ValueError(
+            f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best"
+        )
     index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
     return torch.device(resolved.type, index)
 

@@ -1,0 +1,246 @@
+"""Gradients on their way to ``p.grad``: the d2h stream, pinned staging, and the worker that adds on the host.
+
+Where ``p.grad`` is ``None``, the first microbatch after ``zero_grad()``, the copy lands in it: nothing is staged,
+nothing is added, the host has nothing to do. Later microbatches are copied into staging and
+added to ``p.grad`` by a worker thread, so that no gradient goes up to the device again.
+
+Note:
+    Staging is bounded. If the worker is so far behind that all of it is taken, backward waits on the host for the
+    next buffer: a device cannot wait for a thread. The queue of the device still holds a layer's work by then. The
+    counter ``staging_waits`` tells how often that happened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.backend import Backend
+from offload.pinned import pageable
+from offload.weight_layer import HostParameter, WeightLayer, aligned
+from offload.weight_slots import WeightWait
+from offload.weight_stats import WeightCounters
+
+
+class HostWorker:
+    """A thread that runs jobs in order, beside the thread that drives the device."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._errors: deque[BaseException] = deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue ``job``; what it raises comes out of the next :meth:`drain`."""
+        if self._thread is None:
+            arguments = (self._jobs, self._errors)
+            self._thread = threading.Thread(target=_work, args=arguments, name="offload::host", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Block until all jobs are done; raise what the first failed one raised."""
+        if self._thread is None:
+            return
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+
+class _Staged(NamedTuple):
+    host: HostParameter
+    gradient: torch.Tensor
+    target: torch.Tensor | None
+    """What the worker adds to; ``None`` keeps the sum apart until the end of backward."""
+    first: bool
+    """Whether the worker overwrites what is there."""
+
+
+class _Flight(NamedTuple):
+    gradients: list[torch.Tensor]
+    arrived: Any
+
+
+class GradientWriter:
+    """Takes the gradients of each layer when its backward has ended, and sees that they end up in ``p.grad``.
+
+    Args:
+        backend: The device.
+        num_flights: Of how many layers the gradients may be on their way while compute goes on.
+        num_staging: How many staging buffers there may be.
+        staging_bytes: Of the largest layer's gradients.
+        counters: What is counted.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_flights: int,
+        num_staging: int,
+        staging_bytes: int,
+        counters: WeightCounters,
+    ) -> None:
+        self._backend = backend
+        self._d2h_stream, _ = backend.copy_streams
+        self._num_flights = num_flights
+        self._num_staging = num_staging
+        self._staging_bytes = staging_bytes
+        self._counters = counters
+        self._flights: deque[_Flight] = deque()
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._staging_made = 0
+        self._begun: set[HostParameter] = set()
+        self._apart: dict[HostParameter, torch.Tensor] = {}
+        self._worker = HostWorker()
+
+    def write_back(self, layer: WeightLayer, then: Callable[[list[HostParameter]], None] | None = None) -> None:
+        """Queue the copies of a layer's gradients, which compute has been told to write.
+
+        Args:
+            layer: The layer; its stand-ins forget their gradients.
+            then: What the worker does with the parameters when their ``p.grad`` is complete.
+        """
+        taken = layer.take_gradients()
+        if not taken:
+            return
+        compute = self._backend.compute_stream()
+        self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
+        self._provide([host for host, _ in taken if host.parameter.grad is None])
+        staged = []
+        for host, gradient in taken:
+            present = host.parameter.grad
+            first = present is None
+            target = self._begin(host) if present is None else present
+            if first and target.dtype is gradient.dtype:
+                self._backend.copy(self._d2h_stream, target, gradient)
+            else:
+                # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
+                apart = (host.shared or layer.repeats) and host not in self._begun
+                staged.append(_Staged(host, gradient, None if apart else target, first))
+            self._counters.gradient_bytes += host.nbytes
+        if staged:
+            self._stage(staged)
+        arrived = self._d2h_stream.record_event()
+        if then is not None:
+            hosts = [host for host, _ in taken]
+            self._submit(arrived, lambda: then(hosts))
+        self._flights.append(_Flight([gradient for _, gradient in taken], arrived))
+        del taken, staged, gradient
+        while len(self._flights) > self._num_flights:
+            self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
+            self._land()
+
+    def finish(self) -> None:
+        """Block until every gradient is in ``p.grad``: the end of backward."""
+        if self._flights:
+            self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
+        while self._flights:
+            self._land()
+        self._begun.clear()
+        self._worker.submit(self._add_apart)
+        self._worker.drain()
+
+    def _provide(self, hosts: list[HostParameter]) -> None:
+        """Make sure of memory for gradients that nobody else looks into."""
+        missing = [host for host in hosts if not host.can_give()]
+        for pin in (True, False):
+            # Pinned is only what copies land in; a conversion is the worker's.
+            group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is pin]
+            sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
+            if not group:
+                continue
+            flat = self._backend.pinned(sum(sizes)) if pin else pageable(sum(sizes))
+            self._counters.gradient_host_bytes += len(flat)
+            for host, memory in zip(group, flat.split(sizes), strict=True):
+                host.gradient_memory = memory
+
+    def _begin(self, host: HostParameter) -> torch.Tensor:
+        self._begun.add(host)
+        gradient = host.parameter.grad = host.give_gradient()
+        return gradient
+
+    def _stage(self, staged: list[_Staged]) -> None:
+        """Copy gradients into a staging buffer, from which the worker adds them."""
+        sizes = [aligned(item.host.nbytes) for item in staged]
+        buffer = self._take_buffer(sum(sizes))
+        additions = []
+        for item, memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
+            landed = item.host.over(memory, item.gradient.dtype)
+            self._backend.copy(self._d2h_stream, landed, item.gradient)
+            additions.append(item._replace(gradient=landed))
+        self._submit(self._d2h_stream.record_event(), lambda: self._add(additions, buffer))
+
+    def _take_buffer(self, nbytes: int) -> torch.Tensor:
+        try:
+            buffer = self._staging.get_nowait()
+        except Empty:
+            if self._staging_made < self._num_staging:
+                return self._new_buffer(nbytes)
+            self._counters.staging_waits += 1
+            buffer = self._staging.get()
+        if len(buffer) >= nbytes:
+            return buffer
+        # Parameters were unfrozen since the buffers were made.
+        self._counters.staging_bytes -= len(buffer)
+        self._staging_made -= 1
+        return self._new_buffer(nbytes)
+
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
+        self._staging_made += 1
+        self._staging_bytes = max(self._staging_bytes, nbytes)
+        self._counters.staging_bytes += self._staging_bytes
+        return self._backend.pinned(self._staging_bytes)
+
+    def _submit(self, arrived: Any, job: Callable[[], None]) -> None:
+        def when_arrived() -> None:
+            self._backend.wait_on_host(arrived, WeightWait.STAGED)
+            job()
+
+        self._worker.submit(when_arrived)
+
+    def _add(self, additions: list[_Staged], buffer: torch.Tensor) -> None:
+        try:
+            for host, landed, target, first in additions:
+                self._counters.added_bytes += host.nbytes
+                if target is not None:
+                    target.copy_(landed) if first else target.add_(landed)
+                elif host in self._apart:
+                    self._apart[host].add_(landed)
+                else:
+                    self._apart[host] = landed.clone()
+        finally:
+            self._staging.put(buffer)
+
+    def _add_apart(self) -> None:
+        while self._apart:
+            host, total = self._apart.popitem()
+            if host.parameter.grad is not None:
+                host.parameter.grad.add_(total)
+
+    def _land(self) -> None:
+        gradients, _ = self._flights.popleft()
+        while gradients:
+            self._backend.discard(gradients.pop())
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None], errors: deque[BaseException]) -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  it is raised in the thread that waits
+                errors.append(error)
+            del job

@@ -1,0 +1,146 @@
+"""The optimizer's step of a layer, made as soon as its gradients are complete, beside the rest of backward.
+
+``torch.optim``'s steps treat each parameter by itself, so it makes no difference when they are made, one
+layer at a time or all at once. ``optimizer.step()`` after backward then passes over what has been stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.weight_layer import HostParameter, WeightLayer
+from offload.weight_stats import WeightCounters
+
+
+class _Stepped(NamedTuple):
+    """Tells whether a gradient is still the one that the step has used."""
+
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Stepped:
+        return cls(gradient.data_ptr(), gradient._version)
+
+
+class LayerSteps:
+    """Splits one optimizer's step by layers.
+
+    Args:
+        optimizer: The user's.
+        layers: The streamed layers, some of whose parameters it has.
+        counters: What is counted.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or its step is one of all parameters.
+        ValueError: It has none of the layers' parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "optimizer must step each parameter by itself, got LBFGS, which steps all at once; call its step after "
+                "backward."
+            )
+        streamed = {host.parameter for layer in layers for host in layer.parameters}
+        if not any(parameter in streamed for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
+            )
+        self._optimizer = optimizer
+        self._counters = counters
+        self._announced: set[HostParameter] = set()
+        self._stepped: dict[HostParameter, _Stepped] = {}
+        self._hidden: list[tuple[HostParameter, torch.Tensor]] = []
+        self.enabled = True
+        """Whether layers are stepped; not while gradients are still to be added to."""
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin_step),
+            optimizer.register_step_post_hook(self._end_step),
+        ]
+
+    def prepare(self, layer: WeightLayer) -> Callable[[list[HostParameter]], None] | None:
+        """What the worker is to do when the gradients that this layer has now are in ``p.grad``.
+
+        Raises:
+            RuntimeError: A step was made in this backward already, with a part of the gradients.
+        """
+        hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
+        repeated = self._announced.intersection(hosts)
+        if repeated:
+            raise RuntimeError(
+                f"{repeated.pop().name} must get its gradient at once if its step is made in backward, but more of it "
+                "came after the step; do not use step_in_backward with a layer that forward calls twice."
+            )
+        for host in hosts:
+            self._stepped.pop(host, None)
+        if not self.enabled or layer.repeats:
+            return None
+        self._announced |= hosts
+        return self.step
+
+    def step(self, hosts: list[HostParameter]) -> None:
+        """Step parameters whose gradients are complete. Runs on the worker.
+
+        Parameters that several layers share are left to ``optimizer.step()``.
+        """
+        complete = {host.parameter: host for host in hosts if not host.shared}
+        optimizer = self._optimizer
+        groups = []
+        for group in optimizer.param_groups:
+            params = [parameter for parameter in group["params"] if parameter in complete]
+            if params:
+                groups.append({**group, "params": params})
+        if not groups:
+            return
+        # A shallow copy with the same state: the user's own groups stay as they are, for the other threads.
+        part = object.__new__(type(optimizer))
+        part.__dict__.update(vars(optimizer), param_groups=groups)
+        step: Any = type(optimizer).step
+        getattr(step, "__wrapped__", step)(part)  # without the hooks, which are the whole step's
+        for parameter in [parameter for group in groups for parameter in group["params"]]:
+            if parameter.grad is not None:
+                self._stepped[complete[parameter]] = _Stepped.of(parameter.grad)
+        self._counters.early_steps += 1
+
+    def end_backward(self) -> None:
+        """The next backward may bring gradients of the same layers."""
+        self._announced.clear()
+
+    def close(self) -> None:
+        """Leave the optimizer to itself."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin_step(self, _: Any, args: Any, kwargs: Any) -> None:
+        self._show()
+        if args[1:] or kwargs.get("closure") is not None:
+            raise RuntimeError(
+                "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
+            )
+        stepped, self._stepped = self._stepped, {}
+        for host, used in stepped.items():
+            gradient = host.parameter.grad
+            if gradient is not None and _Stepped.of(gradient) != used:
+                raise RuntimeError(
+                    f"the gradient of {host.name} was changed after its step had been made in backward (by "
+                    "clip_grad_norm_ or a GradScaler for example); a global norm needs every gradient before the first "
+                    "step, so it cannot be used together with step_in_backward."
+                )
+        for host in stepped:
+            if host.parameter.grad is not None:
+                self._hidden.append((host, host.parameter.grad))
+                host.parameter.grad = None
+
+    def _end_step(self, *_: Any) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        while self._hidden:
+            host, gradient = self._hidden.pop()
+            host.parameter.grad = gradient

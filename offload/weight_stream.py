@@ -1,0 +1,290 @@
+"""Weight streaming at work: it turns the events of forward and backward into loads and write-backs.
+
+One layer computes at a time. When its forward begins, its weights are there or compute waits for them,
+and the next layer's load is queued; the same in backward, where leaving a layer also sends its gradients off.
+Backward of a layer begins where autograd is about to run the node of one of its outputs, or where the layer is
+recomputed; it ends where that of another layer begins, or where autograd has finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from functools import partial
+
+import torch
+
+from offload.backend import Backend
+from offload.context import tensors_in
+from offload.gradients import GradientWriter
+from offload.layer_step import LayerSteps
+from offload.weight_layer import WeightLayer
+from offload.weight_slots import WeightSlots
+
+logger = logging.getLogger(__name__)
+
+
+class WeightStream:
+    """What happens to the weights when the program reaches a layer's forward or backward.
+
+    Module hooks and the graph's own hooks hold it, so that graphs outlive the handle that the user has.
+
+    Args:
+        backend: The device.
+        layers: All layers with parameters, in the order of forward.
+        slots: The device memory that they take turns in.
+        writer: Where their gradients go.
+    """
+
+    def __init__(self, backend: Backend, layers: list[WeightLayer], slots: WeightSlots, writer: GradientWriter) -> None:
+        self._backend = backend
+        self._layers = layers
+        self._slots = slots
+        self._writer = writer
+        self.steps: LayerSteps | None = None
+        """Makes a layer's optimizer step as soon as its gradients are complete, if asked to."""
+        self.parameters = frozenset(host.parameter for layer in layers for host in layer.parameters)
+        """The user's parameters that are streamed."""
+        self._computes = _Computing()
+        self._backward: weakref.ref[_Backward] | None = None
+        self._last = -1
+        self._sequence = 0
+        self._calls: dict[int, list[weakref.ref[_Call]]] = {layer.number: [] for layer in layers}
+        for layer in layers:
+            for stand_in in layer.stand_ins:
+                if stand_in.device.is_floating_point() or stand_in.device.is_complex():
+                    guard = _Guard(self._computes, layer.number, stand_in.of.name)
+                    requires_grad = stand_in.device.requires_grad
+                    stand_in.device.requires_grad_().register_post_accumulate_grad_hook(guard)
+                    stand_in.device.requires_grad_(requires_grad)
+
+    def begin_forward(self, layer: WeightLayer) -> None:
+        """A layer's forward begins, or its recomputation in backward."""
+        self._sequence = torch._C._autograd._get_sequence_nr()
+        if in_backward():
+            self._enter_backward(layer)
+            return
+        self.give_up_forward()
+        layer.check()
+        if layer.number <= self._last:
+            # A new pass through the layers: what was done to the weights in between may have left no trace.
+            self._slots.make_stale()
+        self._last = layer.number
+        if torch.is_grad_enabled():
+            layer.repeats |= self._has_open_calls(layer)
+        self._slots.acquire(layer, fresh=True)
+        self._computes.layer = layer
+        layer.swap_in(sync=True)
+        self._slots.prefetch(layer, step=1)
+
+    def end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
+        """A layer's forward has returned or raised.
+
+        Raises:
+            RuntimeError: It did what streamed weights do not allow; the message says what.
+            TypeError: Its output holds no tensor.
+        """
+        if in_backward():
+            if not failed and torch.is_grad_enabled():
+                self._mark(layer, output)
+            return
+        if self._computes.layer is not layer:
+            if failed:
+                return
+            raise RuntimeError(
+                f"{layer} must run by itself, but another streamed layer ran inside its forward; list layers of one "
+                "level."
+            )
+        written = layer.written()
+        self._leave()
+        if torch.is_autocast_enabled(self._backend.device.type):
+            # Autocast would keep its copy of every weight until the end of the autocast region.
+            torch.clear_autocast_cache()
+        if failed:
+            self._slots.finish_loads()
+            return
+        if written:
+            raise RuntimeError(
+                f"{written} must not be changed in forward, but an in-place operation did, on a copy that is dropped "
+                "after the layer; change the parameter between steps."
+            )
+        if torch.is_grad_enabled():
+            self._mark(layer, output)
+        elif not training and layer is self._layers[-1]:
+            self._slots.finish_loads()
+
+    def give_up_forward(self) -> None:
+        """Leave a forward that an interrupt has cut off, if there is one."""
+        if self._computes.layer is not None and not self._runs_backward():
+            self._leave()
+
+    def settle(self) -> None:
+        """The host is about to change weights: block until no copy reads them, and load anew afterwards."""
+        self.give_up_forward()
+        self._slots.finish_loads()
+        self._slots.make_stale()
+
+    def end_backward(self) -> None:
+        """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
+        self._leave_backward()
+        self._slots.finish_loads()
+        self._writer.finish()
+        if self.steps is not None:
+            self.steps.end_backward()
+
+    def abort_backward(self) -> None:
+        """Backward has raised: drop what it left unfinished."""
+        if self._computes.layer is not None:
+            self._leave()
+        for layer in self._layers:
+            layer.drop_gradients()
+        try:
+            self._writer.finish()
+        except Exception:
+            logger.exception("a gradient could not be added after backward had failed")
+        if self.steps is not None:
+            self.steps.end_backward()
+
+    def _mark(self, layer: WeightLayer, output: object) -> None:
+        """Let the layer's outputs tell when its backward begins."""
+        call = None
+        found = False
+        for tensor in tensors_in(output):
+            found = True
+            self._refuse_weights(layer, tensor)
+            # An older node belongs to another layer, whose output this one has passed through.
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._sequence:
+                call = call or _Call(layer)
+                tensor.grad_fn.register_prehook(partial(self._begin_backward, call))
+        if not found:
+            raise TypeError(
+                f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
+                f"{type(output).__name__}; without them its backward cannot be noticed."
+            )
+        if not in_backward():
+            layer.needs_backward = call is not None
+            if call is not None:
+                self._calls[layer.number].append(weakref.ref(call))
+
+    def _refuse_weights(self, layer: WeightLayer, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()._cdata
+        if any(storage == slot.flat.untyped_storage()._cdata for slot in self._slots.slots):
+            raise RuntimeError(
+                f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
+                "return a clone."
+            )
+
+    def _has_open_calls(self, layer: WeightLayer) -> bool:
+        """Whether an earlier call's graph still waits for its backward."""
+        calls = self._calls[layer.number]
+        calls[:] = [reference for reference in calls if (call := reference()) is not None and not call.begun]
+        return bool(calls)
+
+    def _begin_backward(self, call: _Call, _: object) -> None:
+        layer = call.layer
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True must not be used with streamed weights, got it in backward of {layer}; a second "
+                "backward would find other layers' weights."
+            )
+        if call.version != layer.version():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
+            )
+        call.begun = True
+        self._enter_backward(layer)
+
+    def _enter_backward(self, layer: WeightLayer) -> None:
+        if not self._runs_backward():
+            self.give_up_forward()
+            token = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(token)
+            self._backward = weakref.ref(token)
+        if self._computes.layer is layer:
+            return
+        self._leave_backward()
+        self._slots.acquire(layer, fresh=False)
+        self._computes.layer = layer
+        layer.swap_in()
+        self._slots.prefetch(layer, step=-1)
+
+    def _leave_backward(self) -> None:
+        layer = self._computes.layer
+        if layer is None:
+            return
+        self._leave()
+        then = None if self.steps is None else self.steps.prepare(layer)
+        self._writer.write_back(layer, then)
+
+    def _leave(self) -> None:
+        layer, self._computes.layer = self._computes.layer, None
+        if layer is not None:
+            layer.swap_out()
+            self._slots.release(layer)
+
+    def _runs_backward(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of an autograd graph."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Computing:
+    """Which layer computes now."""
+
+    def __init__(self) -> None:
+        self.layer: WeightLayer | None = None
+
+
+class _Call:
+    """One forward of a layer, held by its graph."""
+
+    __slots__ = ("__weakref__", "begun", "layer", "version")
+
+    def __init__(self, layer: WeightLayer) -> None:
+        self.layer = layer
+        self.version = layer.version()
+        self.begun = False
+
+
+class _Backward:
+    """One run of autograd's engine, which owns it: called at its end, and gone without a call if it failed."""
+
+    def __init__(self, stream: WeightStream) -> None:
+        self._stream: WeightStream | None = stream
+
+    def __call__(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            try:
+                stream.end_backward()
+            except BaseException:
+                self._stream = stream
+                raise
+
+    def __del__(self) -> None:
+        if self._stream is not None and not sys.is_finalizing():
+            self._stream.abort_backward()
+
+
+class _Guard:
+    """Makes sure that a gradient was computed while its layer's weights were there."""
+
+    def __init__(self, computes: _Computing, layer: int, name: str) -> None:
+        self._computes = computes
+        self._layer = layer
+        self._name = name
+
+    def __call__(self, _: torch.Tensor) -> None:
+        layer = self._computes.layer
+        if layer is None or layer.number != self._layer:
+            raise RuntimeError(
+                f"the gradient of {self._name} must be computed in its layer's backward, but {layer or 'no layer'} is "
+                "in backward; return every tensor that carries a gradient out of the layer from its forward."
+            )

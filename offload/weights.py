@@ -1,0 +1,329 @@
+"""Stream the weights of a model that does not fit on the device, through module hooks.
+
+Parameters live in pinned host memory, where an optimizer steps them. Each layer's travel to the device for its
+forward and once more for its backward; gradients travel back. See :mod:`offload.weight_layer` for
+how autograd finds them, and :mod:`offload.weight_slots` for what waits for what.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from offload.backend import get_backend
+from offload.gradients import GradientWriter
+from offload.layer_step import LayerSteps
+from offload.units import format_bytes
+from offload.weight_layer import HostParameter, WeightLayer, aligned, check_layer
+from offload.weight_slots import WeightSlots
+from offload.weight_stats import WeightCounters, WeightStats
+from offload.weight_stream import WeightStream
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
+"""What an optimizer's step may be about to change."""
+
+_watching: list[RemovableHandle] = []
+"""The hook that all optimizers run before a step, from the first stream on."""
+
+
+class StreamedWeights:
+    """Layers whose weights are streamed; made by :func:`stream_weights`, undone by :meth:`remove`.
+
+    As a context manager it is undone at the end of the block.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], layers: list[WeightLayer], stream: WeightStream, counters: WeightCounters
+    ) -> None:
+        self._modules = modules
+        self._layers = layers
+        self._stream: WeightStream | None = stream
+        self._counters = counters
+        self._hooks: list[RemovableHandle] = []
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []
+        for layer in layers:
+            module = modules[layer.number]
+            boundary = _Boundary(stream, layer)
+            self._hooks += [
+                module.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
+                module.register_forward_hook(_EndForward(boundary), always_call=True),
+                module.register_state_dict_pre_hook(_BeforeStateDict(boundary)),
+                module.register_load_state_dict_pre_hook(_BeforeLoad(boundary)),
+            ]
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
+
+        The training loop stays as it is: ``optimizer.step()`` after backward steps what is left, the parameters outside
+        the layers for example, and the results are the same. So is what follows from a gradient: set it
+        to ``None`` before the next backward. With several microbatches per step, run all but the last one's backward
+        inside :meth:`no_step`.
+
+        Args:
+            optimizer: Any of ``torch.optim`` that steps each parameter by itself.
+
+        Raises:
+            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or it is LBFGS.
+            ValueError: It has none of the layers' parameters.
+            RuntimeError: The handle was removed, or has an optimizer already. ``optimizer.step()`` raises it too if
+                gradients have changed since their step, as ``clip_grad_norm_`` does: a global norm needs every
+                gradient before the first step.
+        """
+        stream = self._alive()
+        if stream.steps is not None:
+            raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
+        stream.steps = LayerSteps(optimizer, self._layers, self._counters)
+
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Inside the block, backward adds to gradients and steps nothing; see :meth:`step_in_backward`."""
+        steps = self._alive().steps
+        before = steps is not None and steps.enabled
+        if steps is not None:
+            steps.enabled = False
+        try:
+            yield
+        finally:
+            if steps is not None:
+                steps.enabled = before
+
+    def synchronize(self) -> None:
+        """Block until no copy reads the host's weights; the next forward loads them anew.
+
+        Optimizers of ``torch.optim`` and ``load_state_dict`` do this by themselves. Call it before you change a
+        parameter in another way after a forward whose backward did not run.
+        """
+        if self._stream is not None:
+            self._stream.settle()
+
+    def stats(self) -> WeightStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._counters.snapshot()
+
+    def remove(self) -> None:
+        """Take the hooks off the layers and their slots off the device. A second call does nothing.
+
+        Parameters and their gradients stay on the host, where they are; buffers return to where they were. Graphs
+        that exist stay valid.
+        """
+        if self._stream is None:
+            return
+        self._stream.settle()
+        if self._stream.steps is not None:
+            self._stream.steps.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _move_buffers(self._buffers)
+        self._stream = None
+        self._layers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        kinds = " and ".join(sorted({type(module).__name__ for module in self._modules}))
+        counts = self._counters
+        state = f"{format_bytes(counts.slot_bytes)} on the device" if self._stream else "removed"
+        return (
+            f"StreamedWeights({len(self._modules)} × {kinds}, {format_bytes(counts.weight_bytes)} on the host, {state})"
+        )
+
+    def _alive(self) -> WeightStream:
+        if self._stream is None:
+            raise RuntimeError("the handle must be in use, but it was removed; stream the layers again.")
+        return self._stream
+
+
+def stream_weights(
+    layers: Iterable[nn.Module],
+    device: torch.device | str | int | None,
+    *,
+    num_slots: int = 2,
+    grad_dtype: torch.dtype | None = None,
+    num_staging: int = 3,
+) -> StreamedWeights:
+    """Keep the parameters of ``layers`` in pinned host memory and bring each layer's to the device when it computes.
+
+    Nothing changes in the model or in the training loop. Parameters stay the same objects under the same names,
+    on the CPU from now on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as they do for a
+    model on the CPU; their gradients are in ``p.grad`` when ``backward()`` returns. What is outside ``layers``
+    stays where it is, and belongs on ``device``::
+
+        model.embed.to("cuda"), model.head.to("cuda")
+        with stream_weights(model.layers, "cuda") as streamed:
+            optimizer = torch.optim.AdamW(model.parameters())
+            for batch in batches:
+                model(batch.to("cuda")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
+            iterable of modules. Their parameters may be anywhere, may be frozen, shared, tied or of different dtypes.
+            Buffers move to the device and stay there.
+        device: Where the layers compute; ``None`` is the current accelerator, and the CPU where there is none.
+        num_slots: Of how many layers the weights are on the device at once, at least 2. The loads run that many
+            layers ahead, less one; and as many gradients may be on their way back.
+        grad_dtype: ``torch.float32`` to add the gradients of microbatches up in float32, and find them so in
+            ``p.grad``; ``None`` for each parameter's own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
+        num_staging: How many layers' gradients may wait on the host to be added, from the second
+            microbatch on; a buffer each. When all are taken, backward waits for the host.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules, or a parameter is of a kind that cannot be streamed.
+        ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
+            parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
+        PinningError: The system refused to page-lock so much host memory.
+    """
+    modules = _check_layers(layers)
+    for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            why = "one slot cannot be loaded while it is used" if least == 2 else "gradients need a place to wait"
+            raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    backend = get_backend(device)
+    counters = WeightCounters()
+    known: dict[nn.Parameter, HostParameter] = {}
+    found = [WeightLayer(number, module, backend, known) for number, module in enumerate(modules)]
+    if grad_dtype is not None:
+        for host in known.values():
+            host.use_gradient_dtype(grad_dtype)
+    streamed = [layer for layer in found if layer.nbytes]
+    slots = WeightSlots(backend, streamed, num_slots, counters)
+    staging_bytes = max(
+        sum(aligned(host.nbytes) for host in layer.parameters if host.parameter.requires_grad) for layer in streamed
+    )
+    writer = GradientWriter(
+        backend, num_flights=num_slots - 1, num_staging=num_staging, staging_bytes=staging_bytes, counters=counters
+    )
+    stream = WeightStream(backend, streamed, slots, writer)
+    counters.weight_bytes = sum(aligned(host.nbytes) for host in known.values())
+    counters.slot_bytes = sum(len(slot.flat) for slot in slots.slots)
+    handle = StreamedWeights(modules, streamed, stream, counters)
+    handle._buffers = _move_buffers(
+        [(inner, name, backend.device) for module in modules for inner in module.modules() for name in inner._buffers]
+    )
+    _watch_optimizers()
+    _streams.add(stream)
+    return handle
+
+
+class _Boundary:
+    """Where one layer's forward begins and ends."""
+
+    def __init__(self, stream: WeightStream, layer: WeightLayer) -> None:
+        self.stream = stream
+        self.layer = layer
+        self.handled_error: BaseException | None = None
+
+
+class _WeightHook:
+    """A module hook that copies and pickles as one that does nothing."""
+
+    def __init__(self, boundary: _Boundary) -> None:
+        self.boundary = boundary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+
+class _BeginForward(_WeightHook):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.boundary.handled_error = sys.exception()
+        self.boundary.stream.begin_forward(self.boundary.layer)
+
+
+class _EndForward(_WeightHook):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        boundary = self.boundary
+        failed = sys.exception() is not boundary.handled_error
+        boundary.stream.end_forward(boundary.layer, output, failed=failed, training=module.training)
+
+
+class _BeforeStateDict(_WeightHook):
+    def __call__(self, *args: Any) -> None:
+        self.boundary.stream.give_up_forward()
+
+
+class _BeforeLoad(_WeightHook):
+    def __call__(self, *args: Any) -> None:
+        self.boundary.stream.settle()
+
+
+class _Inert:
+    """What a weight hook becomes in a copy of its module."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+    modules = list(layers)
+    seen: dict[int, nn.Parameter] = {}
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
+        if any(isinstance(hook, _WeightHook) for hook in module._forward_pre_hooks.values()):
+            raise ValueError(
+                f"layer {number} ({type(module).__name__}) is streamed already; call remove() on the first handle"
+            )
+        inside = set(module.modules()) - {module}
+        nested = [other for other, listed in enumerate(modules) if listed in inside]
+        if nested:
+            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
+        check_layer(number, module, seen)
+    if not seen:
+        raise ValueError(f"layers must hold parameters, got {len(modules)} modules without any")
+    if len(set(modules)) < len(modules):
+        raise ValueError("layers must hold each module once; one that forward calls twice is still listed once")
+    return modules
+
+
+def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:
+    """Move buffers, each where it is told to; returns those that were moved, and where they came from."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    origins = []
+    for module, name, device in targets:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.device != device:
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            module._buffers[name] = moved[buffer]
+            origins.append((module, name, buffer.device))
+    return origins
+
+
+def _watch_optimizers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for stream in list(_streams):
+        if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):
+            stream.settle()
