@@ -1,7 +1,17 @@
-"""Skips tests that need more GPUs than the machine has."""
+"""Skips tests that need more GPUs than the machine has; gives the others their device."""
+
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from lab import Lab
+
+from offload import host_pool
+from offload.backend import get_backend, resolve_device
+
+# Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _gpus_needed(item: pytest.Item) -> int:
@@ -14,3 +24,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = _gpus_needed(item)
     if needed > torch.cuda.device_count():
         pytest.skip(f"needs {needed} CUDA device(s), found {torch.cuda.device_count()}")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each device that the library has a backend for; kernels give the same bits each time."""
+    if request.param == "cpu":
+        yield torch.device("cpu")
+        return
+    torch.use_deterministic_algorithms(True)
+    # Deterministic mode would fill new memory; the library must be right without.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield resolve_device(request.param)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def lab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    """The device with a host pool of its own, and the means to disturb it."""
+    monkeypatch.setattr(host_pool, "_pools", {})
+    backend = get_backend(device)
+    made = Lab(backend, monkeypatch)
+    yield made
+    made.slow()
+    backend.poison = False
+    made.drain()

@@ -1,0 +1,126 @@
+"""One device and the means to make its ordering bugs visible: late work, slow copies, poisoned memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from offload.backend import Backend, Wait
+from offload.host_pool import HostPool, get_host_pool
+
+CYCLES_PER_S = 2e9  # of torch.cuda._sleep; GPUs run at somewhat less, so it sleeps somewhat longer
+
+
+class Lab:
+    """The device that a test runs on; whatever is set here is undone after the test.
+
+    Args:
+        backend: The device's backend, with a host pool that no other test has used.
+        monkeypatch: What undoes the changes.
+    """
+
+    def __init__(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.backend = backend
+        self.device = backend.device
+        self.d2h_stream, self.h2d_stream = backend.copy_streams
+        self._monkeypatch = monkeypatch
+        self._on_cpu = backend.device.type == "cpu"
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool that contexts made by this test use."""
+        return get_host_pool(self.backend)
+
+    def adverse(self) -> None:
+        """Slow the copies down and poison what is freed: a missing wait gives wrong numbers."""
+        self.backend.poison = True
+        self.slow(d2h_s=0.0005, h2d_s=0.0005)
+        self.poison_new()
+
+    def slow(self, *, d2h_s: float = 0.0, h2d_s: float = 0.0) -> None:
+        """Let each copy of a direction begin that many seconds later."""
+        delays = ((self.d2h_stream, d2h_s), (self.h2d_stream, h2d_s))
+        if self._on_cpu:
+            for stream, delay_s in delays:
+                stream.delay_s = delay_s
+            return
+        copy = self.backend.copy
+
+        def slow_copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+            for slowed, delay_s in delays:
+                if stream is slowed and delay_s:
+                    with stream:
+                        torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
+            copy(stream, target, source)
+
+        self._monkeypatch.setattr(self.backend, "copy", slow_copy)
+
+    def write_late(self, tensor: torch.Tensor, value: float, delay_s: float = 0.05) -> None:
+        """Let the compute stream fill ``tensor`` only after a while, behind the work queued so far."""
+        tensor = tensor.data  # with a version of its own: to autograd, the values have been there all along
+        if self._on_cpu:
+
+            def fill() -> None:
+                time.sleep(delay_s)
+                tensor.fill_(value)
+
+            self.backend.compute_stream().submit(fill)
+        else:
+            torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
+            tensor.fill_(value)
+
+    def hold(self, stream: Any, seconds: float = 0.5) -> Callable[[], None]:
+        """Stop ``stream`` until the function that this returns is called; on CUDA, for ``seconds``."""
+        if self._on_cpu:
+            gate = threading.Event()
+            stream.submit(gate.wait)
+            return gate.set
+        with stream:
+            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+        return lambda: None
+
+    def drop(self, dropped: Wait) -> None:
+        """Let the library forget one kind of wait."""
+        wait = self.backend.wait
+
+        def forgetful(stream: Any, event: Any, why: Wait) -> None:
+            if why is not dropped:
+                wait(stream, event, why)
+
+        self._monkeypatch.setattr(self.backend, "wait", forgetful)
+
+    def count_waits(self) -> list[Wait]:
+        """The waits that the library makes from now on."""
+        made: list[Wait] = []
+        wait = self.backend.wait
+
+        def counting(stream: Any, event: Any, why: Wait) -> None:
+            made.append(why)
+            wait(stream, event, why)
+
+        self._monkeypatch.setattr(self.backend, "wait", counting)
+        return made
+
+    def poison_new(self) -> None:
+        """Fill the memory that reloads land in with 0xFF: it never holds the right bytes by chance."""
+        empty = self.backend.empty
+        self._monkeypatch.setattr(self.backend, "empty", lambda nbytes: empty(nbytes).fill_(0xFF))
+
+    def recycle(self, memory: torch.Tensor) -> None:
+        """Let the next reload land in ``memory``, uint8, as if the allocator had handed it out again."""
+        empty = self.backend.empty
+        left = [memory]
+        self._monkeypatch.setattr(self.backend, "empty", lambda nbytes: left.pop() if left else empty(nbytes))
+
+    def drain(self) -> None:
+        """Wait until all work queued so far is done."""
+        if self._on_cpu:
+            for stream in (self.backend.compute_stream(), self.d2h_stream, self.h2d_stream):
+                stream.synchronize()
+        else:
+            torch.accelerator.synchronize(self.device)

@@ -1,0 +1,403 @@
+"""The same gradients with and without offloading, bit for bit, whatever the program does in between.
+
+Copies are slow and memory is poisoned when it is let go and when it is handed out, so that a gradient is
+right only if every byte came back in time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import (
+    NOTHING,
+    DecoderBlock,
+    Offloading,
+    assert_same,
+    build,
+    gradients,
+    leaves_of,
+    loss_of,
+    offloading,
+    step_gradients,
+)
+from torch import nn
+
+from offload import offload_layers
+
+LAYERS = 5
+
+
+@pytest.fixture
+def device(device: torch.device, lab: Lab) -> torch.device:
+    lab.adverse()
+    return device
+
+
+def assert_on_time(offloaded: Offloading) -> None:
+    """Something travelled, and no reload waited for backward to ask."""
+    stats = offloaded.stats
+    assert stats.reloaded_bytes > 0
+    assert stats.late_reloads == 0
+
+
+def assert_same_steps(leaves: list[torch.Tensor], step: Callable[[Offloading], object], offloaded: Offloading) -> None:
+    """``step`` leaves the same gradients behind with and without offloading."""
+    assert_same(gradients(leaves, lambda: step(NOTHING)), gradients(leaves, lambda: step(offloaded)))
+
+
+@pytest.mark.parametrize("k", range(LAYERS))
+@pytest.mark.parametrize("block", ["decoder", "gpt", "conv", "encoder"])
+def test_every_k(block: str, k: int, device: torch.device) -> None:
+    layers, x = build(block, LAYERS, device)
+    expected = step_gradients(layers, x)
+    offloaded = offloading(k, LAYERS, device)
+    for _ in range(2):
+        assert_same(expected, step_gradients(layers, x, offloaded))
+    if k:
+        assert_on_time(offloaded)
+    assert (offloaded.stats.offloaded_bytes > 0) == (k > 0)
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2", "F0 B0 F1 B1"],
+)
+@pytest.mark.parametrize("k", [2, LAYERS - 1])
+def test_microbatches_in_flight(order: str, k: int, device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    actions = order.split()
+    inputs = [x.detach().roll(i, 1).requires_grad_() for i in range(len(actions) // 2)]
+
+    def step(offloaded: Offloading) -> None:
+        losses: dict[str, torch.Tensor] = {}
+        for action in actions:
+            phase, number = action
+            if phase == "F":
+                losses[number] = loss_of(offloaded.forward(layers, inputs[int(number)]))
+            else:
+                losses.pop(number).backward()
+
+    leaves = leaves_of(layers, *inputs)
+    offloaded = offloading(k, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_gradient_accumulation(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        for shift in range(3):
+            loss_of(offloaded.forward(layers, x.roll(shift, 1))).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(mode: Callable[[], Any], device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    offloaded = offloading(2, LAYERS, device)
+    once = 0
+    for _ in range(3):
+        before = offloaded.stats
+        assert_same(expected, step_gradients(layers, x, offloaded))
+        after = offloaded.stats
+        once = once or after.offloaded_bytes
+        # Were evaluated layers counted, other layers of the next step would be the first two.
+        assert after.offloaded_bytes - before.offloaded_bytes == once
+        with mode():
+            plain = NOTHING.forward(layers, x)
+            assert torch.equal(plain, offloaded.forward(layers, x))
+            offloaded.forward(layers[:3], x)
+        assert offloaded.stats == after
+    assert_on_time(offloaded)
+
+
+def test_evaluation_in_the_middle_of_a_step(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        y = offloaded.forward(layers[:2], x)
+        with torch.no_grad():
+            offloaded.forward(layers, x)
+        y = offloaded.forward(layers[2:], y)
+        with torch.no_grad():
+            offloaded.forward(layers, x)
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_retain_graph_and_backward_again(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        loss = loss_of(offloaded.forward(layers, x))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_backward_in_two_halves(device: torch.device) -> None:
+    """The first backward stops in the middle of the layers, the second reads the graph once more and goes on."""
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        middle = offloaded.forward(layers[:2], x)
+        loss = loss_of(offloaded.forward(layers[2:], middle))
+        torch.autograd.grad(loss, middle, retain_graph=True)
+        loss.backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(4, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_autograd_grad(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    leaves = leaves_of(layers, x)
+
+    def grads(offloaded: Offloading) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(loss_of(offloaded.forward(layers, x)), leaves))
+
+    offloaded = offloading(3, LAYERS, device)
+    assert_same(grads(NOTHING), grads(offloaded))
+    assert_on_time(offloaded)
+
+
+@pytest.mark.parametrize("k", [2, LAYERS - 1])
+def test_create_graph(k: int, device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        loss = loss_of(offloaded.forward(layers, x))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(k, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_shapes_change_from_step_to_step(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    offloaded = offloading(3, LAYERS, device)
+    for batch, tokens in [(2, 8), (1, 8), (2, 3), (2, 8), (5, 7), (1, 1)]:
+        torch.manual_seed(0)
+        x = torch.randn(batch, tokens, x.shape[-1]).to(device).requires_grad_()
+        expected = step_gradients(layers, x)
+        assert_same(expected, step_gradients(layers, x, offloaded))
+    assert_on_time(offloaded)
+
+
+def test_contexts_take_turns(device: torch.device) -> None:
+    one, x = build("decoder", LAYERS, device)
+    two, _ = build("gpt", LAYERS, device)
+
+    def step(first: Offloading, second: Offloading) -> None:
+        y, z = x, x
+        for a, b in zip(one, two, strict=True):
+            y = first.layer(a, y)
+            z = second.layer(b, z)
+        (loss_of(y) + loss_of(z)).backward()
+
+    leaves = [x, *one.parameters(), *two.parameters()]
+    first, second = offloading(3, LAYERS, device), offloading(2, LAYERS, device)
+    expected = gradients(leaves, lambda: step(NOTHING, NOTHING))
+    for _ in range(2):
+        assert_same(expected, gradients(leaves, lambda: step(first, second)))
+    assert_on_time(first)
+    assert_on_time(second)
+
+
+def test_context_inside_another(device: torch.device) -> None:
+    """An outer layer that runs inner layers with a context of their own: each level moves what it saves itself."""
+    inner, x = build("decoder", LAYERS, device)
+    outer, _ = build("gpt", LAYERS, device)
+
+    def step(around: Offloading, within: Offloading) -> None:
+        y = x
+        for layer in outer:
+            y = around.layer(lambda y, layer=layer: layer(y) + within.forward(inner, y), y)
+        loss_of(y).backward()
+
+    leaves = [x, *inner.parameters(), *outer.parameters()]
+    around, within = offloading(2, LAYERS, device), offloading(3, LAYERS, device)
+    assert_same(gradients(leaves, lambda: step(NOTHING, NOTHING)), gradients(leaves, lambda: step(around, within)))
+    assert_on_time(around)
+    assert_on_time(within)
+
+
+def test_output_feeds_two_consumers(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        outputs = [x]
+        for layer in layers:
+            outputs.append(offloaded.layer(layer, outputs[-1]))
+        y = outputs[-1] * outputs[1].sigmoid() + outputs[2]
+        (loss_of(y) + loss_of(outputs[1])).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+class WithExtras(nn.Module):
+    """Returns tensors that need no gradient beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DecoderBlock()
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        y = self.block(x)
+        return y, (y > 0), y.argmax(-1), y.detach(), None, "text"
+
+
+def test_outputs_without_gradient(device: torch.device) -> None:
+    layers, x = build(WithExtras, LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        y = x
+        for layer in layers:
+            y, positive, _, _, _, _ = offloaded.layer(layer, y)
+            y = y * positive
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+def test_frozen_layers(device: torch.device) -> None:
+    """The first layers need no gradient at all: nothing is saved there, and nothing breaks."""
+    layers, x = build("decoder", LAYERS, device)
+    layers[:2].requires_grad_(False)
+    x = x.detach()
+
+    def step(offloaded: Offloading) -> None:
+        loss_of(offloaded.forward(layers, x)).backward()
+
+    leaves = leaves_of(layers[2:])
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+@dataclasses.dataclass
+class Hidden:
+    states: list[torch.Tensor]
+    extra: dict[str, Any]
+
+
+class ReturnsNested(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block = DecoderBlock()
+        self.kind = kind
+
+    def forward(self, value: Any) -> Any:
+        x = value if isinstance(value, torch.Tensor) else self.open(value)
+        y = self.block(x)
+        if self.kind == "tuple":
+            return (None, [(y,), 1.0])
+        if self.kind == "dict":
+            return {"hidden": {"y": y}, "mask": y > 0}
+        return Hidden(states=[y], extra={"y": 2 * y, "none": None})
+
+    def open(self, value: Any) -> torch.Tensor:
+        if self.kind == "tuple":
+            return value[1][0][0]
+        if self.kind == "dict":
+            return value["hidden"]["y"]
+        return value.states[0] + value.extra["y"]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+def test_nested_outputs_of_offloaded_layers(kind: str, device: torch.device) -> None:
+    layers, x = build(lambda: ReturnsNested(kind), LAYERS, device)
+
+    def step() -> None:
+        value: Any = x
+        for layer in layers:
+            value = layer(value)
+        loss_of(layers[0].open(value)).backward()
+
+    leaves = leaves_of(layers, x)
+    expected = gradients(leaves, step)
+    with offload_layers(layers, 3, min_bytes=0) as handle:
+        assert_same(expected, gradients(leaves, step))
+        stats = handle.stats()
+    # Had the outputs not been found in there, backward would have to ask for each layer.
+    assert stats.reloaded_bytes > 0
+    assert stats.late_reloads == 0
+
+
+def test_autocast(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            y = offloaded.forward(layers, x)
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(3, LAYERS, device)
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
+@pytest.mark.parametrize("block", ["decoder", "conv", "gpt"])
+def test_low_precision(block: str, device: torch.device) -> None:
+    layers, x = build(block, 3, device)
+    layers.bfloat16()
+    x = x.detach().bfloat16().requires_grad_()
+    offloaded = offloading(2, 3, device)
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+    assert_on_time(offloaded)
+
+
+def test_compiled_layers(device: torch.device) -> None:
+    layers, x = build("decoder", 3, device)
+    compiled = [torch.compile(layer, backend="aot_eager", dynamic=False) for layer in layers]
+    leaves = leaves_of(layers, x)
+    offloaded = offloading(2, 3, device)
+    assert_same(
+        gradients(leaves, lambda: loss_of(NOTHING.forward(compiled, x)).backward()),
+        gradients(leaves, lambda: loss_of(offloaded.forward(compiled, x)).backward()),
+    )
+    assert_on_time(offloaded)
+
+
+def test_compiled_layers_with_hooks(device: torch.device) -> None:
+    layers, x = build("decoder", 3, device)
+    for layer in layers:
+        layer.compile(backend="aot_eager", dynamic=False)
+    expected = step_gradients(layers, x)
+    with offload_layers(layers, 1, min_bytes=0) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+        assert handle.stats().late_reloads == 0
