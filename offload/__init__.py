@@ -1,6 +1,7 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
-from offload.context import OffloadContext, get_cpu_offload_context, start_offload
+from offload.context import OffloadContext, start_offload
+from offload.cpu_offload import get_cpu_offload_context
 from offload.exclusions import mark_not_offload
 from offload.graphs import CaptureError
 from offload.layers import OffloadedLayers, offload_layers

@@ -113,7 +113,9 @@ def offload_layers(
     if schedule is None:
         schedule = Schedule.default(num_layers, len(modules))
     if schedule.model_layers != len(modules):
-        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
+        raise ValueError(
+            f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}"
+        )
     if device is None:
         parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
         device = next((parameter.device for parameter in parameters), None)
@@ -229,7 +231,9 @@ class _Inert:
 
 def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+        raise TypeError(
+            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
+        )
     modules = list(layers)
     if not modules:
         raise ValueError("layers must hold at least one module, got none")
@@ -241,7 +245,9 @@ def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
                 f"layer {number} ({type(layer).__name__}) is offloaded already; call remove() on the first handle"
             )
     if len(set(modules)) < len(modules):
-        raise ValueError("layers must hold each module once; a layer that forward calls twice cannot be offloaded")
+        raise ValueError(
+            "layers must hold each module once; a layer that forward calls twice cannot be offloaded"
+        )
     for number, layer in enumerate(modules):
         inner = set(layer.modules()) - {layer}
         nested = [other for other, module in enumerate(modules) if module in inner]

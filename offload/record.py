@@ -12,6 +12,7 @@ Note:
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from bisect import bisect_right
@@ -73,7 +74,9 @@ def record_timeline(
         step()
     spans, memory = _record_cpu(step) if resolved.type == "cpu" else _record_accelerator(step, resolved)
     if not spans:
-        raise RuntimeError("nothing was recorded: is another profiler running, or did the step run on another device?")
+        raise RuntimeError(
+            "nothing was recorded: is another profiler running, or did the step run on another device?"
+        )
     start_s = min(span.start_s for span in spans)
     return Timeline(
         tuple(_shifted(span, start_s) for span in spans),
@@ -84,7 +87,13 @@ def record_timeline(
 
 def _shifted(span: Span, start_s: float) -> Span:
     return Span(
-        span.lane, span.kind, span.start_s - start_s, span.end_s - start_s, span.label, span.layer, span.nbytes
+        span.lane,
+        span.kind,
+        span.start_s - start_s,
+        span.end_s - start_s,
+        span.label,
+        span.layer,
+        span.nbytes,
     )
 
 
@@ -118,8 +127,10 @@ def _recording(recorder: trace.Recorder) -> Iterator[None]:
 def _between(begin_s: float, end_s: float, stalls: list[Span], marks: _Marks) -> Iterator[Span]:
     """Compute, as the time between marks that is not spent in stalls."""
     cuts = [time_s for time_s, _ in marks.phases if begin_s < time_s < end_s]
-    edges = sorted({begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))})
-    for start_s, stop_s in zip(edges, edges[1:], strict=False):
+    edges = sorted(
+        {begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))}
+    )
+    for start_s, stop_s in itertools.pairwise(edges):
         if not any(stall.start_s <= start_s < stall.end_s for stall in stalls):
             phase = marks.phase(start_s)
             yield Span("compute", _kind(phase), start_s, stop_s, layer=phase.layer)
@@ -141,7 +152,9 @@ def _record_accelerator(
 
 
 def _activity_of(device: torch.device) -> torch.profiler.ProfilerActivity:
-    return cast("torch.profiler.ProfilerActivity", getattr(torch.profiler.ProfilerActivity, device.type.upper()))
+    return cast(
+        "torch.profiler.ProfilerActivity", getattr(torch.profiler.ProfilerActivity, device.type.upper())
+    )
 
 
 def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
@@ -228,19 +241,24 @@ def _copy_spans(copies: list[tuple[_Work, int | None]]) -> Iterator[Span]:
             yield open_span
 
 
-def _memory(events: list[dict[str, Any]], kernels: list[_Work], device: torch.device) -> list[tuple[float, int]]:
+def _memory(
+    events: list[dict[str, Any]], kernels: list[_Work], device: torch.device
+) -> list[tuple[float, int]]:
     """Device bytes above those before the step, at the device time of the work launched next."""
     changes = sorted(
         (event["ts"] * 1e-6, event["args"]["Total Allocated"])
         for event in events
-        if event.get("name") == "[memory]" and event["args"].get("Device Id") == (device.index or 0)
+        if event.get("name") == "[memory]"
+        and event["args"].get("Device Id") == (device.index or 0)
         and event["args"].get("Device Type") == 1
     )
     by_launch = sorted((kernel.launched_s, kernel.start_s) for kernel in kernels)
     launched = [launched_s for launched_s, _ in by_launch]
     if not changes or not by_launch:
         return []
-    first = next(event["args"] for event in events if event.get("ts", -1) * 1e-6 == changes[0][0] and "args" in event)
+    first = next(
+        event["args"] for event in events if event.get("ts", -1) * 1e-6 == changes[0][0] and "args" in event
+    )
     before = changes[0][1] - first.get("Bytes", 0)
     samples = []
     for time_s, nbytes in changes:
@@ -253,7 +271,9 @@ class _Marks:
     """Marks by time, apart for phases, waits and copies."""
 
     def __init__(self, marks: list[tuple[float, Mark]]) -> None:
-        self.phases = [(time_s, mark) for time_s, mark in marks if mark.what in ("forward", "backward", "other")]
+        self.phases = [
+            (time_s, mark) for time_s, mark in marks if mark.what in ("forward", "backward", "other")
+        ]
         self._waits = [(time_s, mark) for time_s, mark in marks if mark.what == "wait"]
         self._copies = [(time_s, mark) for time_s, mark in marks if mark.what in COPY_KINDS]
 

@@ -11,7 +11,7 @@ tensor's geometry, and gives it back over whatever device memory holds the bytes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -116,14 +116,13 @@ class SavedStorage:
         """The bytes on the device, uint8, ready for the current stream's next operation."""
         if self.device is None:
             self.set.reload_late()
-        assert self.device is not None
         if self.reload_done is not None:
             transfers = self.set.transfers
             trace.point("wait", self.set.layer)
             transfers.wait(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
             self.unread = False
             self.set.mark_read()
-        return self.device
+        return cast("torch.Tensor", self.device)
 
     def count(self) -> None:
         """Add the device memory to the resident bytes of offloaded layers."""
@@ -165,7 +164,7 @@ class Geometry(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Geometry:
         return cls(
             tensor.dtype,
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.size(),
             tensor.stride(),
             tensor.is_conj(),
