@@ -1,0 +1,1 @@
+"""Measurements; see each module's own text for its command."""

@@ -1,9 +1,10 @@
-"""Activation offload on the reference decoder and the LayerNorm-MLP: time, memory, and the ratio to the link's limit.
+"""Activation offload on the reference workloads: time, memory, and the ratio to the link's limit.
 
     python -m benchmarks.activations --out results/activations.json
 
-Each row is a median over timed steps after warm-up. The link is measured in the same run, and a row's limit is
-the larger of the step without offloading and the time in which the link moves the row's bytes, out and back.
+Each row is a median over timed steps after warm-up. The link is measured in the same run, and a row's
+limit is the larger of the step without offloading and the time in which the link moves the row's bytes,
+out and back.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import offload
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import Workload, loss_of, norm_mlp, reference_decoder
 from offload.backend import resolve_device
+from offload.context import DEFAULT_MIN_BYTES
 
 GIB = 2**30
 
@@ -36,66 +36,82 @@ def run_step(layers: nn.ModuleList, x: torch.Tensor) -> None:
     loss_of(y).backward()
 
 
-def timed(step: Callable[[], None], device: torch.device, *, warmup: int, repeats: int) -> dict[str, float]:
-    """Seconds per step: the first, the median of the repeats, and their spread; and the peak of device memory."""
+def measure(
+    workload: Workload,
+    offloaded: list[int],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    steps: int,
+    min_bytes: int,
+) -> list[dict[str, Any]]:
+    """One row for the step without offloading, and one per number of offloaded layers, gradients compared.
+
+    A GPU at its power limit changes its clocks from step to step. So the contenders take turns in each repeat, and
+    a time is that of several steps in a row, divided by their number.
+    """
+    layers, x = workload.build(device)
+    leaves = [x, *layers.parameters()]
+
+    def step() -> None:
+        run_step(layers, x)
+
+    rows: list[dict[str, Any]] = []
+    expected: list[torch.Tensor] = []
+    for k in [0, *offloaded]:
+        with offload.offload_layers(layers, k, min_bytes=min_bytes) as handle:
+            first_s = timed(step, device)
+            for _ in range(warmup - 1):
+                step()
+            with offload.memory_meter(device) as meter:
+                step()
+            before = handle.stats().offloaded_bytes
+            found = _gradients(leaves, step)
+            stats = handle.stats()
+        expected = expected or found
+        rows.append(
+            {
+                "workload": workload.name,
+                "k": k,
+                "first_s": first_s,
+                "peak_bytes": meter.peak_bytes,
+                "copied_bytes": stats.offloaded_bytes - before,
+                "pinned_bytes": stats.pinned_bytes if k else 0,
+                "wasted_bytes": stats.wasted_bytes,
+                "late_reloads": stats.late_reloads,
+                "bit_identical": all(map(torch.equal, expected, found)),
+                "times_s": [],
+            }
+        )
+    for _ in range(repeats):
+        for row in rows:
+            with offload.offload_layers(layers, row["k"], min_bytes=min_bytes):
+                timed(step, device)
+                row["times_s"].append(timed(lambda: [step() for _ in range(steps)], device) / steps)
+    for row in rows:
+        row["step_s"] = statistics.median(row["times_s"])
+        row["spread_s"] = max(row["times_s"]) - min(row["times_s"])
+    return rows
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds from an idle device to an idle device."""
     _synchronize(device)
     begin = time.perf_counter()
     step()
     _synchronize(device)
-    first_s = time.perf_counter() - begin
-    for _ in range(warmup - 1):
-        step()
-    with offload.memory_meter(device) as meter:
-        step()
-    times = []
-    for _ in range(repeats):
-        _synchronize(device)
-        begin = time.perf_counter()
-        step()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return {
-        "first_s": first_s,
-        "step_s": statistics.median(times),
-        "spread_s": max(times) - min(times),
-        "peak_bytes": meter.peak_bytes,
-    }
-
-
-def measure(
-    workload: Workload, offloaded: list[int], device: torch.device, *, warmup: int, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """One row for the step without offloading, and one per number of offloaded layers, gradients compared."""
-    layers, x = workload.build(device)
-    leaves = [x, *layers.parameters()]
-    kept = timed(lambda: run_step(layers, x), device, warmup=warmup, repeats=repeats)
-    expected = _gradients(leaves, lambda: run_step(layers, x))
-    yield {"workload": workload.name, "k": 0, **kept, "copied_bytes": 0, "pinned_bytes": 0, "bit_identical": True}
-    for k in offloaded:
-        with _quiet(), offload.offload_layers(layers, k) as handle:
-            row = timed(lambda: run_step(layers, x), device, warmup=warmup, repeats=repeats)
-            before = handle.stats().offloaded_bytes
-            found = _gradients(leaves, lambda: run_step(layers, x))
-            stats = handle.stats()
-        yield {
-            "workload": workload.name,
-            "k": k,
-            **row,
-            "copied_bytes": stats.offloaded_bytes - before,
-            "pinned_bytes": stats.pinned_bytes,
-            "wasted_bytes": stats.wasted_bytes,
-            "late_reloads": stats.late_reloads,
-            "bit_identical": all(map(torch.equal, expected, found)),
-        }
+    return time.perf_counter() - begin
 
 
 def main() -> None:
     """Measure, print the table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure activation offload on the reference workloads.")
     parser.add_argument("--out", type=Path, default=Path("results/activations.json"))
-    parser.add_argument("--layers", type=int, nargs="*", default=[2, 5, 8, 12, 15, 18], help="values of k")
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 5, 7, 10, 14, 18], help="values of k")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help="steps in a row per repeat")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     arguments = parser.parse_args()
     device = resolve_device(None)
@@ -103,13 +119,20 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for workload in (reference_decoder(small=arguments.small), norm_mlp(small=arguments.small)):
         measured = measure(
-            workload, arguments.layers, device, warmup=arguments.warmup, repeats=arguments.repeats
+            workload,
+            arguments.layers,
+            device,
+            warmup=arguments.warmup,
+            repeats=arguments.repeats,
+            steps=arguments.steps,
+            min_bytes=1 if arguments.small else DEFAULT_MIN_BYTES,
         )
         for row in measured:
             kept = row if row["k"] == 0 else next(r for r in rows if r["workload"] == workload.name)
             link_s = row["copied_bytes"] * (1 / link.d2h_bytes_per_s + 1 / link.h2d_bytes_per_s)
             limit_s = max(kept["step_s"], link_s)
-            rows.append({**row, "link_s": link_s, "limit_s": limit_s, "ratio_to_limit": row["step_s"] / limit_s})
+            ratio = row["step_s"] / limit_s
+            rows.append({**row, "link_s": link_s, "limit_s": limit_s, "ratio_to_limit": ratio})
     print(link)
     print(table([_shown(row, rows) for row in rows]))
     write(arguments.out, {**environment(device), "link": vars(link), "rows": rows})
@@ -145,13 +168,6 @@ def _gradients(leaves: list[torch.Tensor], step: Callable[[], None]) -> list[tor
     finally:
         torch.use_deterministic_algorithms(False)
     return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _synchronize(device: torch.device) -> None:
