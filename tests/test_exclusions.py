@@ -1,0 +1,100 @@
+"""What does not travel is remembered by its storage, for as long as that lives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload import exclusions, mark_not_offload
+from offload.exclusions import reason_to_stay
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exclusions, "_excluded", exclusions._Exclusions())
+
+
+def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | None:
+    return reason_to_stay(tensor, CPU, min_bytes)
+
+
+def test_ordinary_tensor_travels() -> None:
+    assert why(torch.ones(4)) is None
+    assert why(torch.ones(4, requires_grad=True)) is None
+    assert why(torch.ones(4, requires_grad=True) * 2) is None
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda p: p, lambda p: p.t(), lambda p: p[1], lambda p: p.t()[1:], lambda p: p.to(torch.bfloat16)],
+    ids=["itself", "view", "element", "view of a view", "cast"],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_stay(look: Callable[[torch.Tensor], torch.Tensor], frozen: bool) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
+    tensor = look(parameter)
+    if frozen and tensor.dtype is torch.bfloat16:
+        assert why(tensor) is None  # made anew each time, like an activation: it may travel
+    else:
+        assert why(tensor) == "parameter"
+
+
+def test_whatever_looks_into_a_known_parameter_stays() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    alias = torch.empty(0).set_(parameter.untyped_storage(), 0, (16,), (1,))
+    assert why(alias) is None
+    assert why(parameter) == "parameter"
+    assert why(alias) == "parameter"
+
+
+def test_casts_of_activations_travel() -> None:
+    assert why((torch.ones(4, requires_grad=True) * 2).to(torch.bfloat16)) is None
+    assert why(torch.ones(4, requires_grad=True).to(torch.bfloat16)) is None
+
+
+def test_marked_tensors_stay_with_all_views() -> None:
+    tensor = torch.ones(8)
+    mark_not_offload(tensor[2:4], None)
+    assert why(tensor) == "marked"
+    assert why(tensor.view(2, 4)[1]) == "marked"
+    assert why(torch.ones(8)) is None
+
+
+def test_small_storages_stay() -> None:
+    assert why(torch.ones(2), min_bytes=8) is None
+    assert why(torch.ones(2), min_bytes=9) == "small"
+    assert why(torch.ones(4)[:1], min_bytes=16) is None
+
+
+def test_empty_storages_stay_whatever_the_threshold() -> None:
+    assert why(torch.ones(0, 3)) == "small"
+    assert why(torch.ones(3)[:0]) is None  # the storage is not empty
+
+
+def test_other_layouts_and_devices_stay() -> None:
+    assert why(torch.ones(2, 2).to_sparse()) == "layout"
+    assert why(torch.ones(2, device="meta")) == "device"
+
+
+def test_marking_takes_tensors() -> None:
+    with pytest.raises(TypeError, match="mark_not_offload takes tensors, got int"):
+        mark_not_offload(torch.ones(1), 3)  # type: ignore[arg-type]
+
+
+def test_memory_that_is_reused_is_not_taken_for_the_old() -> None:
+    """A new storage, perhaps at the address of one that was marked and has gone, is not marked."""
+    for _ in range(100):
+        assert why(torch.ones(8)) is None
+        mark_not_offload(torch.ones(8))
+
+
+def test_what_has_gone_is_forgotten_in_time() -> None:
+    kept = torch.ones(8)
+    mark_not_offload(kept)
+    for _ in range(5000):
+        mark_not_offload(torch.ones(1))
+    assert len(exclusions._excluded) < 3000
+    assert why(kept) == "marked"
