@@ -1,0 +1,395 @@
+"""Who owns what for how long: the graph owns it all, and when the graph goes, everything goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import Offloading, assert_same, build, loss_of, offloading, save, step_gradients
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload import OffloadState, memory_meter
+from offload.backend import Wait
+from offload.saved import SavedStorage
+
+LAYERS = 5
+SET_BYTES = 4096
+"""What each layer of :class:`Chain` saves."""
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """Everything here is freed by reference counts alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Chain:
+    """Layers that save one new tensor each, and weak references to their memory.
+
+    Args:
+        pieces: Number of tensors that a layer saves, which share ``SET_BYTES``.
+    """
+
+    def __init__(self, device: torch.device, pieces: int = 1) -> None:
+        self.device = device
+        self.pieces = pieces
+        self.x = torch.ones(1, device=device, requires_grad=True)
+        self.saved: list[list[StorageWeakRef]] = []
+        self.received: list[tuple[float, StorageWeakRef]] = []
+        self.on_receive: Callable[[], object] = lambda: None
+
+    def layer(self, y: torch.Tensor) -> torch.Tensor:
+        number = float(len(self.saved))
+        self.saved.append([])
+        for _ in range(self.pieces):
+            tensor = torch.full((SET_BYTES // self.pieces // 4,), number, device=self.device)
+            self.saved[-1].append(StorageWeakRef(tensor.untyped_storage()))
+            y = save(y, self._receive, tensor)
+        return y
+
+    def _receive(self, saved: tuple[torch.Tensor, ...]) -> None:
+        self.received.append((saved[0].unique().item(), StorageWeakRef(saved[0].untyped_storage())))
+        self.on_receive()
+
+    def alive(self) -> list[int]:
+        """The layers whose first memory has not been freed."""
+        return [number for number, references in enumerate(self.saved) if not all(map(expired, references))]
+
+
+def expired(reference: StorageWeakRef) -> bool:
+    return reference.expired()
+
+
+def states(offloaded: Offloading) -> list[OffloadState]:
+    return [moving.state for moving in offloaded.context._round.sets.values()]
+
+
+def resident_bytes(offloaded: Offloading) -> int:
+    return offloaded.context._transfers.counters.resident_bytes
+
+
+def assert_all_free(lab: Lab, offloaded: Offloading) -> None:
+    """No device memory is counted, and every host buffer is back in the pool, which gives it all back."""
+    lab.drain()
+    assert resident_bytes(offloaded) == 0
+    lab.pool.trim()
+    assert lab.pool.used_bytes == 0
+    assert lab.pool.pinned_bytes == 0
+
+
+def release_points(k: int) -> list[int]:
+    """Layer i of N is released before layer N-k+i begins forward."""
+    return [LAYERS - k + i for i in range(k)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, LAYERS - 1])
+def test_device_memory_is_freed_at_the_release_points(k: int, lab: Lab) -> None:
+    chain = Chain(lab.device)
+    offloaded = offloading(k, LAYERS, lab.device)
+    y = chain.x
+    for layer in range(LAYERS):
+        alive_inside: list[int] = []
+
+        def forward(y: torch.Tensor, alive_inside: list[int] = alive_inside) -> torch.Tensor:
+            lab.drain()  # the CPU backend's worker lets go of what it copied only then
+            alive_inside += chain.alive()
+            return chain.layer(y)
+
+        y = offloaded.layer(forward, y)
+        released = sum(point <= layer for point in release_points(k))
+        assert alive_inside == list(range(released, layer))
+        # At most N-k sets are on the device.
+        assert len(chain.alive()) <= LAYERS - k
+    assert len(chain.alive()) == LAYERS - k
+    y.sum().backward()
+    assert [value for value, _ in chain.received] == [4.0, 3.0, 2.0, 1.0, 0.0]
+    assert chain.alive() == []
+    assert_all_free(lab, offloaded)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, LAYERS - 1])
+def test_peak_of_resident_bytes(k: int, lab: Lab) -> None:
+    """The sets of offloaded layers never take more than N-k sets, nor more than there are."""
+    chain = Chain(lab.device)
+    offloaded = offloading(k, LAYERS, lab.device)
+    for _ in range(3):
+        offloaded.forward([chain.layer] * LAYERS, chain.x).sum().backward()
+    assert offloaded.stats.peak_resident_bytes == min(k, LAYERS - k) * SET_BYTES
+    assert offloaded.stats.wasted_bytes == 0
+
+
+@pytest.mark.parametrize("k", [0, 2, LAYERS - 1])
+def test_measured_peak_of_memory(k: int, lab: Lab) -> None:
+    """The allocator agrees: k sets fewer at the peak, up to the activation in flight."""
+
+    def peak(k: int) -> int:
+        chain = Chain(lab.device)
+        offloaded = offloading(k, LAYERS, lab.device)
+        with memory_meter(lab.device) as meter:
+            y = chain.x
+            for _ in range(LAYERS):
+                y = offloaded.layer(chain.layer, y)
+                lab.drain()
+            y.sum().backward()
+        return meter.peak_bytes
+
+    assert abs(peak(0) - peak(k) - k * SET_BYTES) <= (SET_BYTES // 2 if lab.device.type == "cpu" else SET_BYTES)
+
+
+def test_buffers_are_freed_one_by_one_during_backward(lab: Lab) -> None:
+    """What backward has consumed goes at once, not at the end of its layer."""
+    pieces = 4
+    chain = Chain(lab.device, pieces)
+    offloaded = offloading(2, 4, lab.device)
+    before_last: list[int] = []
+
+    def look() -> None:
+        *earlier, _ = chain.received
+        assert all(reference.expired() for _, reference in earlier)
+        before_last.append(resident_bytes(offloaded))
+
+    chain.on_receive = look
+    offloaded.forward([chain.layer] * 4, chain.x).sum().backward()
+    piece = SET_BYTES // pieces
+    assert before_last[-pieces:] == [4 * piece, 3 * piece, 2 * piece, piece]
+    assert_all_free(lab, offloaded)
+
+
+def test_host_memory_is_free_for_others_as_soon_as_its_reload_is_queued(lab: Lab) -> None:
+    chain = Chain(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.forward([chain.layer] * 3, chain.x)
+    assert lab.pool.used_bytes == SET_BYTES
+    y.sum().backward()
+    offloaded.forward([chain.layer] * 3, chain.x).sum().backward()
+    assert lab.pool.pinned_bytes == SET_BYTES
+
+
+def forward_until(stage: OffloadState, offloaded: Offloading, chain: Chain) -> torch.Tensor:
+    """A graph whose layer 0, the only one that travels, has come to ``stage``."""
+    layers = 2 if stage is OffloadState.OFFLOADING else 3
+    y = chain.x
+    outputs = []
+    for _ in range(layers):
+        y = offloaded.layer(chain.layer, y)
+        outputs.append(y)
+    if stage in (OffloadState.RELOADING, OffloadState.RELOADED):
+        torch.autograd.grad(y.sum(), outputs[0], retain_graph=True)
+    if stage is OffloadState.RELOADED:
+        torch.autograd.grad(y.sum(), chain.x, retain_graph=True)
+    assert states(offloaded)[0] is stage
+    return y
+
+
+ABANDONED = [state for state in OffloadState if state is not OffloadState.RESIDENT]
+
+
+@pytest.mark.parametrize("stage", ABANDONED)
+@pytest.mark.parametrize("slow", [False, True])
+def test_graph_abandoned_at_every_stage(stage: OffloadState, slow: bool, lab: Lab) -> None:
+    lab.slow(d2h_s=0.01 * slow, h2d_s=0.01 * slow)
+    lab.backend.poison = True
+    chain = Chain(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = forward_until(stage, offloaded, chain)
+    del y
+    assert resident_bytes(offloaded) == 0
+    lab.drain()
+    assert chain.alive() == []
+    assert_all_free(lab, offloaded)
+    # The next step begins with layer 0 and is right.
+    chain.received.clear()
+    first = len(chain.saved)
+    offloaded.forward([chain.layer] * 3, chain.x).sum().backward()
+    assert [value for value, _ in chain.received] == [first + 2, first + 1, first]
+    assert_all_free(lab, offloaded)
+
+
+@pytest.mark.parametrize("stage", ABANDONED)
+def test_graph_kept_at_every_stage_can_still_run_backward(stage: OffloadState, lab: Lab) -> None:
+    """Other steps in between take nothing from it, even after the context itself has gone."""
+    lab.adverse()
+    chain = Chain(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = forward_until(stage, offloaded, chain)
+    kept = len(chain.saved)
+    offloaded.context.reset()
+    for _ in range(3):
+        offloaded.forward([chain.layer] * 3, chain.x).sum().backward()
+    chain.received.clear()
+    del offloaded
+    y.sum().backward()
+    assert [value for value, _ in chain.received] == list(range(kept))[::-1]
+
+
+def test_forward_without_backward_a_hundred_times(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    offloaded = offloading(3, LAYERS, lab.device)
+    loss_of(offloaded.forward(layers, x)).backward()
+    outputs = []
+
+    def abandon(times: int) -> int:
+        with memory_meter(lab.device) as meter:
+            for _ in range(times):
+                y = offloaded.forward(layers, x)
+                outputs.append(StorageWeakRef(y.untyped_storage()))
+                del y
+                lab.drain()
+        return meter.peak_bytes
+
+    once = abandon(1)
+    pinned_bytes = lab.pool.pinned_bytes
+    assert abandon(100) == once
+    assert lab.pool.pinned_bytes == pinned_bytes
+    assert all(map(expired, outputs))
+    assert_all_free(lab, offloaded)
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+
+
+@pytest.mark.parametrize("failing", range(LAYERS))
+@pytest.mark.parametrize("where", ["inside", "between"])
+def test_exception_in_the_middle_of_forward(where: str, failing: int, lab: Lab) -> None:
+    lab.adverse()
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    offloaded = offloading(3, LAYERS, lab.device)
+    assert_same(expected, step_gradients(layers, x, offloaded))
+    per_step = offloaded.stats.offloaded_bytes
+
+    def step() -> None:
+        y = x
+        for number, layer in enumerate(layers):
+            if where == "between" and number == failing:
+                raise KeyError(number)
+            with offloaded.context:
+                y = layer(y)
+                if where == "inside" and number == failing:
+                    raise KeyError(number)
+            y = offloaded.sync(y)
+
+    with pytest.raises(KeyError):
+        step()
+    lab.drain()
+    assert resident_bytes(offloaded) == 0
+    before = offloaded.stats
+    assert_same(expected, step_gradients(layers, x, offloaded))
+    after = offloaded.stats
+    # Exactly the first three layers, as in any step.
+    assert after.offloaded_bytes - before.offloaded_bytes == per_step
+    assert after.late_reloads == 0
+    assert_all_free(lab, offloaded)
+
+
+def test_exception_in_backward(lab: Lab) -> None:
+    lab.adverse()
+    layers, x = build("decoder", LAYERS, lab.device)
+    offloaded = offloading(3, LAYERS, lab.device)
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+    def failing() -> None:
+        y = offloaded.forward(layers[:2], x)
+        y.register_hook(fail)
+        loss_of(offloaded.forward(layers[2:], y)).backward()
+
+    with pytest.raises(KeyError):
+        failing()
+    assert_all_free(lab, offloaded)
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+    assert offloaded.stats.late_reloads == 0
+
+
+def test_no_reference_cycles(lab: Lab) -> None:
+    """After a step, an abandoned graph and a failure, the collector finds nothing of ours."""
+    layers, x = build("decoder", LAYERS, lab.device)
+
+    def use() -> list[weakref.ref[Any]]:
+        offloaded = offloading(3, LAYERS, lab.device)
+        loss_of(offloaded.forward(layers, x)).backward()
+        offloaded.forward(layers, x)
+        with pytest.raises(ZeroDivisionError):
+            offloaded.layer(lambda y: 1 / 0, x)
+        y = offloaded.forward(layers, x)
+        references: list[weakref.ref[Any]] = [
+            weakref.ref(thing)
+            for moving in offloaded.context._round.sets.values()
+            for thing in (moving, moving.transfers, *moving._live())
+        ]
+        references += [weakref.ref(offloaded.context), weakref.ref(offloaded.context._round)]
+        assert any(isinstance(reference(), SavedStorage) for reference in references)
+        del y
+        return references
+
+    references = use()
+    gc.collect()  # pytest.raises keeps a traceback in a cycle
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        loss_of(offloading(3, LAYERS, lab.device).forward(layers, x)).backward()
+        offloading(3, LAYERS, lab.device).forward(layers, x)
+        gc.collect()
+        ours = [thing for thing in gc.garbage if type(thing).__module__.startswith("offload")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert ours == []
+    assert [reference() for reference in references if reference() is not None] == []
+
+
+def test_saved_outputs_do_not_own_themselves(lab: Lab) -> None:
+    """An operation that saves its own result would keep itself alive through a handle that held that result."""
+    x = torch.ones(1024, device=lab.device, requires_grad=True)
+    for offloaded_layers in (0, 1):
+        offloaded = offloading(offloaded_layers, 3, lab.device)
+        y = offloaded.forward([torch.exp, torch.tanh, torch.sigmoid], x)
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        lab.drain()
+        assert storage.expired()
+
+
+def test_abandoned_reload_waits_on_the_device_only(lab: Lab) -> None:
+    """A reload that nobody reads is waited for by compute before its memory goes, once per storage."""
+    chain = Chain(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = forward_until(OffloadState.RELOADING, offloaded, chain)
+    waits = lab.count_waits()
+    del y
+    assert waits == [Wait.UNREAD]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_process() -> None:
+    """A child has no worker threads of its parent's; it makes its own. CUDA cannot be used after a fork."""
+    device = torch.device("cpu")
+
+    def step(offloaded: Offloading) -> bool:
+        chain = Chain(device)
+        offloaded.forward([chain.layer] * 3, chain.x).sum().backward()
+        return [value for value, _ in chain.received] == [2.0, 1.0, 0.0]
+
+    offloaded = offloading(1, 3, device)
+    assert step(offloaded)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends the child if it hangs
+        code = 1
+        try:
+            own = offloading(1, 3, device)
+            code = 0 if step(own) and own.stats.reloaded_bytes == SET_BYTES else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert step(offloaded)

@@ -1,0 +1,627 @@
+"""What autograd saves comes back exactly as it was, and each storage travels once or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import NOTHING, WIDTH, Offloading, build, gradients, leaves_of, loss_of, offloading, save
+from torch import nn
+
+import offload
+from offload import Schedule
+
+# Layers that keep what they save are the point of many tests here.
+pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture
+def lab(lab: Lab) -> Lab:
+    lab.adverse()
+    return lab
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    """What the layers compute with; small, so that it is easy to tell from what they save."""
+    return torch.ones(1, device=device, requires_grad=True)
+
+
+def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as integers, for dtypes that have no comparison."""
+    if tensor.dtype in FLOAT8:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def assert_identical(expected: torch.Tensor, found: torch.Tensor) -> None:
+    for name in ("dtype", "device", "shape"):
+        assert getattr(found, name) == getattr(expected, name)
+    for name in ("stride", "storage_offset", "is_conj", "is_neg"):
+        assert getattr(found, name)() == getattr(expected, name)()
+    assert torch.equal(bits(found), bits(expected))
+
+
+def run(
+    offloaded: Offloading, x: torch.Tensor, saved: list[Callable[[], tuple[torch.Tensor, ...]]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """One layer per item of ``saved``, whose tensors it makes and saves; what backward gets, layer by layer.
+
+    The tensors are let go as soon as their layer has run.
+    """
+    received: list[tuple[torch.Tensor, ...]] = []
+    for tensors in saved:
+        x = offloaded.layer(lambda y, tensors=tensors: save(y, received.append, *tensors()), x)
+    x.sum().backward()
+    return received[::-1]
+
+
+def nothing() -> tuple[torch.Tensor, ...]:
+    return ()
+
+
+def round_trip(make: Callable[[], torch.Tensor], x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Offloading]:
+    """What comes back of a tensor that the first of three layers saves; it is on the host during the third."""
+    offloaded = offloading(1, 3, x.device, **options)
+    received = run(offloaded, x, [lambda: (make(),), nothing, nothing])
+    return received[0][0], offloaded
+
+
+GEOMETRIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda t: t,
+    "slice": lambda t: t[2:5],
+    "step": lambda t: t[1::2, ::3],
+    "column": lambda t: t[:, 3],
+    "element": lambda t: t[2, 3],
+    "expanded": lambda t: t[:, :1].expand(8, 7),
+    "broadcast scalar": lambda t: t[3, 4].expand(2, 3),
+    "transposed": lambda t: t.t(),
+    "fused qkv": lambda t: t.view(2, 4, 3, 2, 2).permute(2, 0, 3, 1, 4)[1],
+    "overlapping": lambda t: t.as_strided((5, 4), (3, 1), 7),
+    "diagonal": lambda t: t.diagonal(2),
+    "nothing of it": lambda t: t[3:3],
+    "reshaped": lambda t: t.view(4, 24).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_views_come_back_exactly(geometry: str, lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return GEOMETRIES[geometry](normal(8, 12).to(lab.device))
+
+    found, offloaded = round_trip(make, x)
+    assert_identical(make(), found)
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
+
+
+DTYPES = [
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    *FLOAT8,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_come_back_exactly(dtype: torch.dtype, lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        values = normal(6, 7) * 8
+        if dtype.is_complex:
+            values = torch.complex(values, values.flip(0))
+        elif dtype in (torch.uint8, torch.uint16):
+            values = values.abs()
+        return values.to(dtype).to(lab.device).t()[1:4]
+
+    found, offloaded = round_trip(make, x)
+    assert_identical(make(), found)
+    assert offloaded.stats.offloaded_storages == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.conj, lambda t: t.conj().imag, lambda t: t.conj().t()[1:], torch.real],
+    ids=["conj", "neg", "T", "re"],
+)
+def test_lazy_bits_come_back(view: Callable[[torch.Tensor], torch.Tensor], lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return view(torch.complex(normal(4, 5), normal(4, 5).flip(0)).to(lab.device))
+
+    found, offloaded = round_trip(make, x)
+    assert_identical(make(), found)
+    assert offloaded.stats.offloaded_storages == 1
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_memory_formats_come_back(memory_format: torch.memory_format, lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return normal(2, 3, 4, 5).to(lab.device).contiguous(memory_format=memory_format)[:, 1:]
+
+    found, _ = round_trip(make, x)
+    assert_identical(make(), found)
+
+
+@pytest.mark.parametrize("size", [(0,), (0, 3), (4, 0, 2)])
+def test_zero_size(size: tuple[int, ...], lab: Lab, x: torch.Tensor) -> None:
+    """There is nothing to move, so nothing does, whatever the threshold."""
+    found, offloaded = round_trip(lambda: torch.empty(size, device=lab.device), x, min_bytes=0)
+    assert_identical(torch.empty(size, device=lab.device), found)
+    assert offloaded.stats.offloaded_storages == 0
+    assert offloaded.stats.skipped == {"small": 1}
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 513, 4097])
+def test_sizes_that_fit_no_page(nbytes: int, lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return (torch.arange(nbytes) % 251).to(torch.uint8).to(lab.device)
+
+    found, offloaded = round_trip(make, x)
+    assert_identical(make(), found)
+    assert offloaded.stats.offloaded_bytes == nbytes
+
+
+def test_host_buffer_in_several_pieces(lab: Lab, x: torch.Tensor) -> None:
+    """Free host memory in small ranges holds one large storage: it is copied piece by piece."""
+    taken = [lab.pool.take(4096) for _ in range(8)]
+    for buffer in taken[::2]:
+        lab.pool.give(buffer, lab.d2h_stream.record_event())
+    pinned_bytes = lab.pool.pinned_bytes
+
+    def make() -> torch.Tensor:
+        return normal(4 * 1024 - 3).to(lab.device)
+
+    found, offloaded = round_trip(make, x)
+    assert_identical(make(), found)
+    assert offloaded.stats.offloaded_storages == 1
+    assert lab.pool.pinned_bytes == pinned_bytes
+    assert taken
+
+
+def test_real_layer_saves_what_it_saved_without(lab: Lab) -> None:
+    """The fused qkv of a decoder block arrives in three permuted views of one storage."""
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    loss_of(offloaded.forward(layers, x)).backward()
+    stats = offloaded.stats
+    assert stats.offloaded_tensors > stats.offloaded_storages > 0
+    assert stats.offloaded_bytes == stats.reloaded_bytes
+
+
+# One storage travels once.
+
+
+def test_views_of_one_storage_in_one_layer(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        base = normal(8, 12).to(lab.device)
+        return base[:4], base[4:], base.t(), base.view(-1)[5:6], base
+
+    offloaded = offloading(1, 3, lab.device)
+    (found, _, _) = run(offloaded, x, [make, nothing, nothing])
+    for before, after in zip(make(), found, strict=True):
+        assert_identical(before, after)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+    stats = offloaded.stats
+    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 5)
+    assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
+
+
+def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor) -> None:
+    """The storage moves with the later layer, which backward needs first."""
+    base = [normal(8, 12).to(lab.device)]
+    expected = base[0].clone()
+    offloaded = offloading(2, 4, lab.device)
+
+    def last() -> tuple[torch.Tensor, ...]:
+        return (base.pop()[4:],)
+
+    first, second, _, _ = run(offloaded, x, [lambda: (base[0][:4],), last, nothing, nothing])
+    assert_identical(expected[:4], first[0])
+    assert_identical(expected[4:], second[0])
+    stats = offloaded.stats
+    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 2)
+    assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
+    assert stats.wasted_bytes == 0
+
+
+def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor) -> None:
+    """Layer 0 has been released when layer 2 saves its storage, which the program kept: still one trip."""
+    base = [normal(8, 12).to(lab.device)]
+    expected = base[0].clone()
+    offloaded = offloading(3, 5, lab.device, schedule=Schedule.from_synchronization_dict({
+        0: (True, 2, False, 3),
+        2: (True, 4, False, 3),
+    }, 5))  # fmt: skip
+
+    def last() -> tuple[torch.Tensor, ...]:
+        return (base.pop()[4:],)
+
+    found = run(offloaded, x, [lambda: (base[0][:4],), nothing, last, nothing, nothing])
+    assert_identical(expected[:4], found[0][0])
+    assert_identical(expected[4:], found[2][0])
+    assert offloaded.stats.offloaded_storages == 1
+
+
+@pytest.mark.parametrize("layer", [1, 2], ids=["before its release", "after its release"])
+def test_storage_that_a_layer_on_the_device_saves_too_is_kept(layer: int, lab: Lab, x: torch.Tensor) -> None:
+    base = [normal(8, 12).to(lab.device)]
+    expected = base[0].clone()
+    offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 4))
+    saved: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: (base[0][:4],), nothing, nothing, nothing]
+    saved[layer] = lambda: (base.pop()[4:],)
+    found = run(offloaded, x, saved)
+    assert_identical(expected[:4], found[0][0])
+    assert_identical(expected[4:], found[layer][0])
+    stats = offloaded.stats
+    assert stats.offloaded_bytes == 8 * 12 * 4
+    assert stats.reloaded_bytes == 0
+    assert stats.wasted_bytes > 0
+    lab.pool.trim()
+    assert lab.pool.used_bytes == 0
+
+
+def test_storage_that_the_program_keeps_is_counted_as_wasted(lab: Lab, x: torch.Tensor) -> None:
+    keep = normal(8, 12).to(lab.device)
+    found, offloaded = round_trip(lambda: keep, x)
+    assert_identical(keep, found)
+    assert offloaded.stats.wasted_bytes == 8 * 12 * 4
+
+
+def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:
+    """Each microbatch has a copy of its own, so that one's backward takes nothing from the other."""
+    shared = [normal(8, 12).to(lab.device)]
+    expected = shared[0].clone()
+    received: list[torch.Tensor] = []
+    offloaded = offloading(1, 3, lab.device)
+    outputs = []
+    for _ in range(2):
+        y = offloaded.layer(lambda y: save(y, lambda saved: received.append(saved[0]), shared[0]), x)
+        y = offloaded.layer(torch.neg, y)
+        outputs.append(offloaded.layer(torch.neg, y))
+    shared.clear()
+    for output in outputs:
+        output.sum().backward()
+        assert_identical(expected, received.pop())
+    assert offloaded.stats.offloaded_storages == 2
+
+
+# What does not travel.
+
+
+def linear(width: int, device: torch.device) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(width, width, device=device)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_stay(frozen: bool, lab: Lab) -> None:
+    layers = [linear(WIDTH, lab.device) for _ in range(3)]
+    layers[0].weight.requires_grad_(not frozen)
+    x = normal(4, WIDTH).to(lab.device).requires_grad_()
+    offloaded = offloading(1, 3, lab.device)
+
+    def first(y: torch.Tensor) -> torch.Tensor:
+        return layers[0](y.exp())
+
+    loss_of(offloaded.forward([first, *layers[1:]], x)).backward()
+    stats = offloaded.stats
+    assert stats.skipped == {"parameter": 1}
+    assert stats.offloaded_bytes == 4 * WIDTH * 4  # exp's result; it is the linear's input too, if that is saved
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda w: w, lambda w: w.t(), lambda w: w[1:3], lambda w: w.view(-1)[3:], lambda w: w.detach(), lambda w: w.data],
+    ids=["itself", "t", "slice", "view", "detach", "data"],
+)
+def test_views_of_a_parameter_stay(look: Callable[[torch.Tensor], torch.Tensor], lab: Lab, x: torch.Tensor) -> None:
+    weight = nn.Parameter(normal(8, 12).to(lab.device))
+    expected = look(weight).detach().clone(memory_format=torch.preserve_format)
+    offloaded = offloading(1, 3, lab.device)
+    found = run(offloaded, x, [lambda: (weight, look(weight)), nothing, nothing])
+    assert torch.equal(found[0][1], expected)
+    assert offloaded.stats.skipped == {"parameter": 2}
+    assert offloaded.stats.offloaded_storages == 0
+
+
+def test_autocast_copies_of_weights_stay(lab: Lab) -> None:
+    layers = [linear(WIDTH, lab.device) for _ in range(3)]
+    x = normal(4, WIDTH).to(lab.device).requires_grad_()
+    offloaded = offloading(1, 3, lab.device)
+    with torch.autocast(lab.device.type, torch.bfloat16):
+        # Autocast would keep a cast of the leaf itself.
+        loss = loss_of(offloaded.forward(layers, 2 * x))
+    loss.backward()
+    stats = offloaded.stats
+    assert stats.skipped == {"parameter": 1}
+    assert stats.offloaded_bytes == 4 * WIDTH * 2  # the input's cast
+    assert stats.wasted_bytes == 0
+
+
+def test_buffers_of_a_module_travel_and_come_back(lab: Lab, x: torch.Tensor) -> None:
+    """What the model keeps alive gains nothing by travelling; mark_not_offload says so."""
+    table = normal(8, 12).to(lab.device)
+    offload.mark_not_offload(table)
+    found, offloaded = round_trip(lambda: table[2:], x)
+    assert_identical(table[2:], found)
+    assert offloaded.stats.offloaded_storages == 0
+    assert offloaded.stats.skipped == {"marked": 1}
+
+
+def test_threshold_is_in_bytes_of_the_storage(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        return normal(256).to(lab.device)[:2], normal(255).to(lab.device), normal(512).half().to(lab.device)
+
+    offloaded = offloading(1, 3, lab.device, min_bytes=1024)
+    found = run(offloaded, x, [make, nothing, nothing])
+    for before, after in zip(make(), found[0], strict=True):
+        assert_identical(before, after)
+    assert offloaded.stats.offloaded_bytes == 1024 + 1024
+    assert offloaded.stats.skipped == {"small": 1}
+
+
+def test_sparse_tensors_stay(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return normal(8, 12).relu().to(lab.device).to_sparse()
+
+    found, offloaded = round_trip(make, x)
+    assert torch.equal(found.to_dense(), make().to_dense())
+    assert offloaded.stats.skipped == {"layout": 1}
+
+
+@pytest.mark.gpu
+def test_tensors_of_another_device_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    found, offloaded = round_trip(lambda: normal(8, 12), x)
+    assert_identical(normal(8, 12), found)
+    assert offloaded.stats.skipped == {"device": 1}
+
+
+# start_offload
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_start_offload_begins_the_copy_before_the_save(base: bool, lab: Lab, x: torch.Tensor) -> None:
+    started = []
+
+    def make() -> tuple[torch.Tensor, ...]:
+        early = normal(8, 12).to(lab.device)
+        offload.start_offload(early[2:] if base else early, None, offload_base_tensor=base)
+        started.append(offloaded.stats.offloaded_bytes)
+        return early[:4], normal(5).to(lab.device)
+
+    offloaded = offloading(1, 3, lab.device)
+    found = run(offloaded, x, [make, nothing, nothing])
+    assert started == [8 * 12 * 4]
+    assert_identical(normal(8, 12).to(lab.device)[:4], found[0][0])
+    assert offloaded.stats.offloaded_storages == 2
+
+
+def test_start_offload_is_behind_what_was_computed(lab: Lab, x: torch.Tensor) -> None:
+    """The copy waits for the tensor, not for what is computed after it."""
+    lab.slow()
+
+    def make() -> tuple[torch.Tensor, ...]:
+        early = torch.zeros(8, 12, device=lab.device)
+        lab.write_late(early, 3.0)
+        offload.start_offload(early)
+        return (early,)
+
+    found, _ = round_trip(lambda: make()[0], x)
+    assert torch.equal(found, torch.full((8, 12), 3.0, device=lab.device))
+
+
+def test_start_offload_of_a_tensor_that_changes_before_the_save(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        early = normal(8, 12).to(lab.device)
+        offload.start_offload(early)
+        return early.mul_(2)
+
+    found, _ = round_trip(make, x)
+    assert_identical(2 * normal(8, 12).to(lab.device), found)
+
+
+def test_start_offload_of_a_tensor_that_nobody_saves(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        offload.start_offload(normal(8, 12).to(lab.device))
+        return normal(3).to(lab.device)
+
+    found, _ = round_trip(make, x)
+    assert_identical(normal(3).to(lab.device), found)
+    lab.pool.trim()
+    assert lab.pool.used_bytes == 0
+
+
+def test_start_offload_elsewhere_does_nothing(lab: Lab, x: torch.Tensor) -> None:
+    tensor = normal(8, 12).to(lab.device)
+    offload.start_offload(tensor)
+
+    def make() -> tuple[torch.Tensor, ...]:
+        offload.start_offload(tensor)
+        return ()
+
+    offloaded = offloading(1, 3, lab.device)
+    run(offloaded, x, [nothing, make, make])
+    assert offloaded.stats.offloaded_storages == 0
+
+
+def test_start_offload_takes_tensors() -> None:
+    with pytest.raises(TypeError, match="start_offload takes tensors, got str"):
+        offload.start_offload("x")
+
+
+# Tensor subclasses
+
+
+class Scaled(torch.Tensor):
+    """Eight-bit values with a scale: a wrapper without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, note: str) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=values.device)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, note: str) -> None:
+        self.values_, self.scale, self.note = values, scale, note
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["values_", "scale"], self.note
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], note: str, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["values_"], inner["scale"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values_, args[0].scale, args[0].note)
+        raise NotImplementedError(func)
+
+
+class Labelled(torch.Tensor):
+    """A subclass that does not say what it is made of."""
+
+
+def scaled(device: torch.device) -> Scaled:
+    return Scaled((normal(8, 12) * 8).to(torch.int8).to(device), normal(8, 1).to(device), "note")
+
+
+def test_subclass_travels_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: scaled(lab.device), x)
+    assert isinstance(found, Scaled)
+    assert found.note == "note"
+    assert_identical(scaled(lab.device).values_, found.values_)
+    assert_identical(scaled(lab.device).scale, found.scale)
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 8 * 4
+
+
+def test_inner_tensors_that_stay(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: scaled(lab.device), x, min_bytes=64)
+    assert_identical(scaled(lab.device).scale, found.scale)
+    assert offloaded.stats.offloaded_bytes == 8 * 12
+    assert offloaded.stats.skipped == {"small": 1}
+
+
+def test_marked_subclass_stays(lab: Lab, x: torch.Tensor) -> None:
+    marked = scaled(lab.device)
+    offload.mark_not_offload(marked)
+    found, offloaded = round_trip(lambda: marked, x)
+    assert_identical(marked.values_, found.values_)
+    assert offloaded.stats.skipped == {"marked": 2}
+
+
+def test_other_subclasses_stay(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: normal(8, 12).to(lab.device).as_subclass(Labelled), x)
+    assert torch.equal(found.as_subclass(torch.Tensor), normal(8, 12).to(lab.device))
+    assert offloaded.stats.skipped == {"subclass": 1}
+
+
+# In-place changes
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "itself": lambda t: t.add_(1),
+    "a view": lambda t: t[:2].zero_(),
+    "its detached alias": lambda t: t.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("where", ["nowhere", "offloaded", "small", "not offloaded"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_place_after_saving_raises(change: str, where: str, lab: Lab) -> None:
+    """The same error as without offloading, for tensors that moved and for those that stayed."""
+    offloaded = NOTHING if where == "nowhere" else offloading(1, 3, lab.device, min_bytes=1 << 20 * (where == "small"))
+    x = normal(8, 12).to(lab.device).requires_grad_()
+    y = x
+    for layer in range(3):
+        if layer == (2 if where == "not offloaded" else 0):
+            y = changed = offloaded.layer(torch.exp, y)
+        else:
+            y = offloaded.layer(lambda y: y + 1, y)
+    with torch.no_grad():
+        CHANGES[change](changed)
+    assert (offloaded is not NOTHING and offloaded.stats.offloaded_bytes > 0) == (where == "offloaded")
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation") as raised:
+        y.sum().backward()
+    assert "is at version 1; expected version 0 instead" in str(raised.value)
+    if where != "nowhere":
+        assert f"saved in layer {2 if where == 'not offloaded' else 0}" in str(raised.value)
+
+
+@pytest.mark.parametrize("offloaded_layers", [0, 1])
+def test_change_of_a_weight_after_saving_raises(offloaded_layers: int, lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(offloaded_layers, 3, lab.device)
+    loss = loss_of(offloaded.forward(layers, x))
+    with torch.no_grad():
+        layers[0].qkv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_change_of_a_saved_view_through_its_base_raises(lab: Lab, x: torch.Tensor) -> None:
+    base = normal(8, 12).to(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.layer(lambda y: save(y, lambda _: None, base[3:]), x)
+    y = offloaded.forward([torch.neg, torch.neg], y)
+    base[0].zero_()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.float32 \[5, 12\]\]"):
+        y.sum().backward()
+
+
+def test_change_before_saving_is_allowed(lab: Lab) -> None:
+    """Two operations save one storage at two versions: the first would raise, so only the second is used."""
+    x = normal(8, 12).to(lab.device).requires_grad_()
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        return y.clone().mul_(2).exp_().add(1)
+
+    def step(offloaded: Offloading) -> None:
+        loss_of(offloaded.forward([layer] * 3, x)).backward()
+
+    expected = gradients([x], lambda: step(NOTHING))
+    assert torch.equal(expected[0], gradients([x], lambda: step(offloading(1, 3, lab.device)))[0])
+
+
+def test_change_after_backward_is_allowed(lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    for _ in range(2):
+        loss_of(offloaded.forward(layers, x)).backward()
+        with torch.no_grad():
+            for leaf in leaves_of(layers, x):
+                leaf.add_(leaf.grad)
+
+
+def test_saved_tensors_of_other_hooks_are_left_alone(lab: Lab, x: torch.Tensor) -> None:
+    """Only the innermost pair of hooks applies: a layer that brings its own is not offloaded, nor disturbed."""
+    packed = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return y.exp()
+
+    offloaded = offloading(1, 3, lab.device)
+    offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
+    assert len(packed) == 1
+    assert offloaded.stats.offloaded_storages == 0
+    assert torch.equal(x.grad, torch.ones_like(x).exp())
