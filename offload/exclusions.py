@@ -19,19 +19,27 @@ class _Exclusion(NamedTuple):
     reason: str
 
 
-_excluded: dict[int, _Exclusion] = {}
-_prune_at = 1024
+class _Exclusions(dict[int, _Exclusion]):
+    """By the storage's address; what has died is dropped whenever the number has doubled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prune_at = 1024
+
+    def add(self, storage: torch.UntypedStorage, reason: str) -> None:
+        if len(self) >= self._prune_at:
+            for key in [key for key, exclusion in self.items() if exclusion.storage.expired()]:
+                del self[key]
+            self._prune_at = 2 * len(self) + 1024
+        self[storage._cdata] = _Exclusion(StorageWeakRef(storage), reason)
+
+
+_excluded = _Exclusions()
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> None:
     """Remember that the storage of ``tensor`` does not travel."""
-    global _prune_at
-    if len(_excluded) >= _prune_at:
-        for key in [key for key, exclusion in _excluded.items() if exclusion.storage.expired()]:
-            del _excluded[key]
-        _prune_at = 2 * len(_excluded) + 1024
-    storage = tensor.untyped_storage()
-    _excluded[storage._cdata] = _Exclusion(StorageWeakRef(storage), reason)
+    _excluded.add(tensor.untyped_storage(), reason)
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
