@@ -117,6 +117,17 @@ class Lab:
         left = [memory]
         self._monkeypatch.setattr(self.backend, "empty", lambda nbytes: left.pop() if left else empty(nbytes))
 
+    def settle(self, stream: Any, patience_s: float = 0.3) -> None:
+        """Let ``stream`` do what it can: until it is done, or for a while if something holds it up."""
+        reached = stream.record_event()
+        end = time.monotonic() + patience_s
+        while not reached.query() and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def finish_compute(self) -> None:
+        """Wait until what compute has to do is done; copies may still run."""
+        self.backend.compute_stream().record_event().synchronize()
+
     def drain(self) -> None:
         """Wait until all work queued so far is done."""
         if self._on_cpu:

@@ -1,0 +1,276 @@
+"""Each place where one stream waits for another is needed, and nothing waits anywhere else.
+
+For each kind of wait there is a scenario that comes out right, and wrong when this one wait is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import Offloading, build, loss_of, offloading, save
+
+from offload.backend import Wait
+
+LATE_S = 0.1
+ELEMENTS = 256
+NBYTES = 4 * ELEMENTS
+
+
+class Trip:
+    """Three layers, of which the first saves a tensor that travels: released before F2, reloaded before B1."""
+
+    def __init__(self, lab: Lab, before_read: Callable[[], object] = lambda: None) -> None:
+        self.lab = lab
+        self.before_read = before_read
+        self.offloaded: Offloading = offloading(1, 3, lab.device)
+        self.found: list[float] = []
+
+    def begin(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The forward of layer 0."""
+        x = torch.ones(1, device=self.lab.device, requires_grad=True)
+        return self.offloaded.layer(lambda y: save(y, self._receive, make()), x)
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        """The forwards of layers 1 and 2."""
+        return self.offloaded.forward([torch.neg, torch.neg], y)
+
+    def full(self, value: float) -> torch.Tensor:
+        return torch.full((ELEMENTS,), value, device=self.lab.device)
+
+    def _receive(self, saved: tuple[torch.Tensor, ...]) -> None:
+        self.before_read()
+        self.found += saved[0].clone().unique().tolist()
+
+
+def copy_before_the_tensor_is_computed(lab: Lab) -> bool:
+    trip = Trip(lab)
+
+    def make() -> torch.Tensor:
+        tensor = trip.full(0.0)
+        lab.write_late(tensor, 3.0, LATE_S)
+        return tensor
+
+    trip.end(trip.begin(make)).sum().backward()
+    return trip.found == [3.0]
+
+
+def host_buffer_goes_to_the_next_microbatch(lab: Lab) -> bool:
+    trip = Trip(lab)
+    first = trip.begin(lambda: trip.full(3.0))
+    first_end = trip.end(first)
+    open_gate = lab.hold(lab.h2d_stream)
+    torch.autograd.grad(first_end.sum(), first, retain_graph=True)  # its reload is queued, and held up
+    second = trip.begin(lambda: trip.full(5.0))
+    lab.settle(lab.d2h_stream)
+    open_gate()
+    first_end.sum().backward()
+    trip.end(second).sum().backward()
+    assert lab.pool.pinned_bytes <= 4096, "the second microbatch took another buffer"
+    return trip.found == [3.0, 5.0]
+
+
+def device_memory_is_reused_during_the_copy(lab: Lab) -> bool:
+    lab.backend.poison = True
+    lab.slow(d2h_s=LATE_S)
+    trip = Trip(lab)
+    trip.end(trip.begin(lambda: trip.full(3.0))).sum().backward()
+    return trip.found == [3.0]
+
+
+def reload_lands_where_compute_still_writes(lab: Lab) -> bool:
+    trip = Trip(lab, before_read=lab.drain)
+    y = trip.end(trip.begin(lambda: trip.full(3.0)))
+    memory = torch.zeros(NBYTES, dtype=torch.uint8, device=lab.device)
+    lab.recycle(memory)
+    lab.write_late(memory, 255, LATE_S)
+    y.sum().backward()
+    return trip.found == [3.0]
+
+
+def backward_reads_during_the_reload(lab: Lab) -> bool:
+    lab.poison_new()
+    lab.slow(h2d_s=LATE_S)
+    trip = Trip(lab)
+    trip.end(trip.begin(lambda: trip.full(3.0))).sum().backward()
+    return trip.found == [3.0]
+
+
+def memory_of_an_abandoned_reload_is_reused(lab: Lab) -> bool:
+    lab.slow(h2d_s=LATE_S)
+    trip = Trip(lab)
+    first = trip.begin(lambda: trip.full(3.0))
+    end = trip.end(first)
+    memory = torch.zeros(NBYTES, dtype=torch.uint8, device=lab.device)
+    lab.recycle(memory)
+    torch.autograd.grad(end.sum(), first, retain_graph=True)
+    del first, end
+    memory.fill_(7)
+    lab.drain()
+    return memory.unique().tolist() == [7]
+
+
+SCENARIOS: dict[Wait, Callable[[Lab], bool]] = {
+    Wait.READY: copy_before_the_tensor_is_computed,
+    Wait.HOST_BUFFER: host_buffer_goes_to_the_next_microbatch,
+    Wait.RELEASE: device_memory_is_reused_during_the_copy,
+    Wait.LANDING: reload_lands_where_compute_still_writes,
+    Wait.RELOADED: backward_reads_during_the_reload,
+    Wait.UNREAD: memory_of_an_abandoned_reload_is_reused,
+}
+
+
+@pytest.mark.parametrize("wait", list(Wait))
+def test_right_with_the_wait(wait: Wait, lab: Lab) -> None:
+    made = lab.count_waits()
+    assert SCENARIOS[wait](lab)
+    assert wait in made
+
+
+@pytest.mark.parametrize("wait", list(Wait))
+def test_wrong_without_the_wait(wait: Wait, lab: Lab) -> None:
+    lab.drop(wait)
+    assert not SCENARIOS[wait](lab)
+
+
+# Copies run beside compute.
+
+
+def test_forward_goes_on_during_the_copies_until_the_release(lab: Lab) -> None:
+    layers, x = build("decoder", 4, lab.device)
+    offloaded = offloading(1, 4, lab.device)
+    loss_of(offloaded.forward(layers, x)).backward()
+    open_gate = lab.hold(lab.d2h_stream)
+    made = lab.count_waits()
+    y = offloaded.forward(layers[:3], x)
+    copied = lab.d2h_stream.record_event()
+    lab.finish_compute()
+    assert not copied.query()
+    assert Wait.RELEASE not in made
+    open_gate()
+    y = offloaded.forward(layers[3:], y)
+    assert made.count(Wait.RELEASE) == 1
+    lab.finish_compute()
+    assert copied.query()
+    loss_of(y).backward()
+
+
+def test_backward_goes_on_during_the_reload_until_it_reads(lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    loss_of(offloaded.forward(layers, x)).backward()
+    first = offloaded.layer(layers[0], x)
+    loss = loss_of(offloaded.forward(layers[1:], first))
+    open_gate = lab.hold(lab.h2d_stream)
+    made = lab.count_waits()
+    torch.autograd.grad(loss, first, retain_graph=True)
+    reloaded = lab.h2d_stream.record_event()
+    lab.finish_compute()
+    assert not reloaded.query()
+    assert set(made) == {Wait.LANDING}
+    open_gate()
+    loss.backward()
+    lab.finish_compute()
+    assert reloaded.query()
+
+
+def test_copies_of_the_two_directions_pass_each_other(lab: Lab) -> None:
+    """The link is full duplex: a reload does not queue behind copies to the host."""
+    trip = Trip(lab)
+    trip.end(trip.begin(lambda: trip.full(1.0))).sum().backward()
+    first = trip.end(trip.begin(lambda: trip.full(3.0)))
+    open_gate = lab.hold(lab.d2h_stream)
+    second = trip.begin(lambda: trip.full(5.0))
+    copied = lab.d2h_stream.record_event()
+    first.sum().backward()
+    lab.finish_compute()
+    assert not copied.query()
+    assert trip.found == [1.0, 3.0]
+    open_gate()
+    trip.end(second).sum().backward()
+    assert trip.found == [1.0, 3.0, 5.0]
+
+
+def test_last_saved_comes_back_first_and_only_what_is_read_is_waited_for(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second copy of a reload is held up while backward already works with the first."""
+    offloaded = offloading(1, 3, lab.device)
+    received: list[float] = []
+    gates: list[Callable[[], None]] = []
+    copy = lab.backend.copy
+
+    def hold_the_second(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        if stream is lab.h2d_stream:
+            gates.append(lab.hold(stream) if gates else lambda: None)
+        copy(stream, target, source)
+
+    def receive(saved: tuple[torch.Tensor, ...]) -> None:
+        received.append(saved[0].unique().item())
+        gates[1]()
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        for value in (1.0, 2.0):
+            y = save(y, receive, torch.full((ELEMENTS,), value, device=lab.device))
+        return y
+
+    x = torch.ones(1, device=lab.device, requires_grad=True)
+    y = offloaded.forward([layer, torch.neg, torch.neg], x)
+    monkeypatch.setattr(lab.backend, "copy", hold_the_second)
+    y.sum().backward()
+    assert received == [2.0, 1.0]
+
+
+def test_one_wait_per_set_not_per_tensor(lab: Lab) -> None:
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(3, 5, lab.device)
+    loss_of(offloaded.forward(layers, x)).backward()
+    before = offloaded.stats
+    made = lab.count_waits()
+    loss_of(offloaded.forward(layers, x)).backward()
+    storages = offloaded.stats.offloaded_storages - before.offloaded_storages
+    assert storages > 3
+    assert made.count(Wait.RELEASE) == made.count(Wait.LANDING) == 3
+    assert made.count(Wait.READY) == storages
+    assert made.count(Wait.UNREAD) == 0
+
+
+def test_copy_waits_for_its_tensor_not_for_the_layer(lab: Lab) -> None:
+    """What the layer computes after it has saved a tensor does not hold the tensor's copy up."""
+    trip = Trip(lab)
+    trip.end(trip.begin(lambda: trip.full(1.0))).sum().backward()
+    copied: list[bool] = []
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        y = save(y, trip._receive, trip.full(3.0))
+        done = lab.d2h_stream.record_event()
+        other = trip.full(0.0)
+        lab.write_late(other, 1.0, LATE_S)
+        computed = lab.backend.compute_stream().record_event()
+        lab.settle(lab.d2h_stream)
+        copied.append(done.query() and not computed.query())
+        return y
+
+    x = torch.ones(1, device=lab.device, requires_grad=True)
+    trip.offloaded.layer(layer, x)
+    assert copied == [True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_host_never_waits_for_the_device(lab: Lab) -> None:
+    """A whole step is queued while the device is still asleep, and no host memory is pinned any more."""
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(4, 5, lab.device)
+    for _ in range(2):
+        loss_of(offloaded.forward(layers, x)).backward()
+    lab.drain()
+    pinned_bytes = lab.pool.pinned_bytes
+    torch.cuda._sleep(4_000_000_000)
+    asleep = lab.backend.compute_stream().record_event()
+    loss_of(offloaded.forward(layers, x)).backward()
+    assert not asleep.query()
+    assert lab.pool.pinned_bytes == pinned_bytes
