@@ -4,11 +4,13 @@ from offload.context import OffloadContext, start_offload
 from offload.cpu_offload import get_cpu_offload_context
 from offload.exclusions import mark_not_offload
 from offload.graphs import CaptureError
+from offload.host_memory import HostMemory, empty_host_cache, reserve_host_memory
 from offload.layers import OffloadedLayers, offload_layers
 from offload.link import Link
 from offload.manual import ManualOffloadSynchronizer
 from offload.measure import measure_link, profile_layers
 from offload.memory import MemoryMeter, memory_meter
+from offload.pinned import HostMemoryError
 from offload.plan import Plan, plan
 from offload.profile import LayerProfile, Profile
 from offload.record import record_timeline
@@ -22,6 +24,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "HostMemory",
+    "HostMemoryError",
     "LayerProfile",
     "Link",
     "ManualOffloadSynchronizer",
@@ -38,6 +42,7 @@ __all__ = [
     "Schedule",
     "Span",
     "Timeline",
+    "empty_host_cache",
     "get_cpu_offload_context",
     "mark_not_offload",
     "measure_link",
@@ -46,6 +51,7 @@ __all__ = [
     "plan",
     "profile_layers",
     "record_timeline",
+    "reserve_host_memory",
     "simulate",
     "start_offload",
 ]

@@ -3,70 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from offload import trace
-from offload.backend import Backend, Wait
+from offload.backend import Wait
 from offload.exclusions import reason_to_stay
-from offload.graphs import CaptureError, is_capturing
-from offload.host_pool import HostBuffer, HostPool
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, SubclassHandle
 from offload.states import OffloadState, next_state
-from offload.stats import Counters
 
 if TYPE_CHECKING:
     from offload.round import Round
-
-
-@dataclass
-class Transfers:
-    """The two copy streams of a context, with the memory they copy to and the counts they keep."""
-
-    backend: Backend
-    pool: HostPool
-    d2h_stream: Any
-    h2d_stream: Any
-    counters: Counters
-
-    def wait(self, stream: Any, event: Any, why: Wait) -> None:
-        """Let ``stream`` wait for ``event``."""
-        self.backend.wait(stream, event, why)
-
-    def take_host(self, nbytes: int) -> HostBuffer:
-        """A host buffer to copy to."""
-        try:
-            return self.pool.take(nbytes)
-        except CaptureError:
-            self.join()
-            raise
-
-    def join(self) -> None:
-        """Let the compute stream wait for both copy streams, if a CUDA graph is being captured.
-
-        Every stream that a capture has forked must be joined before it ends.
-        """
-        for stream in {self.d2h_stream, self.h2d_stream}:
-            if is_capturing(stream):
-                self.backend.compute_stream().wait_event(stream.record_event())
-
-    def to_host(self, host: HostBuffer, flat: torch.Tensor, layer: int) -> None:
-        """Queue the copy of ``flat`` into ``host`` on the d2h stream."""
-        with trace.mark("d2h", layer):
-            for piece, source in zip(host.pieces, _split(flat, host), strict=True):
-                self.backend.copy(self.d2h_stream, piece, source)
-        self.counters.offloaded_bytes += host.nbytes
-        self.counters.offloaded_storages += 1
-
-    def to_device(self, flat: torch.Tensor, host: HostBuffer, layer: int) -> None:
-        """Queue the copy of ``host`` into ``flat`` on the h2d stream."""
-        self.pool.read(host)
-        with trace.mark("h2d", layer):
-            for piece, target in zip(host.pieces, _split(flat, host), strict=True):
-                self.backend.copy(self.h2d_stream, target, piece)
-        self.counters.reloaded_bytes += host.nbytes
 
 
 class ActivationSet:
@@ -224,9 +172,3 @@ class _Alive:
     """Held by every handle of a set, so that a weak reference tells whether the graph is gone."""
 
     __slots__ = ("__weakref__",)
-
-
-def _split(flat: torch.Tensor, host: HostBuffer) -> tuple[torch.Tensor, ...]:
-    if len(host.pieces) == 1:
-        return (flat,)
-    return torch.split(flat, [len(piece) for piece in host.pieces])

@@ -17,14 +17,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from offload import trace
-from offload.activation_set import ActivationSet, Transfers
+from offload.activation_set import ActivationSet
 from offload.backend import get_backend
+from offload.host_memory import NO_HOST_MEMORY, HostMemory
 from offload.host_pool import get_host_pool
 from offload.round import Round
 from offload.saved import unpack
 from offload.schedule import Schedule
 from offload.states import OffloadStateError
 from offload.stats import Counters, OffloadStats
+from offload.transfers import Transfers
 
 Output = TypeVar("Output")
 
@@ -51,6 +53,7 @@ class OffloadContext(ContextDecorator):
         min_bytes: Storages below this size stay on the device, in bytes.
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
+        host: How much host memory the context may take; see :class:`HostMemory`.
     """
 
     def __init__(
@@ -61,13 +64,16 @@ class OffloadContext(ContextDecorator):
         min_bytes: int = DEFAULT_MIN_BYTES,
         device: torch.device | str | int | None = None,
         copy_stream: Any = None,
+        host: HostMemory | None = None,
     ) -> None:
         backend = get_backend(device)
         d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
         self.schedule = schedule
         self.model_layers = model_layers
         self._min_bytes = min_bytes
-        self._transfers = Transfers(backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters())
+        self._transfers = Transfers(
+            backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters(), host or HostMemory()
+        )
         self._round = self._new_round()
         self._entered: list[_Entry | None] = []
         self._open: ActivationSet | None = None
@@ -215,7 +221,8 @@ class OffloadContext(ContextDecorator):
 
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters
-        if self._warned or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
+        said = self._warned or NO_HOST_MEMORY in counters.skipped
+        if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
             return
         self._warned = True
         reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.host_memory import HostMemory, WhenFull
 from offload.manual import ManualOffloadSynchronizer
 from offload.schedule import Schedule, SynchronizationDict
 
@@ -29,6 +30,8 @@ def get_cpu_offload_context(
     schedule: Schedule | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
+    max_host_bytes: int | str | None = None,
+    when_host_full: WhenFull = "keep",
 ) -> tuple[Any, ...]:
     """A context for each layer's forward and a function for its output: activations move to the host meanwhile.
 
@@ -57,6 +60,10 @@ def get_cpu_offload_context(
         min_bytes: Storages smaller than this stay on the device, in bytes.
         device: The device whose activations move; the current accelerator by default, and the CPU where there is
             none.
+        max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
+            default.
+        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
+            copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
 
     Returns:
         ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is
@@ -93,7 +100,14 @@ def get_cpu_offload_context(
     else:
         schedule = _choose_schedule(num_layers, model_layers, synchronization_dict, schedule)
         model_layers = schedule.model_layers
-    context = OffloadContext(schedule, model_layers, min_bytes=min_bytes, device=device, copy_stream=offload_stream)
+    context = OffloadContext(
+        schedule,
+        model_layers,
+        min_bytes=min_bytes,
+        device=device,
+        copy_stream=offload_stream,
+        host=HostMemory(max_host_bytes, when_host_full),
+    )
     if manual_synchronization:
         return context, context.sync, ManualOffloadSynchronizer(context)
     return context, context.sync

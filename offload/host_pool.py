@@ -21,6 +21,8 @@ import torch
 
 from offload.backend import Backend
 from offload.graphs import Arena, Capture, CaptureError, current_capture
+from offload.pinned import HostMemoryError
+from offload.units import format_bytes
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -41,9 +43,10 @@ class Range:
 class HostBuffer:
     """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
 
-    __slots__ = ("arena", "events", "nbytes", "pieces", "ranges")
+    __slots__ = ("arena", "events", "nbytes", "pieces", "pool", "ranges")
 
-    def __init__(self, nbytes: int, ranges: list[Range]) -> None:
+    def __init__(self, pool: HostPool, nbytes: int, ranges: list[Range]) -> None:
+        self.pool = pool
         self.nbytes = nbytes
         self.arena: Arena | None = None
         self.ranges = ranges
@@ -67,10 +70,11 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
         self._lock = threading.RLock()
-        self._returned: deque[HostBuffer] = deque()
+        self.returned: deque[HostBuffer] = deque()
         self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
         self._free: list[Range] = []
         self._arenas: dict[int, Arena] = {}
+        self._max_bytes: int | None = None
         self.pinned_bytes = 0
         """Bytes of all slabs."""
         self.used_bytes = 0
@@ -78,14 +82,19 @@ class HostPool:
         self.peak_used_bytes = 0
         """The most that ``used_bytes`` ever was."""
 
-    def take(self, nbytes: int) -> HostBuffer:
+    def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
+
+        Args:
+            nbytes: Its size.
+            max_bytes: Do not let the pool grow beyond this size.
 
         Raises:
             CaptureError: A CUDA graph is being captured and the pool has too little pinned memory.
-            PinningError: The system refused to pin more memory.
+            HostMemoryError: The pool would grow beyond ``max_bytes``, or the system refused to pin more.
         """
         with self._lock:
+            self._max_bytes = max_bytes
             self._collect()
             capture = current_capture()
             buffer = self._take(nbytes) if capture is None else self._take_for(capture, nbytes)
@@ -94,7 +103,7 @@ class HostPool:
 
     def _take(self, nbytes: int) -> HostBuffer:
         ready = self._ready[nbytes]
-        buffer = ready.popleft() if ready else HostBuffer(nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
+        buffer = ready.popleft() if ready else HostBuffer(self, nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
         self.used_bytes += nbytes
         return buffer
 
@@ -108,10 +117,13 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer, event: Any) -> None:
-        """Take ``buffer`` back; it may be written again after ``event``. Safe in finalizers and from any thread."""
+        """Take ``buffer`` back, or pass it to the pool that it is from; it may be written again after ``event``.
+
+        Safe in finalizers and from any thread.
+        """
         buffer.events = (event,)
         if buffer.arena is None:
-            self._returned.append(buffer)
+            buffer.pool.returned.append(buffer)
         else:
             buffer.arena.give(buffer)
 
@@ -134,6 +146,7 @@ class HostPool:
     def reserve(self, nbytes: int) -> None:
         """Pin now what is missing for ``nbytes`` bytes in total."""
         with self._lock:
+            self._max_bytes = None
             missing = nbytes - self.pinned_bytes
             if missing > 0:
                 self._free.append(self._grow(missing))
@@ -156,9 +169,9 @@ class HostPool:
         for capture, arena in list(self._arenas.items()):
             if arena.over:
                 del self._arenas[capture]
-                self._returned += (buffer.freed() for buffer in arena.buffers)
-        while self._returned:
-            buffer = self._returned.popleft()
+                self.returned += (buffer.freed() for buffer in arena.buffers)
+        while self.returned:
+            buffer = self.returned.popleft()
             self._ready[buffer.nbytes].append(buffer)
             self.used_bytes -= buffer.nbytes
 
@@ -191,6 +204,14 @@ class HostPool:
                 "captured; run one step as a warm-up before the capture."
             )
         nbytes = _round_up(max(missing, self.pinned_bytes // GROWTH), PAGE_BYTES)
+        if self._max_bytes is not None and self.pinned_bytes + nbytes > self._max_bytes:
+            nbytes = _round_up(missing, PAGE_BYTES)
+            if self.pinned_bytes + nbytes > self._max_bytes:
+                raise HostMemoryError(
+                    f"{format_bytes(nbytes)} of pinned host memory are missing beyond the pool's "
+                    f"{format_bytes(self.pinned_bytes)}, but max_host_bytes is {format_bytes(self._max_bytes)}; "
+                    "offload fewer layers or raise the limit."
+                )
         slab = self._allocate(nbytes)
         self.pinned_bytes += nbytes
         return Range(slab, 0, nbytes)

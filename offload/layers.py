@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.host_memory import HostMemory, WhenFull
 from offload.schedule import Schedule
 from offload.stats import OffloadStats
 
@@ -78,6 +79,8 @@ def offload_layers(
     plan: Plan | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
+    max_host_bytes: int | str | None = None,
+    when_host_full: WhenFull = "keep",
 ) -> OffloadedLayers:
     """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
@@ -96,6 +99,10 @@ def offload_layers(
         plan: The result of :func:`offload.plan`, in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device, in bytes.
         device: The device whose activations move; by default that of the layers' first parameter.
+        max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
+            default.
+        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
+            copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -113,13 +120,12 @@ def offload_layers(
     if schedule is None:
         schedule = Schedule.default(num_layers, len(modules))
     if schedule.model_layers != len(modules):
-        raise ValueError(
-            f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}"
-        )
+        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     if device is None:
         parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
         device = next((parameter.device for parameter in parameters), None)
-    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device)
+    host = HostMemory(max_host_bytes, when_host_full)
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host)
     return OffloadedLayers(modules, context)
 
 
@@ -231,9 +237,7 @@ class _Inert:
 
 def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(
-            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
-        )
+        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
     modules = list(layers)
     if not modules:
         raise ValueError("layers must hold at least one module, got none")
@@ -245,9 +249,7 @@ def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
                 f"layer {number} ({type(layer).__name__}) is offloaded already; call remove() on the first handle"
             )
     if len(set(modules)) < len(modules):
-        raise ValueError(
-            "layers must hold each module once; a layer that forward calls twice cannot be offloaded"
-        )
+        raise ValueError("layers must hold each module once; a layer that forward calls twice cannot be offloaded")
     for number, layer in enumerate(modules):
         inner = set(layer.modules()) - {layer}
         nested = [other for other, module in enumerate(modules) if module in inner]

@@ -13,8 +13,8 @@ import weakref
 import torch
 
 
-class PinningError(RuntimeError):
-    """The system refused to page-lock more host memory."""
+class HostMemoryError(RuntimeError):
+    """There is no more page-locked host memory: the system refused, or a limit was set."""
 
 
 def pageable(nbytes: int) -> torch.Tensor:
@@ -29,14 +29,14 @@ def register_pinned(nbytes: int) -> torch.Tensor:
     """Page-locked host memory for CUDA, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
 
     Raises:
-        PinningError: The driver refused, for example because of a limit on locked memory.
+        HostMemoryError: The driver refused, for example because of a limit on locked memory.
     """
     memory = pageable(nbytes)
     address = memory.data_ptr()
     cudart = torch.cuda.cudart()
     error = int(cudart.cudaHostRegister(address, nbytes, 0))
     if error:
-        raise PinningError(
+        raise HostMemoryError(
             f"cudaHostRegister could not page-lock {nbytes} bytes (CUDA error {error}); raise the limit on locked "
             "memory (ulimit -l), free host memory, or offload fewer layers."
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 
 from offload import trace
-from offload.activation_set import ActivationSet, Transfers
+from offload.activation_set import ActivationSet
 from offload.saved import SavedStorage
 from offload.schedule import Point, Schedule, backward, forward
 from offload.states import OffloadState
+from offload.transfers import Transfers
 
 
 class Round:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import trace
 from offload.backend import Wait
+from offload.host_memory import NO_HOST_MEMORY
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
@@ -70,6 +71,9 @@ class SavedStorage:
             return
         transfers = self.set.transfers
         self.host = transfers.take_host(self.nbytes)
+        if self.host is None:
+            transfers.counters.skipped[NO_HOST_MEMORY] += 1
+            return
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
