@@ -128,7 +128,7 @@ class GradientWriter:
                 self._backend.copy(self._d2h_stream, target, gradient)
             else:
                 # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
-                apart = (host.shared or layer.repeats) and host not in self._begun
+                apart = host.shared and host not in self._begun
                 staged.append(_Staged(host, gradient, None if apart else target, first))
             self._counters.gradient_bytes += host.nbytes
         if staged:

@@ -75,11 +75,11 @@ class LayerSteps:
         if repeated:
             raise RuntimeError(
                 f"{repeated.pop().name} must get its gradient at once if its step is made in backward, but more of it "
-                "came after the step; do not use step_in_backward with a layer that forward calls twice."
+                "came after the step; do not use step_in_backward with layers that are checkpointed twice per forward."
             )
         for host in hosts:
             self._stepped.pop(host, None)
-        if not self.enabled or layer.repeats:
+        if not self.enabled:
             return None
         self._announced |= hosts
         return self.step

@@ -136,8 +136,6 @@ class WeightLayer:
         """The number of the slot that the layer is always loaded into."""
         self.needs_backward = True
         """Whether the last training forward gave an output that needs a gradient."""
-        self.repeats = False
-        """Whether the layer was called again before the backward of an earlier call."""
         found = dict.fromkeys(module.parameters())
         shared = [parameter for parameter in found if parameter in known]
         own = [parameter for parameter in found if parameter not in known]

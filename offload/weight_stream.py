@@ -12,6 +12,7 @@ import logging
 import sys
 import weakref
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -50,7 +51,6 @@ class WeightStream:
         self._backward: weakref.ref[_Backward] | None = None
         self._last = -1
         self._sequence = 0
-        self._calls: dict[int, list[weakref.ref[_Call]]] = {layer.number: [] for layer in layers}
         for layer in layers:
             for stand_in in layer.stand_ins:
                 if stand_in.device.is_floating_point() or stand_in.device.is_complex():
@@ -71,8 +71,6 @@ class WeightStream:
             # A new pass through the layers: what was done to the weights in between may have left no trace.
             self._slots.make_stale()
         self._last = layer.number
-        if torch.is_grad_enabled():
-            layer.repeats |= self._has_open_calls(layer)
         self._slots.acquire(layer, fresh=True)
         self._computes.layer = layer
         layer.swap_in(sync=True)
@@ -155,7 +153,7 @@ class WeightStream:
             self._refuse_weights(layer, tensor)
             # An older node belongs to another layer, whose output this one has passed through.
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._sequence:
-                call = call or _Call(layer)
+                call = call or _Call(layer, layer.version())
                 tensor.grad_fn.register_prehook(partial(self._begin_backward, call))
         if not found:
             raise TypeError(
@@ -164,8 +162,6 @@ class WeightStream:
             )
         if not in_backward():
             layer.needs_backward = call is not None
-            if call is not None:
-                self._calls[layer.number].append(weakref.ref(call))
 
     def _refuse_weights(self, layer: WeightLayer, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -176,12 +172,6 @@ class WeightStream:
                 f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                 "return a clone."
             )
-
-    def _has_open_calls(self, layer: WeightLayer) -> bool:
-        """Whether an earlier call's graph still waits for its backward."""
-        calls = self._calls[layer.number]
-        calls[:] = [reference for reference in calls if (call := reference()) is not None and not call.begun]
-        return bool(calls)
 
     def _begin_backward(self, call: _Call, _: object) -> None:
         layer = call.layer
@@ -195,7 +185,6 @@ class WeightStream:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
             )
-        call.begun = True
         self._enter_backward(layer)
 
     def _enter_backward(self, layer: WeightLayer) -> None:
@@ -242,15 +231,11 @@ class _Computing:
         self.layer: WeightLayer | None = None
 
 
-class _Call:
+class _Call(NamedTuple):
     """One forward of a layer, held by its graph."""
 
-    __slots__ = ("__weakref__", "begun", "layer", "version")
-
-    def __init__(self, layer: WeightLayer) -> None:
-        self.layer = layer
-        self.version = layer.version()
-        self.begun = False
+    layer: WeightLayer
+    version: int
 
 
 class _Backward:

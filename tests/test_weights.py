@@ -231,6 +231,17 @@ def test_checkpoint_around_several_layers(use_reentrant: bool, device: torch.dev
     check(layers, x, forward, microbatches=2)
 
 
+def test_reentrant_checkpoint_of_layers_called_twice(device: torch.device) -> None:
+    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
+        for _ in range(2):
+            x = checkpoint(plain, layers, x, use_reentrant=True)
+        return x
+
+    layers, x = build("gpt", 3, device)
+    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
+    check(layers, x, forward, microbatches=3)
+
+
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
 def test_with_offloaded_activations(block: str, weights_first: bool, device: torch.device) -> None:

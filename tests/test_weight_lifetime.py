@@ -1,0 +1,459 @@
+"""What streaming leaves behind after errors, interrupts and its end; what it refuses; what it holds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, GptBlock, build, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.backend import get_backend
+from offload.weights import stream_weights
+
+LAYERS = 4
+
+
+@pytest.fixture
+def device(device: torch.device, lab: Lab) -> torch.device:
+    lab.adverse()
+    return device
+
+
+def forward(layers: Any, x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def gradients(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
+    layers.zero_grad()
+    torch.manual_seed(1)
+    loss_of(forward(layers, x)).backward()
+    return [parameter.grad.cpu().clone() for parameter in layers.parameters()]
+
+
+def assert_as_before(layers: nn.ModuleList, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in layers.parameters())
+    for _ in range(2):
+        assert all(map(torch.equal, expected, gradients(layers, x)))
+
+
+class Failing(GptBlock):
+    """Raises what it is told to, in forward or backward, before or after it has used its weights."""
+
+    error: BaseException | None = None
+    where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None and self.where == "before":
+            raise self.error
+        y = super().forward(x)
+        if self.error is not None and self.where == "after":
+            raise self.error
+        if self.error is not None and self.where == "backward":
+            y.register_hook(self.fail)
+        if self.error is not None and self.where == "backward inside":
+            y = y + self.marked(self.mlp(y))
+        return y
+
+    def marked(self, y: torch.Tensor) -> torch.Tensor:
+        y.register_hook(self.fail)
+        return y
+
+    def fail(self, _: torch.Tensor) -> None:
+        assert self.error is not None
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("number", range(LAYERS))
+@pytest.mark.parametrize("where", ["before", "after", "backward", "backward inside"])
+def test_failing_layers(where: str, number: int, error: BaseException, device: torch.device) -> None:
+    layers, x = build(Failing, LAYERS, device)
+    expected = gradients(layers, x)
+    values = {key: value.cpu().clone() for key, value in layers.state_dict().items()}
+    with stream_weights(layers, device) as handle:
+        layers[number].error, layers[number].where = error, where
+        with pytest.raises(type(error)):
+            loss_of(forward(layers, x)).backward()
+        layers[number].error = None
+        # What a user saves after an interrupt.
+        saved = layers.state_dict()
+        assert all(torch.equal(values[key], saved[key]) for key in values)
+        assert all(value.device.type == "cpu" for value in saved.values())
+        assert_as_before(layers, x, expected)
+        assert torch.equal(forward(layers.eval(), x), forward(layers, x))
+    assert handle.stats().loads > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_failing_recomputation(use_reentrant: bool, device: torch.device) -> None:
+    layers, x = build(Failing, LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=use_reentrant)
+        layers[1].error, layers[1].where = ValueError("stop"), "before"
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(y).backward()
+        layers[1].error = None
+        assert_as_before(layers, x, expected)
+
+
+def test_error_in_the_loss(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
+            forward(layers, x).backward()
+        assert_as_before(layers, x, expected)
+
+
+def test_backward_of_a_step_that_was_overtaken(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with stream_weights(layers, device):
+        loss = loss_of(forward(layers, x))
+        gradients(layers, x)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: the weights of layer 3"):
+            loss.backward()
+
+
+def test_an_unrelated_optimizer_may_step_in_between(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    other = nn.Linear(2, 2)
+    other.weight.grad = torch.ones(2, 2)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        layers.zero_grad()
+        torch.manual_seed(1)
+        loss = loss_of(forward(layers, x))
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        loss.backward()
+        assert all(map(torch.equal, expected, [parameter.grad for parameter in layers.parameters()]))
+
+
+# Gradients that the user keeps.
+
+
+def test_gradients_that_are_kept_are_not_overwritten(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    with stream_weights(layers, device) as handle:
+        gradients(layers, x)
+        kept = [parameter.grad for parameter in layers.parameters()]
+        values = [gradient.clone() for gradient in kept]
+        part = kept[1].view(-1)[:3]
+        gradients(layers, x * 2)
+        assert all(map(torch.equal, values, kept))
+        assert all(parameter.grad is not old for parameter, old in zip(layers.parameters(), kept, strict=True))
+        del kept
+        before = handle.stats().gradient_host_bytes
+        gradients(layers, x * 3)
+        gradients(layers, x * 3)
+        assert torch.equal(part, values[1].view(-1)[:3])
+        assert handle.stats().gradient_host_bytes == before
+
+
+def test_memory_of_gradients_is_reused(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    with stream_weights(layers, device) as handle:
+        gradients(layers, x)
+        first = [parameter.grad.data_ptr() for parameter in layers.parameters()]
+        bytes_after_one = handle.stats().gradient_host_bytes
+        for _ in range(3):
+            gradients(layers, x)
+            layers.zero_grad()
+        gradients(layers, x)
+        assert first == [parameter.grad.data_ptr() for parameter in layers.parameters()]
+        assert handle.stats().gradient_host_bytes == bytes_after_one
+        assert bytes_after_one <= 1.05 * handle.stats().weight_bytes
+
+
+# What it holds.
+
+
+def test_stats(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    weights = sum(parameter.numel() * 4 for parameter in layers.parameters())
+    handle = stream_weights(layers, device)
+    gradients(layers, x)
+    stats = handle.stats()
+    assert stats.loads == 2 * LAYERS - 2
+    assert stats.loaded_bytes == stats.weight_bytes * (2 * LAYERS - 2) // LAYERS
+    assert stats.late_loads == 1
+    assert stats.gradient_bytes == weights
+    assert stats.added_bytes == stats.staging_bytes == 0
+    assert weights <= stats.weight_bytes <= 1.05 * weights
+    assert stats.slot_bytes == stats.weight_bytes * 2 // LAYERS
+    assert "late_loads           1" in str(stats)
+    handle.remove()
+    handle.remove()
+    assert handle.stats() == stats
+
+
+def test_repr(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, device)
+    handle = stream_weights(layers, device)
+    text = repr(handle)
+    assert text.startswith("StreamedWeights(4 × GptBlock, ")
+    assert text.endswith(" on the device)")
+    handle.remove()
+    assert repr(handle).endswith(", removed)")
+
+
+def test_everything_goes_with_the_model(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    handle = stream_weights(layers, device)
+    gradients(layers, x)
+    stream = weakref.ref(handle._stream)
+    parameter = weakref.ref(layers[0].norm1.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del layers, handle
+        assert stream() is None, "waits for the garbage collector"
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+def test_parameters_outlive_streaming(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    values = [parameter.detach().cpu().clone() for parameter in layers.parameters()]
+    with stream_weights(layers, device):
+        expected = gradients(layers, x)
+        parameters = list(layers.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    del layers
+    gc.collect()
+    assert all(map(torch.equal, values, parameters))
+    assert all(map(torch.equal, expected, grads))
+
+
+def test_removed_model_is_an_ordinary_one(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    stream_weights(layers, device).remove()
+    layers.to(device)
+    assert all(map(torch.equal, expected, gradients(layers, x)))
+
+
+def test_copies_of_a_streamed_model(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        copied = copy.deepcopy(layers)
+        file = io.BytesIO()
+        torch.save(layers, file)
+        file.seek(0)
+        for model in (copied, torch.load(file, weights_only=False)):
+            model.load_state_dict(model.state_dict())
+            assert all(map(torch.equal, expected, gradients(model.to(device), x)))
+        with stream_weights(copied, device):
+            assert_as_before(layers, x, expected)
+            assert_as_before(copied, x, expected)
+
+
+def test_prefetch_is_not_used_after_a_change(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    layers.eval()
+    with stream_weights(layers, device) as handle, torch.no_grad():
+        y = layers[0](x)
+        layers[1].out.weight.mul_(2)  # loaded ahead by now
+        layers[2].out.weight.data.mul_(2)
+        handle.synchronize()
+        twin = copy.deepcopy(layers).to(device)
+        assert torch.equal(forward(layers[1:], y), forward(twin[1:], y))
+
+
+# What it refuses. Nothing has changed then.
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = nn.Parameter(self.one.weight.data)
+
+
+class Subclassed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = type("Special", (nn.Parameter,), {})(torch.ones(3))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3).to_sparse())
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.weight.register_hook(lambda gradient: gradient)
+    return module
+
+
+def nested() -> list[nn.Module]:
+    inner = nn.Linear(3, 3)
+    return [nn.Sequential(inner, nn.Linear(3, 3)), inner]
+
+
+def twice() -> list[nn.Module]:
+    return [nn.Linear(3, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "message"),
+    [
+        (lambda: nn.Linear(3, 3), TypeError, "layers must be several modules, got one Linear"),
+        (lambda: [nn.Linear(3, 3), "x"], TypeError, "layers must hold modules, got str at 1"),
+        (list, ValueError, "layers must hold parameters, got 0 modules"),
+        (lambda: [nn.GELU()], ValueError, "layers must hold parameters, got 1 modules"),
+        (nested, ValueError, "layer 1 is a part of layer 0"),
+        (twice, ValueError, "layers must hold each module once"),
+        (lambda: [nn.Linear(3, 3, device="meta")], ValueError, "layer 0's weight must have values, got a meta tensor"),
+        (lambda: [nn.LazyLinear(3)], ValueError, "layer 0's weight must have a shape, got a lazy parameter"),
+        (lambda: [Shared()], ValueError, "layer 0's two.weight must have memory of its own"),
+        (lambda: [Subclassed()], TypeError, "must be a plain nn.Parameter, got a Special"),
+        (lambda: [Sparse()], TypeError, "must be dense, got layout torch.sparse_coo"),
+        (lambda: [hooked()], ValueError, "must have no gradient hooks"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_refused_layers(layers: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stream_weights(layers(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_slots": 1}, "num_slots must be at least 2, got 1; one slot cannot be loaded while it is used"),
+        ({"num_slots": 2.0}, "num_slots must be at least 2, got 2.0"),
+        ({"num_staging": 0}, "num_staging must be at least 1, got 0"),
+        ({"grad_dtype": torch.float16}, r"grad_dtype must be torch.float32 or None, got torch.float16"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream_weights([nn.Linear(3, 3)], "cpu", **options)
+
+
+def test_streamed_twice() -> None:
+    layers = [nn.Linear(3, 3)]
+    with stream_weights(layers, "cpu"), pytest.raises(ValueError, match=r"layer 0 \(Linear\) is streamed already"):
+        stream_weights(layers, "cpu")
+    stream_weights(layers, "cpu").remove()
+
+
+def test_moved_model(device: torch.device) -> None:
+    layers, x = build("gpt", 2, device)
+    with stream_weights(layers, device):
+        layers.double()
+        with pytest.raises(RuntimeError, match=r"layer 0's norm1.weight must stay in the host memory"):
+            layers[0](x)
+
+
+def test_replaced_parameter(device: torch.device) -> None:
+    layers, x = build("gpt", 2, device)
+    with stream_weights(layers, device):
+        layers.load_state_dict(copy.deepcopy(layers.state_dict()), assign=True)
+        with pytest.raises(RuntimeError, match=r"layer 0's norm1.weight was replaced by another parameter"):
+            layers[0](x)
+
+
+def one(module: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList([module])
+
+
+class Returning(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.inner: list[nn.Module] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.what == "weight":
+            return x, self.weight[:3]
+        if self.what == "nothing":
+            return {"x": None}
+        if self.what == "changed":
+            with torch.no_grad():
+                self.weight.mul_(2)
+        if self.what == "inner":
+            return self.inner[0](x * self.weight)
+        if self.what == "aside":
+            self.aside = (x * self.weight).sum()
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("weight", RuntimeError, "must not return a parameter or a view of one"),
+        ("nothing", TypeError, "must return tensors, alone or in tuples, lists, mappings or dataclasses, got dict"),
+        ("changed", RuntimeError, "layer 0's weight must not be changed in forward"),
+    ],
+)
+def test_refused_forward(what: str, error: type[Exception], message: str, device: torch.device) -> None:
+    layers = one(Returning(what))
+    x = torch.ones(2, WIDTH, device=device, requires_grad=True)
+    with stream_weights(layers, device):
+        with pytest.raises(error, match=message):
+            layers[0](x)
+        layers[0].what = ""
+        layers[0](x).sum().backward()
+        assert torch.equal(layers[0].weight.grad, torch.full((WIDTH,), 2.0))
+
+
+def test_a_layer_inside_the_forward_of_another(device: torch.device) -> None:
+    outer, inner = Returning("inner"), Returning("")
+    outer.inner.append(inner)
+    with stream_weights([outer, inner], device), pytest.raises(RuntimeError, match=r"layer 0 .* must run by itself"):
+        outer(torch.ones(2, WIDTH, device=device))
+
+
+def test_a_gradient_that_does_not_come_through_the_outputs(device: torch.device) -> None:
+    layers = nn.ModuleList([Returning("aside"), Returning("")])
+    x = torch.ones(2, WIDTH, device=device)
+    with stream_weights(layers, device):
+        forward(layers, x)
+        with pytest.raises(RuntimeError, match="the gradient of layer 0's weight must be computed in its layer's"):
+            layers[0].aside.backward()
+
+
+def test_double_backward(device: torch.device) -> None:
+    layers, x = build("gpt", 2, device)
+    with stream_weights(layers, device):
+        loss = loss_of(forward(layers, x))
+        with pytest.raises(RuntimeError, match="create_graph=True must not be used with streamed weights"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_sparse_gradients(device: torch.device) -> None:
+    layers = nn.ModuleList([nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, 1)])
+    with stream_weights(layers, device):
+        loss = loss_of(forward(layers, torch.arange(9, device=device)))
+        with pytest.raises(NotImplementedError, match="layer 0's weight must have a dense gradient"):
+            loss.backward()
+
+
+def test_no_other_device() -> None:
+    with pytest.raises(ValueError, match="device must be on this machine"):
+        stream_weights([nn.Linear(3, 3)], "xpu" if torch.cuda.is_available() else "cuda")
+    layer = nn.Linear(3, 3)
+    stream_weights([layer], None).remove()
+    assert get_backend(None)

@@ -1,0 +1,372 @@
+"""The optimizer sees ordinary host parameters: every optimizer of torch.optim gives the same bits as ever.
+
+Also its step beside backward, layer by layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, build, loss_of
+from torch import nn
+
+from offload.weights import StreamedWeights, stream_weights
+
+LAYERS = 4
+STEPS = 3
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": torch.optim.Adam,
+    "Adam foreach": lambda params: torch.optim.Adam(params, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "AdamW amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True, weight_decay=0.1),
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.fixture
+def device(device: torch.device, lab: Lab) -> torch.device:
+    lab.adverse()
+    return device
+
+
+def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def inputs(device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, 8, WIDTH, generator=generator).to(device) for _ in range(STEPS)]
+
+
+Finish = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
+
+
+def just_step(optimizer: torch.optim.Optimizer, _: list[nn.Parameter]) -> None:
+    optimizer.step()
+
+
+def reference(
+    make: MakeOptimizer, device: torch.device, finish: Finish = just_step, microbatches: int = 1
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters after some steps and the losses, with all weights on the device and the optimizer on the host."""
+    layers, _ = build("gpt", LAYERS, torch.device("cpu"))
+    layers.eval()
+    optimizer = make(layers.parameters())
+    losses = []
+    for x in inputs(device):
+        computing = copy.deepcopy(layers).to(device)
+        for _ in range(microbatches):
+            loss = loss_of(forward(computing, x))
+            loss.backward()
+        losses.append(loss.detach().cpu())
+        for parameter, computed in zip(layers.parameters(), computing.parameters(), strict=True):
+            assert computed.grad is not None
+            parameter.grad = computed.grad.cpu()
+        finish(optimizer, list(layers.parameters()))
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in layers.parameters()], losses
+
+
+def streamed(
+    make: MakeOptimizer,
+    device: torch.device,
+    finish: Finish = just_step,
+    microbatches: int = 1,
+    *,
+    in_backward: bool = False,
+    set_to_none: bool = True,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], StreamedWeights]:
+    """The same, streamed."""
+    layers, _ = build("gpt", LAYERS, torch.device("cpu"))
+    layers.eval()
+    losses = []
+    with stream_weights(layers, device) as handle:
+        optimizer = make(layers.parameters())
+        if in_backward:
+            handle.step_in_backward(optimizer)
+        for x in inputs(device):
+            with handle.no_step():
+                for _ in range(microbatches - 1):
+                    loss_of(forward(layers, x)).backward()
+            loss = loss_of(forward(layers, x))
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            finish(optimizer, list(layers.parameters()))
+            optimizer.zero_grad(set_to_none=set_to_none)
+    return [parameter.detach() for parameter in layers.parameters()], losses, handle
+
+
+def assert_same(expected: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+    for one, other in zip(expected[0], found[0], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(expected[1], found[1], strict=True):
+        assert torch.equal(one, other)
+    assert len({loss.item() for loss in expected[1]}) == STEPS
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str, device: torch.device) -> None:
+    make = OPTIMIZERS[name]
+    expected = reference(make, device)
+    assert_same(expected, streamed(make, device))
+    found = streamed(make, device, in_backward=True)
+    assert_same(expected, found)
+    assert found[2].stats().early_steps == STEPS * LAYERS
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_microbatches(in_backward: bool, device: torch.device) -> None:
+    make = OPTIMIZERS["Adam"]
+    expected = reference(make, device, microbatches=3)
+    found = streamed(make, device, microbatches=3, in_backward=in_backward)
+    assert_same(expected, found)
+    assert found[2].stats().early_steps == in_backward * STEPS * LAYERS
+
+
+def test_gradients_set_to_zero(device: torch.device) -> None:
+    expected = reference(OPTIMIZERS["SGD"], device)
+    assert_same(expected, streamed(OPTIMIZERS["SGD"], device, set_to_none=False))
+
+
+def clip(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+    optimizer.step()
+
+
+def test_clipping(device: torch.device) -> None:
+    expected = reference(OPTIMIZERS["SGD"], device, clip)
+    assert_same(expected, streamed(OPTIMIZERS["SGD"], device, clip))
+
+
+def test_clipping_is_refused_with_steps_in_backward(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="a global norm needs every gradient before the first step"):
+        streamed(OPTIMIZERS["SGD"], device, clip, in_backward=True)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_scheduler(in_backward: bool, device: torch.device) -> None:
+    schedulers: dict[int, Any] = {}
+
+    def step_both(optimizer: torch.optim.Optimizer, _: list[nn.Parameter]) -> None:
+        scheduler = schedulers.setdefault(id(optimizer), schedulers.get(id(optimizer)))
+        optimizer.step()
+        scheduler.step()
+
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        schedulers[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
+        return optimizer
+
+    expected = reference(make, device, step_both)
+    assert_same(expected, streamed(make, device, step_both, in_backward=in_backward))
+
+
+def test_lbfgs(device: torch.device) -> None:
+    def run(layers: nn.ModuleList) -> list[torch.Tensor]:
+        optimizer = torch.optim.LBFGS(layers.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        x = inputs(device)[0]
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(forward(layers, x))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [parameter.detach().cpu() for parameter in layers.parameters()]
+
+    layers, _ = build("gpt", 2, device)
+    twin = copy.deepcopy(layers)
+    expected = run(twin.eval())
+    with stream_weights(layers.eval(), device) as handle:
+        found = run(layers)
+        with pytest.raises(TypeError, match="got LBFGS, which steps all at once"):
+            handle.step_in_backward(torch.optim.LBFGS(layers.parameters()))
+    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if device.type == "cpu" else {}))
+
+
+def test_parameters_outside_the_layers_are_stepped_too(device: torch.device) -> None:
+    def train(in_backward: bool | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        before = nn.Linear(WIDTH, WIDTH).to(device)
+        layers, x = build("gpt", LAYERS, device)
+        layers.eval()
+        handle = stream_weights(layers, device) if in_backward is not None else None
+        optimizer = torch.optim.SGD([*before.parameters(), *layers.parameters()], lr=0.125)
+        if handle is not None and in_backward:
+            handle.step_in_backward(optimizer)
+        for x in inputs(device):
+            loss_of(forward(layers, before(x))).backward()
+            optimizer.step()
+            assert all(parameter.grad is not None for parameter in layers.parameters())
+            optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in [*before.parameters(), *layers.parameters()]]
+
+    # A learning rate that is a power of two: then it makes no difference where the step is computed.
+    expected = train(None)
+    for in_backward in (False, True):
+        assert all(map(torch.equal, expected, train(in_backward)))
+
+
+def test_gradients_can_be_read_after_steps_in_backward(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, device)
+    layers.eval()
+    x = inputs(device)[0]
+    loss_of(forward(layers, x)).backward()
+    expected = [parameter.grad.cpu() for parameter in layers.parameters()]
+    layers.zero_grad()
+    with stream_weights(layers, device) as handle:
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        handle.step_in_backward(optimizer)
+        loss_of(forward(layers, x)).backward()
+        assert all(map(torch.equal, expected, [parameter.grad for parameter in layers.parameters()]))
+        stepped = [parameter.detach().clone() for parameter in layers.parameters()]
+        optimizer.step()
+        assert all(map(torch.equal, stepped, layers.parameters()))
+        assert all(map(torch.equal, expected, [parameter.grad for parameter in layers.parameters()]))
+
+
+def test_shared_and_repeated_layers_wait_for_the_whole_step(device: torch.device) -> None:
+    def train(in_backward: bool) -> list[torch.Tensor]:
+        layers, _ = build("gpt", LAYERS, device)
+        layers[3].out.weight = layers[0].out.weight
+        with stream_weights(layers.eval(), device) as handle:
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+            if in_backward:
+                handle.step_in_backward(optimizer)
+            for x in inputs(device):
+                loss_of(layers[1](forward(layers, x))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in layers.parameters()]
+
+    assert all(map(torch.equal, train(False), train(True)))
+
+
+def test_a_step_with_a_part_of_the_gradient_is_refused(device: torch.device) -> None:
+    layers, _ = build("gpt", 2, device)
+    x = inputs(device)[0].requires_grad_()
+    with stream_weights(layers.eval(), device) as handle:
+        handle.step_in_backward(torch.optim.SGD(layers.parameters(), lr=0.1))
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(forward, layers, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="do not use step_in_backward with layers that are checkpointed twice"):
+            loss_of(x).backward()
+
+
+def test_a_closure_is_refused_with_steps_in_backward(device: torch.device) -> None:
+    layers, _ = build("gpt", 2, device)
+    with stream_weights(layers, device) as handle:
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        handle.step_in_backward(optimizer)
+        with pytest.raises(RuntimeError, match="must be called without a closure"):
+            optimizer.step(lambda: 0.0)
+
+
+def test_what_step_in_backward_refuses(device: torch.device) -> None:
+    layers, _ = build("gpt", 2, device)
+    handle = stream_weights(layers, device)
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got str"):
+        handle.step_in_backward("sgd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got none of them; build it from the same model"):
+        handle.step_in_backward(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    optimizer = torch.optim.SGD(layers.parameters())
+    handle.step_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match="must be called once"):
+        handle.step_in_backward(optimizer)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="must be in use, but it was removed"):
+        handle.step_in_backward(optimizer)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(lambda: 0.0)  # as before
+
+
+def test_a_failing_step_comes_out_of_backward(device: torch.device) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise ArithmeticError("no step")
+
+    layers, _ = build("gpt", 2, device)
+    with stream_weights(layers, device) as handle:
+        handle.step_in_backward(Failing(layers.parameters()))
+        with pytest.raises(ArithmeticError, match="no step"):
+            loss_of(forward(layers, inputs(device)[0])).backward()
+
+
+def test_state_dict_save_and_load(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, torch.device("cpu"))
+    layers.eval()
+    keys = list(layers.state_dict())
+    parameters = list(layers.parameters())
+    x = inputs(device)[0]
+    with stream_weights(layers, device):
+        assert list(layers.state_dict()) == keys
+        assert all(one is other for one, other in zip(layers.parameters(), parameters, strict=True))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+        loss_of(forward(layers, x)).backward()
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save({"model": layers.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        expected = forward(layers, x).detach()
+        for _ in range(2):
+            loss_of(forward(layers, x)).backward()
+            optimizer.step()
+        assert not torch.equal(forward(layers, x), expected)
+        file.seek(0)
+        saved = torch.load(file)
+        layers.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert torch.equal(forward(layers, x), expected)
+    ordinary, _ = build("gpt", LAYERS, torch.device("cpu"))
+    ordinary.load_state_dict(saved["model"])
+    assert torch.equal(forward(ordinary.eval().to(device), x), expected)
+
+
+def test_saving_one_parameter_saves_its_bytes_alone(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, torch.device("cpu"))
+    with stream_weights(layers, device):
+        file = io.BytesIO()
+        torch.save(layers[0].norm1.weight, file)
+        assert file.tell() < 4096
+        assert torch.equal(
+            torch.load(file, weights_only=False) if file.seek(0) else layers[0].norm1.weight, layers[0].norm1.weight
+        )
+
+
+def test_weights_changed_by_hand_between_steps(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, device)
+    layers.eval()
+    twin = copy.deepcopy(layers)
+    x = inputs(device)[0]
+    with stream_weights(layers, device), torch.no_grad():
+        for change in ("in place", "data", "copy"):
+            for model in (layers, twin):
+                for parameter in model.parameters():
+                    if change == "in place":
+                        parameter.mul_(0.5)
+                    elif change == "data":
+                        parameter.data.add_(0.25)
+                    else:
+                        parameter.data.copy_(parameter * 2)
+            assert torch.equal(forward(layers, x), forward(twin, x))

@@ -1,0 +1,241 @@
+"""Each wait of weight streaming is needed: without it, and with bad timing, a number is wrong.
+
+Every test sets up the timing that its wait is for, checks that the numbers are right, then lets the library
+forget that one wait and checks that they are wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, build, loss_of
+from torch import nn
+
+from offload.weight_slots import WeightWait
+from offload.weights import stream_weights
+
+LAYERS = 4
+LATE_S = 0.05
+
+Scenario = Callable[[Lab, pytest.MonkeyPatch], bool]
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def step(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients as they are when backward returns."""
+    layers.zero_grad()
+    y = x
+    for layer in layers:
+        y = layer(y)
+    loss_of(y).backward()
+    return [parameter.grad.clone() for parameter in layers.parameters()]
+
+
+def expected_and_found(lab: Lab, microbatches: int = 1, **delays: float) -> bool:
+    layers, x = build(Linear, LAYERS, lab.device)
+    expected = [microbatches * gradient.cpu() for gradient in step(layers, x)]
+    with stream_weights(layers, lab.device):
+        step(layers, x)
+        for parameter in layers.parameters():
+            parameter.grad.fill_(float("nan"))  # the memory is used again
+        lab.slow(**delays)
+        lab.backend.poison = True
+        found = step(layers, x)
+        if microbatches == 2:
+            y = x
+            for layer in layers:
+                y = layer(y)
+            loss_of(y).backward()
+            found = [parameter.grad.clone() for parameter in layers.parameters()]
+        lab.slow()
+        lab.drain()
+    return all(map(torch.equal, expected, found))
+
+
+def slow_loads(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compute is ready long before the weights are."""
+    return expected_and_found(lab, h2d_s=LATE_S)
+
+
+def slow_gradients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Gradients leave slowly, and what is let go is overwritten at once."""
+    return expected_and_found(lab, d2h_s=LATE_S)
+
+
+def slow_gradients_without_poison(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The same where nothing is let go early, so that only its arrival is late."""
+    monkeypatch.setattr(lab.backend, "discard", lambda flat: None)
+    return expected_and_found(lab, d2h_s=LATE_S)
+
+
+def slow_second_microbatch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The worker has nothing to do but to wait for what it adds."""
+    return expected_and_found(lab, 2, d2h_s=LATE_S)
+
+
+def late_compute(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A layer's forward reads its weight only when the next loads could have begun."""
+    seen: list[torch.Tensor] = []
+
+    class Late(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read_late(lab, self.weight, seen)
+            return super().forward(x)
+
+    layers, x = build(Late, LAYERS, lab.device)
+    expected = [layer.weight.detach().cpu().clone() for layer in layers]
+    with stream_weights(layers, lab.device), torch.no_grad():
+        for layer in layers:
+            x = layer(x)
+        lab.drain()
+    return all(torch.equal(one, other.cpu()) for one, other in zip(expected, seen, strict=True))
+
+
+def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compute writes a gradient only when its copy could have begun."""
+    layers, x = build(Linear, LAYERS, lab.device)
+    with stream_weights(layers, lab.device):
+
+        def write(gradient: torch.Tensor) -> torch.Tensor:
+            late = torch.zeros_like(gradient)
+            lab.write_late(late, 7.0, LATE_S)
+            return late
+
+        class Hooked(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+                return weight.view_as(weight)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return write(gradient)
+
+        y = x
+        for layer in layers:
+            layer.forward = lambda x, layer=layer: torch.tanh(x @ Hooked.apply(layer.weight))
+            y = layer(y)
+        loss_of(y).backward()
+        found = [parameter.grad.clone() for parameter in layers.parameters()]
+        lab.drain()
+    return all(bool((gradient == 7.0).all()) for gradient in found)
+
+
+def optimizer_in_a_hurry(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The host runs ahead of the device, and steps the weights of a forward that the device has not begun."""
+    if lab.device.type == "cpu":
+        # There the compute stream is the caller, which a wait blocks: make it a queue, as a GPU's is.
+        monkeypatch.setattr(
+            type(lab.backend.compute_stream()), "wait_event", lambda self, event: self._work.put(event.synchronize)
+        )
+    seen: list[torch.Tensor] = []
+
+    class Late(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read_late(lab, self.weight, seen, 0.0)
+            return x
+
+    layers, x = build(Late, 2, lab.device)
+    expected = [layer.weight.detach().cpu().clone() for layer in layers]
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
+    with stream_weights(layers, lab.device):
+        for parameter in layers.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        lab.slow(h2d_s=LATE_S)
+        for layer in layers:
+            x = layer(x)
+        optimizer.step()
+        lab.slow()
+        lab.drain()
+    return all(torch.equal(one, other.cpu()) for one, other in zip(expected, seen, strict=True))
+
+
+def read_late(lab: Lab, weight: torch.Tensor, seen: list[torch.Tensor], delay_s: float = LATE_S) -> None:
+    """Let the compute stream copy ``weight`` after a while, behind the work queued so far."""
+    weight = weight.data
+    if lab.device.type == "cpu":
+        lab.backend.compute_stream().submit(lambda: (time.sleep(delay_s), seen.append(weight.clone())))
+    else:
+        torch.cuda._sleep(int(delay_s * 2e9))
+        seen.append(weight.clone())
+
+
+SCENARIOS: dict[WeightWait, Scenario] = {
+    WeightWait.LOADED: slow_loads,
+    WeightWait.SLOT: late_compute,
+    WeightWait.GRADIENT: late_gradient,
+    WeightWait.RELEASE: slow_gradients,
+    WeightWait.STAGED: slow_second_microbatch,
+    WeightWait.WRITTEN: slow_gradients_without_poison,
+    WeightWait.SOURCE: optimizer_in_a_hurry,
+}
+
+
+def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: WeightWait) -> None:
+    lab.drop(dropped)  # type: ignore[arg-type]
+    wait_on_host = lab.backend.wait_on_host
+
+    def forgetful(event: Any, why: Enum) -> None:
+        if why is not dropped:
+            wait_on_host(event, why)
+
+    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
+
+
+@pytest.mark.parametrize("wait", WeightWait, ids=lambda wait: wait.name)
+def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SCENARIOS[wait](lab, monkeypatch), "wrong with all waits"
+    drop(lab, monkeypatch, wait)
+    assert not SCENARIOS[wait](lab, monkeypatch), wait.value
+
+
+def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first microbatch's host waits, in order: all of them after the last layer's backward."""
+    layers, x = build(Linear, LAYERS, lab.device)
+    events: list[object] = []
+    wait_on_host = lab.backend.wait_on_host
+
+    def recording(event: Any, why: Enum) -> None:
+        events.append(why)
+        wait_on_host(event, why)
+
+    with stream_weights(layers, lab.device) as handle:
+        step(layers, x)
+        monkeypatch.setattr(lab.backend, "wait_on_host", recording)
+        lab.slow(d2h_s=0.005)
+        x.register_hook(lambda _: events.append("end of backward"))
+        step(layers, x)
+        assert "end of backward" in events
+        assert events.index("end of backward") == 0
+        assert handle.stats().staging_waits == 0
+
+
+def test_staging_is_bounded(lab: Lab) -> None:
+    layers, x = build(Linear, 8, lab.device)
+    expected = step(layers, x)
+    with stream_weights(layers, lab.device, num_staging=1) as handle:
+        step(layers, x)
+        lab.slow(d2h_s=0.005)
+        for _ in range(2):
+            y = x
+            for layer in layers:
+                y = layer(y)
+            loss_of(y).backward()
+        stats = handle.stats()
+        assert stats.staging_bytes == WIDTH * WIDTH * 4
+        assert stats.staging_waits > 0
+    found = [parameter.grad / 3 for parameter in layers.parameters()]
+    torch.testing.assert_close([gradient.cpu() for gradient in expected], found)
