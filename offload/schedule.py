@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from offload.link import Link
-    from offload.pipeline_schedule import StageProfile
+    from offload.pipeline_walk import StageProfile
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 

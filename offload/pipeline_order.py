@@ -1,0 +1,122 @@
+"""What one pipeline rank runs, and in which order: actions as data.
+
+An action is a forward (``F``) or a backward (``B``) of one chunk, that is of one microbatch on one stage. Schedules
+without bubbles run a backward in two halves, for the inputs (``I``) and for the weights (``W``). The notation is
+that of ``torch.distributed.pipelining``: ``2F0`` is the forward of microbatch 0 on stage 2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+KINDS = ("F", "B", "I", "W")
+
+_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+
+
+class Chunk(NamedTuple):
+    """One microbatch on one stage."""
+
+    stage: int
+    microbatch: int
+
+
+class Action(NamedTuple):
+    """One chunk's forward, backward, or half of a backward."""
+
+    stage: int
+    kind: str
+    """``"F"``, ``"B"``, ``"I"`` or ``"W"``."""
+    microbatch: int
+
+    @property
+    def chunk(self) -> Chunk:
+        """What it runs on."""
+        return Chunk(self.stage, self.microbatch)
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
+    """The computations of one rank, in order.
+
+    Args:
+        actions: Texts such as ``"2F0"`` or ``"(0F4;3B1)OVERLAP_F_B"``, or the actions in a PyTorch schedule's
+            ``pipeline_order[rank]``. Communication, and ``None`` for a bubble, are passed over.
+
+    Raises:
+        ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
+    """
+    found = tuple(_read(actions))
+    _check(found)
+    return found
+
+
+def gpipe_order(stage: int, microbatches: int) -> tuple[Action, ...]:
+    """All forwards, then all backwards: ``0F0 0F1 0F2 0B0 0B1 0B2``."""
+    return tuple(Action(stage, kind, microbatch) for kind in "FB" for microbatch in range(microbatches))
+
+
+def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """As many forwards as there are stages from here on, then one backward and one forward in turn.
+
+    The first of two stages: ``0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3``; the last: ``1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3``.
+    """
+    ahead = min(microbatches, stages - stage)
+    order = [Action(stage, "F", microbatch) for microbatch in range(ahead)]
+    for microbatch in range(microbatches):
+        order.append(Action(stage, "B", microbatch))
+        if microbatch + ahead < microbatches:
+            order.append(Action(stage, "F", microbatch + ahead))
+    return tuple(order)
+
+
+def without_idle_inputs(actions: Iterable[Action], stage: int) -> tuple[Action, ...]:
+    """The actions as ``stage`` really runs them if nobody needs its input's gradient.
+
+    PyTorch's first stage does nothing in ``I``, and its whole backward in ``W``.
+    """
+    split = {action.chunk for action in actions if action.kind == "I" and action.stage == stage}
+    kept = (action for action in actions if not (action.kind == "I" and action.chunk in split))
+    return tuple(
+        action._replace(kind="B") if action.chunk in split and action.kind == "W" else action for action in kept
+    )
+
+
+def _read(actions: Iterable[Any]) -> Iterator[Action]:
+    for action in actions:
+        if action is None:
+            continue
+        if isinstance(action, Action):
+            yield action
+        elif isinstance(action, str):
+            yield from _parse(action)
+        elif action.sub_actions is not None:
+            yield from _read(action.sub_actions)
+        elif action.computation_type.value in KINDS:
+            yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+
+
+def _parse(text: str) -> Iterator[Action]:
+    inner, bracket, _ = text.strip().removeprefix("(").partition(")")
+    for part in inner.split(";") if bracket else [inner]:
+        match = _ACTION.fullmatch(part.strip())
+        if match is None or (match[2] in KINDS and not match[3]):
+            raise ValueError(f"an action must be written <stage>F<microbatch>, or with B, I or W, got {text!r}")
+        if match[2] in KINDS:
+            yield Action(int(match[1]), match[2], int(match[3]))
+
+
+def _check(actions: tuple[Action, ...]) -> None:
+    ran: dict[Chunk, str] = {}
+    for action in actions:
+        ran[action.chunk] = ran.get(action.chunk, "") + action.kind
+    for chunk, kinds in ran.items():
+        if kinds not in ("FB", "FIW"):
+            raise ValueError(
+                f"microbatch {chunk.microbatch} on stage {chunk.stage} must run F and then B, or F, I and then W, "
+                f"got {', '.join(kinds)}; give the actions of one rank in one step"
+            )

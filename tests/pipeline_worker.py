@@ -1,0 +1,179 @@
+"""One rank of the pipelines that ``test_pipelining.py`` starts: all schedules, with and without offloading.
+
+Run as ``python pipeline_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leaves its findings in ``FOLDER/RANK.pt``.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+import offload.pipelining
+from offload.backend import get_backend
+from offload.link import Link
+
+WIDTH = 32
+MICROBATCHES = 8
+ROWS = 16  # per microbatch
+STEPS = 3
+MIN_BYTES = 1024
+FAST_LINK = Link(1e12, 1e12, 2e12)
+
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+SCHEDULES = SINGLE + LOOPED + V_SHAPED
+
+OPTIONS = {
+    "measured": {"link": FAST_LINK},
+    "all from the first step": {"link": FAST_LINK, "fraction": 1.0},
+    "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1, "lookahead": 2},
+}
+FEW = ["all from the first step"]  # for more than two ranks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)).t()).t())
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+def stages_of(rank, world, name):
+    if name in SINGLE:
+        return world, [rank]
+    if name in LOOPED:
+        return 2 * world, [rank, rank + world]
+    return 2 * world, [rank, 2 * world - 1 - rank]
+
+
+def build(rank, world, name, device, **stage_options):
+    count, mine = stages_of(rank, world, name)
+    stages = []
+    for index in mine:
+        torch.manual_seed(index)
+        module = nn.Sequential(Block(), Block()).to(device)
+        stages.append(PipelineStage(module, index, count, device, **stage_options))
+    kind = getattr(pipelining, name)
+    return kind(stages[0] if name in SINGLE else stages, MICROBATCHES, loss_fn=loss_of), stages
+
+
+def train(schedule, stages, device, steps=STEPS):
+    """Gradients of each step; parameters move, so that one wrong step shows in all later ones."""
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        x = torch.randn(MICROBATCHES * ROWS, WIDTH, device=device)
+        target = torch.randn(MICROBATCHES * ROWS, WIDTH, device=device)
+        inputs = (x,) if any(stage.is_first for stage in stages) else ()
+        targets = {"target": target} if any(stage.is_last for stage in stages) else {}
+        schedule.step(*inputs, **targets, losses=[])
+        found.append([parameter.grad.clone() for parameter in parameters])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def equal(found, expected):
+    return all(torch.equal(a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True))
+
+
+def compare(rank, world, name, device, expected, **options):
+    schedule, stages = build(rank, world, name, device)
+    before = [(stage.forward_one_chunk, stage.backward_one_chunk) for stage in stages]
+    with offload.pipelining.attach(schedule, min_bytes=MIN_BYTES, **options) as handle:
+        attached = all("forward_one_chunk" in vars(stage) for stage in stages)
+        found = train(schedule, stages, device)
+        listed = handle.plan.actions
+    after = [(stage.forward_one_chunk, stage.backward_one_chunk) for stage in stages]
+    own = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    return {
+        "equal": equal(found, expected),
+        "stats": handle.stats(),
+        "actions": [repr(action) for action in listed],
+        "ran": [repr(action) for action in handle._ran],
+        "planned_bytes": handle.plan.offloaded_bytes,
+        "saved_bytes": handle.plan.saved_bytes,
+        "attached": attached,
+        "restored": before == after and not any(method in vars(stage) for stage in stages for method in own),
+        "repr": repr(handle),
+    }
+
+
+def further_checks(rank, world, device):
+    """What one schedule is enough for."""
+    found = {}
+    schedule, stages = build(rank, world, "Schedule1F1B", device)
+    expected = train(*build(rank, world, "Schedule1F1B", device), device)
+
+    # Detached between two steps, evaluated, attached again with the profile.
+    handle = offload.pipelining.attach(schedule, min_bytes=MIN_BYTES, link=FAST_LINK)
+    try:
+        offload.pipelining.attach(schedule)
+    except ValueError as error:
+        found["twice"] = str(error)
+    train(schedule, stages, device, steps=2)
+    handle.detach()
+    handle.detach()
+    inputs = (torch.randn(MICROBATCHES * ROWS, WIDTH, device=device),) if rank == 0 else ()
+    moved = handle.stats().offloaded_bytes
+    profile = handle.profile
+    for stage in stages:
+        for index, block in enumerate(stage.submod):
+            torch.manual_seed(stage.stage_index)
+            fresh = nn.Sequential(Block(), Block())[index]
+            block.load_state_dict(fresh.state_dict())
+    handle = offload.pipelining.attach(schedule, min_bytes=MIN_BYTES, link=FAST_LINK, profile=profile)
+    before = handle.stats()
+    with torch.no_grad():
+        target = {"target": torch.zeros(MICROBATCHES * ROWS, WIDTH, device=device)} if rank == world - 1 else {}
+        schedule.eval(*inputs, **target)
+    found["evaluation moved"] = handle.stats().offloaded_bytes - before.offloaded_bytes
+    found["again equal"] = equal(train(schedule, stages, device), expected)
+    found["first run moved"] = moved
+    found["again moved per step"] = handle.stats().offloaded_bytes / STEPS
+    found["again planned"] = handle.plan.offloaded_bytes
+    handle.detach()
+    return found
+
+
+def main(rank, world, device, folder):
+    torch.set_num_threads(1)
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    backend = get_backend(device)
+    if device.type == "cpu":
+        for stream in backend.copy_streams:
+            stream.delay_s = 0.0005
+        backend.poison = True
+    found = {}
+    labels = list(OPTIONS) if world == 2 else FEW
+    for name in SCHEDULES:
+        expected = train(*build(rank, world, name, device), device)
+        for label, options in ((label, OPTIONS[label]) for label in labels):
+            found[name, label] = compare(rank, world, name, device, expected, **options)
+    found["further"] = further_checks(rank, world, device)
+    dist.barrier()
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
