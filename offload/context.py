@@ -224,6 +224,8 @@ class OffloadContext(ContextDecorator):
         said = self._warned or NO_HOST_MEMORY in counters.skipped
         if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
             return
+        if len(self._round.sets) < self.model_layers:
+            return  # layers were skipped, perhaps those that offload
         self._warned = True
         reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
         warnings.warn(

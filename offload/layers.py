@@ -47,6 +47,7 @@ class OffloadedLayers:
 
     def remove(self) -> None:
         """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
+        self._context.abort()  # an interrupt in a layer skips the hook that would have left it
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -1,0 +1,331 @@
+"""The drop-in function and its context: the same interface as Transformer Engine's, errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same, build, gradients, leaves_of, loss_of, offloading, step_gradients
+
+import offload
+from offload import OffloadStateError, Schedule, get_cpu_offload_context
+
+TRANSFORMER_ENGINE = {
+    "enabled": False,
+    "num_layers": 1,
+    "model_layers": 1,
+    "offload_activations": True,
+    "offload_weights": False,
+    "double_buffering": False,
+    "manual_synchronization": False,
+    "retain_pinned_cpu_buffers": False,
+    "offload_stream": None,
+}
+
+
+def make(num_layers: int = 1, model_layers: int = 3, **options: Any) -> tuple[Any, ...]:
+    return get_cpu_offload_context(True, num_layers, model_layers, device="cpu", **{"min_bytes": 0, **options})
+
+
+def test_signature_is_transformer_engines() -> None:
+    parameters = list(inspect.signature(get_cpu_offload_context).parameters.values())
+    same = parameters[: len(TRANSFORMER_ENGINE)]
+    assert {parameter.name: parameter.default for parameter in same} == TRANSFORMER_ENGINE
+    assert [parameter.name for parameter in same] == list(TRANSFORMER_ENGINE)
+    assert all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in same)
+    own = parameters[len(TRANSFORMER_ENGINE) :]
+    assert {parameter.kind for parameter in own} == {inspect.Parameter.KEYWORD_ONLY}
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in own)
+
+
+def test_disabled_does_nothing() -> None:
+    context, sync = get_cpu_offload_context()
+    assert isinstance(context, contextlib.nullcontext)
+    value = object()
+    with context:
+        assert sync(value) is value
+    assert sync(value) is value
+
+
+def test_disabled_with_manual_synchronization() -> None:
+    context, sync, synchronizer = get_cpu_offload_context(enabled=False, manual_synchronization=True)
+    assert isinstance(context, contextlib.nullcontext)
+    assert sync(3) == 3
+    assert synchronizer is None
+
+
+def test_disabled_accepts_what_it_would_refuse() -> None:
+    assert len(get_cpu_offload_context(False, 30, 20, offload_activations=False, offload_weights=True)) == 2
+
+
+def test_return_values() -> None:
+    assert len(make()) == 2
+    context, sync, synchronizer = make(manual_synchronization=True)
+    assert isinstance(synchronizer, offload.ManualOffloadSynchronizer)
+    assert isinstance(context, offload.OffloadContext)
+    assert sync == context.sync
+
+
+def test_arguments_that_are_accepted_for_compatibility(lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    expected = step_gradients(layers, x)
+    offloaded = offloading(1, 3, lab.device, double_buffering=True, retain_pinned_cpu_buffers=True)
+    assert_same(expected, step_gradients(layers, x, offloaded))
+
+
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"offload_weights": True},
+        ValueError,
+        r"offload_weights must be False, got True; weights are streamed by offload\.stream_weights",
+    ),
+    (
+        {"offload_activations": False},
+        ValueError,
+        r"offload_activations must be True if enabled, got False; pass enabled=False",
+    ),
+    (
+        {"offload_stream": object()},
+        ValueError,
+        r"offload_stream needs manual_synchronization=True; leave it out",
+    ),
+    ({"min_bytes": -1}, ValueError, r"min_bytes must be a number of bytes, at least 0, got -1"),
+    ({"min_bytes": 0.5}, ValueError, r"min_bytes must be a number of bytes, at least 0, got 0\.5"),
+    ({"num_layers": 3}, ValueError, r"num_layers must be at most model_layers - 1 = 2, got 3"),
+    ({"num_layers": -1}, ValueError, r"num_layers must be at least 0, got -1"),
+    ({"num_layers": None}, ValueError, r"num_layers must be the number of layers to offload, got None"),
+    ({"num_layers": "1"}, TypeError, r"num_layers must be an int, got '1'"),
+    ({"model_layers": 0}, ValueError, r"model_layers must be at least 1, got 0"),
+    (
+        {"manual_synchronization": True, "model_layers": 0},
+        ValueError,
+        r"model_layers must be at least 1, got 0",
+    ),
+    (
+        {"manual_synchronization": True, "schedule": Schedule(3)},
+        ValueError,
+        r"manual_synchronization=True takes no schedule and no synchronization_dict",
+    ),
+    (
+        {"schedule": Schedule(3), "synchronization_dict": {}},
+        ValueError,
+        r"schedule and synchronization_dict exclude each other; give one",
+    ),
+    ({"schedule": Schedule(4)}, ValueError, r"model_layers must be the schedule's, 4, got 3"),
+    (
+        {"synchronization_dict": {0: (True, 0, False, 0)}},
+        ValueError,
+        r"layer 0: \(True, 0, False, 0\) is refused: it is released before F0, which is not after its own forward",
+    ),
+    ({"device": "meta"}, ValueError, r"device must be on this machine \(.*\), got 'meta'; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "text"), ERRORS)
+def test_errors_say_what_to_do(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    arguments = {"num_layers": 1, "model_layers": 3, "device": "cpu", **options}
+    with pytest.raises(kind, match=text):
+        get_cpu_offload_context(True, **arguments)
+
+
+def test_all_but_one_layer_leave_nothing_to_overlap_with() -> None:
+    with pytest.warns(UserWarning, match=r"num_layers = model_layers - 1 = 2 keeps one activation set"):
+        make(2, 3)
+
+
+def test_offloading_nothing_is_allowed(lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(0, 3, lab.device)
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+    assert offloaded.stats.offloaded_bytes == 0
+
+
+def test_schedules_of_ones_own(lab: Lab) -> None:
+    entries = {1: (True, 3, False, 2), 0: (True, 2, False, 1)}
+    layers, x = build("decoder", 4, lab.device)
+    expected = step_gradients(layers, x)
+    for options in (
+        {"synchronization_dict": entries},
+        {"schedule": Schedule.from_synchronization_dict(entries, 4)},
+        {"schedule": Schedule.from_synchronization_dict(entries, 4), "num_layers": None, "model_layers": 1},
+    ):
+        arguments = {"num_layers": 1, "model_layers": 4, "min_bytes": 0, "device": lab.device, **options}
+        context, sync = get_cpu_offload_context(True, **arguments)
+
+        def step(context: Any = context, sync: Any = sync) -> None:
+            y = x
+            for layer in layers:
+                with context:
+                    y = layer(y)
+                y = sync(y)
+            loss_of(y).backward()
+
+        assert_same(expected, gradients(leaves_of(layers, x), step))
+        assert context.schedule.offloaded_layers == (0, 1)
+        assert context.stats().late_reloads == 0
+
+
+# Misuse
+
+
+def test_entering_inside_a_layer() -> None:
+    context, _ = make()
+    with context:
+        pass
+    expected = "the offload context was entered inside the forward of layer 1; leave it first, or use one context per"
+    with pytest.raises(OffloadStateError, match=expected), context, context:
+        pass
+    assert_usable(context)
+
+
+def test_sync_inside_a_layer() -> None:
+    context, sync = make()
+    expected = "sync function was called inside the forward of layer 0; call it after the with block"
+    with pytest.raises(OffloadStateError, match=expected), context:
+        sync(torch.ones(1))
+    assert_usable(context)
+
+
+def test_sync_before_any_layer() -> None:
+    _, sync = make()
+    expected = "called before the offload context was entered; run the layer inside `with context:`"
+    with pytest.raises(OffloadStateError, match=expected):
+        sync(torch.ones(1))
+
+
+def assert_usable(context: Any) -> None:
+    """After an error the next layer is layer 0, and autograd saves as usual outside."""
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with context:
+        assert context._open.layer == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_sync_that_is_left_out_costs_time_only(lab: Lab) -> None:
+    """Backward asks for each layer itself; the stats tell."""
+    lab.adverse()
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(3, 5, lab.device)
+    offloaded.sync = lambda output: output
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+    assert offloaded.stats.late_reloads == 3
+
+
+# Use
+
+
+def test_sync_returns_the_same_object() -> None:
+    context, sync = make(0)
+    x = torch.ones(2, requires_grad=True)
+    for value in (x.exp(), (x.exp(), None), [x.exp()], {"x": x.exp()}, None, "text", x.detach(), x):
+        with context:
+            pass
+        assert sync(value) is value
+
+
+def test_sync_twice_and_late(lab: Lab) -> None:
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(3, 5, lab.device)
+    sync = offloaded.sync
+    offloaded.sync = lambda output: sync(sync(output))
+    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
+    assert offloaded.stats.late_reloads == 0
+
+
+def test_as_a_decorator(lab: Lab) -> None:
+    layers, x = build("decoder", 3, lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    decorated = [offloaded.context(layer.forward) for layer in layers]
+
+    def step() -> None:
+        y = x
+        for layer in decorated:
+            y = offloaded.sync(layer(y))
+        loss_of(y).backward()
+
+    assert_same(step_gradients(layers, x), gradients(leaves_of(layers, x), step))
+    assert offloaded.stats.reloaded_bytes > 0
+    assert offloaded.stats.late_reloads == 0
+
+
+def test_layers_are_numbered_in_the_order_of_their_calls() -> None:
+    context, _ = make(1, 3)
+    numbers = []
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(7):
+            with context:
+                numbers.append((context.microbatch, context._open.layer))
+    assert numbers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_reset_begins_a_new_round() -> None:
+    context, _ = make()
+    with context:
+        pass
+    context.reset()
+    with context:
+        assert context._open.layer == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nesting_is_allowed_where_nothing_is_saved(mode: Any) -> None:
+    context, sync = make()
+    with mode(), context, context:
+        sync(torch.ones(1))
+    with context, mode(), context:
+        pass
+
+
+def test_repr() -> None:
+    assert repr(make(2, 5)[0]) == "OffloadContext(2 of 5 layers, device='cpu')"
+    assert repr(make(manual_synchronization=True)[0]) == "OffloadContext(manual, device='cpu')"
+
+
+# A round that moved nothing
+
+
+def run_round(context: Any, sync: Any, x: torch.Tensor, layers: int = 3) -> None:
+    for _ in range(layers):
+        with context:
+            x = x.exp()
+        x = sync(x)
+
+
+def test_warns_once_when_nothing_moved() -> None:
+    context, sync = make(min_bytes=1 << 20)
+    x = torch.ones(8, requires_grad=True)
+    with pytest.warns(UserWarning, match="nothing was offloaded") as caught:
+        run_round(context, sync, x)
+    assert str(caught[0].message) == (
+        "a whole round of 3 layers was run and nothing was offloaded: saved tensors of the offloaded layers stayed "
+        "on the device for these reasons: 1 small. min_bytes is 1048576 and the context's device cpu; see "
+        "context.stats().skipped."
+    )
+    assert caught[0].filename == __file__
+    run_round(context, sync, x)  # a second warning would be an error
+
+
+def test_warning_says_that_nothing_was_saved() -> None:
+    context, sync = make()
+    with pytest.warns(UserWarning, match="for these reasons: nothing was saved"):
+        run_round(context, sync, torch.ones(8))
+
+
+def test_no_warning_where_nothing_was_to_move() -> None:
+    x = torch.ones(8, requires_grad=True)
+    run_round(*make(0), x)
+    run_round(*make(manual_synchronization=True)[:2], x)
+    context, sync = make(min_bytes=1 << 20)
+    run_round(context, sync, x, layers=2)
+    with torch.no_grad():
+        run_round(context, sync, x)
+    context.reset()
+    context.enter(2)  # the round's last layer: the others were skipped
+    context.exit()
+    run_round(*make(), x)

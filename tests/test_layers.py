@@ -1,0 +1,473 @@
+"""``offload_layers``: the same for models whose forward cannot be edited."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import Schedule, offload_layers
+
+LAYERS = 5
+
+
+@pytest.fixture
+def device(device: torch.device, lab: Lab) -> torch.device:
+    lab.adverse()
+    return device
+
+
+def handle_for(layers: Any, num_layers: int = 3, **options: Any) -> Any:
+    return offload_layers(layers, num_layers, **{"min_bytes": 0, **options})
+
+
+def hooks_are_gone() -> bool:
+    """Whether autograd saves tensors as usual."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.Sequential(*layers), list, iter])
+def test_containers(container: Callable[[Any], Any], device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(container(layers)) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+        assert handle.stats().late_reloads == 0
+    assert_same(expected, step_gradients(layers, x))
+
+
+def test_inside_a_sequential_model(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    model = nn.Sequential(nn.LayerNorm(x.shape[-1], device=device), nn.Sequential(*layers), nn.Tanh())
+    leaves = leaves_of(model, x)
+
+    def step() -> None:
+        loss_of(model(x)).backward()
+
+    expected = gradients(leaves, step)
+    with handle_for(model[1]) as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.stats().late_reloads == 0
+
+
+def test_two_handles_in_one_model(device: torch.device) -> None:
+    layers, x = build("decoder", 6, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers[:3], 1) as first, handle_for(layers[3:], 1) as second:
+        assert_same(expected, step_gradients(layers, x))
+        assert first.stats().reloaded_bytes == second.stats().reloaded_bytes > 0
+
+
+def test_schedule_of_ones_own(device: torch.device) -> None:
+    layers, x = build("decoder", 3, device)
+    schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
+    expected = step_gradients(layers, x)
+    with handle_for(layers, schedule=schedule) as handle:
+        assert handle.schedule is schedule
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(mode: Callable[[], Any], device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+            before = handle.stats()
+            with mode():
+                for layer in layers[:3]:
+                    layer(x)
+            assert handle.stats() == before
+
+
+# Recomputation
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its own body in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = GptBlock()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * checkpoint(self.block, x.tanh(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_recompute_themselves(reentrant: bool, device: torch.device) -> None:
+    layers, x = build(lambda: Checkpointed(reentrant), LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        stats = handle.stats()
+        # The inputs of the checkpoints travel; what is recomputed does not.
+        assert stats.reloaded_bytes > 0
+        assert stats.late_reloads == 0
+        assert handle._context.microbatch == 1
+
+
+@pytest.mark.filterwarnings("ignore:a whole round of")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.device) -> None:
+    """The checkpoint decides what is saved, the hooks leave it alone and count no layer twice."""
+    layers, x = build("gpt", LAYERS, device)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    expected = gradients(leaves, step)
+    assert_same(expected, step_gradients(layers, x))
+    with handle_for(layers) as handle:
+        for _ in range(2):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.stats().offloaded_bytes == 0
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def llama(transformers: Any, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(device).train()
+
+
+def enable_checkpointing(model: Any, reentrant: bool) -> None:
+    options = {"use_reentrant": reentrant}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+@pytest.mark.parametrize("offload_first", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_hugging_face_llama(
+    checkpointing: str | None, offload_first: bool, transformers: Any, device: torch.device
+) -> None:
+    model = llama(transformers, device)
+    tokens = torch.arange(24, device=device).view(2, 12) % 64
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    leaves = leaves_of(model)
+    handle = handle_for(model.model.layers) if offload_first else None
+    if checkpointing:
+        enable_checkpointing(model, checkpointing == "reentrant")
+    if handle:
+        handle.remove()
+    expected = gradients(leaves, step)
+    handle = handle_for(model.model.layers)
+    for _ in range(2):
+        before = handle.stats().reloaded_bytes
+        assert_same(expected, gradients(leaves, step))
+        assert handle.stats().reloaded_bytes > before
+    stats = handle.stats()
+    assert stats.late_reloads == 0
+    per_set = stats.offloaded_bytes / 2 / 3
+    hidden_bytes = 2 * 12 * 32 * 4
+    # A checkpoint keeps the layer's input; without, the layer keeps many times that.
+    assert (per_set < 3 * hidden_bytes) == bool(checkpointing)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=tokens)
+    assert handle.stats() == stats
+    handle.remove()
+    model.train()
+    assert_same(expected, gradients(leaves, step))
+    assert handle.stats() == stats
+
+
+# Failures
+
+
+class Fails(nn.Module):
+    """Raises in its forward while ``error`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DecoderBlock()
+        self.error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("failed"), KeyboardInterrupt(), SystemExit()], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("failing", range(LAYERS))
+def test_error_in_a_layer(failing: int, error: BaseException, device: torch.device) -> None:
+    layers, x = build(Fails, LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        per_step = handle.stats().offloaded_bytes
+        layers[failing].error = error
+        with pytest.raises(type(error)):
+            step_gradients(layers, x)
+        layers[failing].error = None
+        error.__traceback__ = None
+        before = handle.stats()
+        assert_same(expected, step_gradients(layers, x))
+        assert hooks_are_gone()
+        assert handle.stats().offloaded_bytes - before.offloaded_bytes == per_step
+        assert handle.stats().late_reloads == 0
+
+
+def test_interrupt_that_ends_the_block(device: torch.device) -> None:
+    """The hooks that module calls leave behind on an interrupt go with the handle."""
+    layers, x = build(Fails, LAYERS, device)
+    expected = step_gradients(layers, x)
+    layers[1].error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), handle_for(layers):
+        step_gradients(layers, x)
+    assert hooks_are_gone()
+    layers[1].error = None
+    assert_same(expected, step_gradients(layers, x))
+
+
+def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:
+    """Layers that run while an exception is being handled have not failed."""
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        try:
+            raise KeyError("out of memory, say")
+        except KeyError:
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+        assert handle.stats().late_reloads == 0
+
+
+class Retries(nn.Module):
+    """Fails inside and recovers, as code does that tries a fast kernel first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DecoderBlock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise KeyError("no fast kernel")
+        except KeyError:
+            return self.block(x)
+
+
+def test_error_that_a_layer_handles(device: torch.device) -> None:
+    layers, x = build(Retries, LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().late_reloads == 0
+
+
+# Layers that are skipped
+
+
+def test_layers_dropped_at_random(device: torch.device) -> None:
+    layers, x = build("decoder", 6, device)
+    chance = random.Random(0)
+    steps = [nn.ModuleList(layer for layer in layers if chance.random() < 0.6) for _ in range(12)]
+    expected = [step_gradients(kept, x) for kept in steps]
+    with handle_for(layers, 4) as handle:
+        for kept, before in zip(steps, expected, strict=True):
+            assert_same(before, step_gradients(kept, x))
+        assert handle.stats().reloaded_bytes > 0
+
+
+def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.device) -> None:
+    layers, x = build("decoder", 4, device)
+    leaves = leaves_of(layers, x)
+    for first, second in [((0, 1), (2, 3)), ((0, 2), (0, 1, 3)), ((3,), (0, 1, 2, 3)), ((1, 2), (1, 2))]:
+
+        def step(chosen: tuple[tuple[int, ...], ...] = (first, second)) -> None:
+            losses = []
+            for numbers in chosen:
+                y = x
+                for number in numbers:
+                    y = layers[number](y)
+                losses.append(loss_of(y))
+            for loss in losses:
+                loss.backward()
+
+        expected = gradients(leaves, step)
+        with handle_for(layers, 2):
+            for _ in range(2):
+                assert_same(expected, gradients(leaves, step))
+
+
+# The model itself stays as it is
+
+
+def test_state_dict_is_unchanged(device: torch.device) -> None:
+    layers, _ = build("decoder", LAYERS, device)
+    before = layers.state_dict()
+    with handle_for(layers):
+        after = layers.state_dict()
+        layers.load_state_dict(before)
+    assert list(before) == list(after)
+    assert_same(list(before.values()), list(after.values()))
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), through_torch_save],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_are_not_offloaded(duplicate: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        copied = duplicate(layers)
+        assert_same(expected, step_gradients(copied, x))
+        assert handle.stats().offloaded_bytes == 0
+        with handle_for(copied) as other:
+            assert_same(expected, step_gradients(copied, x))
+            assert other.stats().reloaded_bytes > 0
+        assert handle.stats().offloaded_bytes == 0
+        assert_same(expected, step_gradients(layers, x))
+    assert_same(expected, step_gradients(copied, x))
+
+
+def test_copies_of_a_checkpointed_llama(transformers: Any, device: torch.device) -> None:
+    model = llama(transformers, device)
+    tokens = torch.arange(24, device=device).view(2, 12) % 64
+    enable_checkpointing(model, reentrant=False)
+    with handle_for(model.model.layers) as handle:
+        copied = copy.deepcopy(model)
+        before = handle.stats()
+        copied(input_ids=tokens, labels=tokens).loss.backward()
+        assert handle.stats() == before
+
+
+def test_remove(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    before = [(dict(layer._forward_hooks), dict(layer._forward_pre_hooks), dict(vars(layer))) for layer in layers]
+    handle = handle_for(layers)
+    assert_same(expected, step_gradients(layers, x))
+    handle.remove()
+    handle.remove()
+    stats = handle.stats()
+    assert stats.reloaded_bytes > 0
+    assert_same(expected, step_gradients(layers, x))
+    assert handle.stats() == stats
+    for layer, (forward_hooks, pre_hooks, attributes) in zip(layers, before, strict=True):
+        assert dict(layer._forward_hooks) == forward_hooks
+        assert dict(layer._forward_pre_hooks) == pre_hooks
+        assert set(vars(layer)) == set(attributes)
+    handle_for(layers).remove()
+
+
+def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(remove: Callable[[], object] = lambda: None) -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        remove()
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    expected = gradients(leaves, step)
+    handle = handle_for(layers)
+    assert_same(expected, gradients(leaves, lambda: step(handle.remove)))
+    assert handle.stats().reloaded_bytes > 0
+    assert handle.stats().late_reloads == 0
+
+
+def test_repr() -> None:
+    layers, _ = build("decoder", LAYERS, torch.device("cpu"))
+    handle = handle_for(layers)
+    assert repr(handle) == "OffloadedLayers(DecoderBlock in OffloadContext(3 of 5 layers, device='cpu'))"
+    handle.remove()
+    assert repr(handle).endswith("device='cpu'), removed)")
+
+
+def test_device_is_that_of_the_layers() -> None:
+    layers, _ = build("decoder", LAYERS, torch.device("cpu"))
+    assert offload_layers(layers, 1)._context._transfers.backend.device == torch.device("cpu")
+
+
+# Refusals
+
+
+def test_refuses_to_be_applied_twice(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers):
+        with pytest.raises(ValueError, match=r"layer 0 \(DecoderBlock\) is offloaded already; call remove\(\)"):
+            handle_for(layers)
+        with pytest.raises(ValueError, match=r"layer 1 \(DecoderBlock\) is offloaded already"):
+            handle_for([nn.Linear(1, 1, device=device), *layers[3:]], 1)
+        assert_same(expected, step_gradients(layers, x))
+    handle_for(layers).remove()
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (list, ValueError, "layers must hold at least one module, got none"),
+    (lambda: [nn.Linear(1, 1), torch.exp], TypeError, r"layers must hold modules, got builtin_function\w* at 1"),
+    (lambda: nn.Linear(1, 1), TypeError, "layers must be several modules, got one Linear; pass its list of layers"),
+    (lambda: [nn.Linear(1, 1)] * 5, ValueError, "layers must hold each module once"),
+    (lambda: [(outer := nn.Sequential(nn.Tanh())), outer[0]], ValueError, "layer 1 is a part of layer 0; list layers"),
+    (lambda: [nn.Tanh() for _ in range(3)], ValueError, "num_layers must be at most model_layers - 1 = 2, got 3"),
+]
+
+
+@pytest.mark.parametrize(("layers", "kind", "text"), REFUSED)
+def test_refusals(layers: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        handle_for(layers())
+
+
+def test_refuses_a_schedule_of_another_size() -> None:
+    with pytest.raises(ValueError, match="the schedule must be over 3 layers, got one over 4"):
+        handle_for([nn.Tanh() for _ in range(3)], schedule=Schedule(4))
