@@ -19,6 +19,8 @@ from offload.simulate import simulate
 from offload.states import OffloadState, OffloadStateError
 from offload.stats import OffloadStats
 from offload.timeline import Span, Timeline
+from offload.weight_stats import WeightStats
+from offload.weights import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
 
@@ -41,7 +43,9 @@ __all__ = [
     "Profile",
     "Schedule",
     "Span",
+    "StreamedWeights",
     "Timeline",
+    "WeightStats",
     "empty_host_cache",
     "get_cpu_offload_context",
     "mark_not_offload",
@@ -54,4 +58,5 @@ __all__ = [
     "reserve_host_memory",
     "simulate",
     "start_offload",
+    "stream_weights",
 ]

@@ -193,7 +193,7 @@ def stream_weights(
         TypeError: ``layers`` does not hold modules, or a parameter is of a kind that cannot be streamed.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
             parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
-        PinningError: The system refused to page-lock so much host memory.
+        HostMemoryError: The system refused to page-lock so much host memory.
     """
     modules = _check_layers(layers)
     for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):

@@ -16,8 +16,8 @@ from models import WIDTH, GptBlock, build, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offload import stream_weights
 from offload.backend import get_backend
-from offload.weights import stream_weights
 
 LAYERS = 4
 

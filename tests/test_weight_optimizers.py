@@ -16,7 +16,7 @@ from lab import Lab
 from models import WIDTH, build, loss_of
 from torch import nn
 
-from offload.weights import StreamedWeights, stream_weights
+from offload import StreamedWeights, stream_weights
 
 LAYERS = 4
 STEPS = 3

@@ -17,8 +17,8 @@ from lab import Lab
 from models import WIDTH, build, loss_of
 from torch import nn
 
+from offload import stream_weights
 from offload.weight_slots import WeightWait
-from offload.weights import stream_weights
 
 LAYERS = 4
 LATE_S = 0.05

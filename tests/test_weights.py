@@ -18,8 +18,7 @@ from models import WIDTH, GptBlock, build, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import get_cpu_offload_context, offload_layers
-from offload.weights import StreamedWeights, stream_weights
+from offload import StreamedWeights, get_cpu_offload_context, offload_layers, stream_weights
 
 LAYERS = 5
 
@@ -298,6 +297,13 @@ def test_autocast(device: torch.device) -> None:
             return plain(layers, x)
 
     check(*build("decoder", LAYERS, device), forward, microbatches=2)
+
+
+def test_compiled_layers(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    check(layers, x, microbatches=2)
 
 
 # Which gradients there are.
