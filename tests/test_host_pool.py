@@ -1,0 +1,418 @@
+"""The host pool: buffers never overlap, it grows no further than what is used, and nobody waits for it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab import Lab
+
+from offload.host_pool import ALIGNMENT_BYTES, PAGE_BYTES, HostBuffer, HostPool, get_host_pool
+from offload.pinned import HostMemoryError, pageable
+
+KIB = 1024
+
+
+class FakeEvent:
+    """An event that is reached when the test says so."""
+
+    def __init__(self, *, reached: bool = False) -> None:
+        self.reached = reached
+        self.waited_for = False
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.waited_for = self.reached = True
+
+
+REACHED = FakeEvent(reached=True)
+
+
+class Source:
+    """Gives pageable memory in place of pinned and remembers the sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        self.sizes.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def pool(source: Source) -> HostPool:
+    return HostPool(source)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def blocks(buffer: HostBuffer) -> list[tuple[int, int]]:
+    """The aligned blocks of memory under a buffer."""
+    return [
+        (piece.slab.data_ptr(), start)
+        for piece in buffer.ranges
+        for start in range(piece.start, piece.start + piece.nbytes, ALIGNMENT_BYTES)
+    ]
+
+
+# Traces: take a buffer of some size, give one of those that are out back, let time pass.
+
+TAKE = st.tuples(st.just("take"), st.integers(1, 32 * KIB))
+SAME = st.tuples(st.just("take"), st.sampled_from([512, 3000, 8 * KIB]))
+GIVE = st.tuples(st.just("give"), st.integers(0, 1000))
+REACH = st.tuples(st.just("reach"), st.integers(0, 1000))
+TRIM = st.tuples(st.just("trim"), st.just(0))
+Trace = list[tuple[str, int]]
+
+
+class Replay:
+    """Runs a trace and checks after each action what must hold at any time."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self.out: list[tuple[HostBuffer, int]] = []
+        self.pending: dict[tuple[int, int], FakeEvent] = {}
+        self.events: list[FakeEvent] = []
+        self.count = 0
+        self.peak_bytes = 0
+
+    def run(self, trace: Trace) -> None:
+        for action, number in trace:
+            getattr(self, action)(number)
+            self.check()
+
+    def take(self, nbytes: int) -> None:
+        buffer = self.pool.take(nbytes)
+        assert buffer.nbytes == nbytes == sum(len(piece) for piece in buffer.pieces)
+        needed = {self.pending.pop(block) for block in blocks(buffer) if block in self.pending}
+        assert {event for event in needed if not event.reached} <= set(buffer.events)
+        self.count += 1
+        mark = self.count % 251
+        for piece in buffer.pieces:
+            assert piece.dtype is torch.uint8
+            piece.fill_(mark)
+        self.out.append((buffer, mark))
+        self.peak_bytes = max(self.peak_bytes, sum(rounded(out.nbytes) for out, _ in self.out))
+
+    def give(self, which: int) -> None:
+        if not self.out:
+            return
+        buffer, mark = self.out.pop(which % len(self.out))
+        assert all(bool((piece == mark).all()) for piece in buffer.pieces), "another buffer wrote here"
+        event = FakeEvent()
+        self.events.append(event)
+        self.pending.update(dict.fromkeys(blocks(buffer), event))
+        self.pool.give(buffer, event)
+
+    def reach(self, which: int) -> None:
+        if self.events:
+            self.events[which % len(self.events)].reached = True
+
+    def trim(self, _: int) -> None:
+        self.pool.trim()
+        live = {piece.slab.data_ptr() for buffer, _ in self.out for piece in buffer.ranges}
+        for block, event in list(self.pending.items()):
+            if block[0] not in live:
+                assert event.reached, "memory was freed before the last copy from it"
+                del self.pending[block]
+
+    def check(self) -> None:
+        used = [block for buffer, _ in self.out for block in blocks(buffer)]
+        assert len(used) == len(set(used)), "two buffers share memory"
+        assert self.pool.pinned_bytes <= 1.03 * self.peak_bytes + PAGE_BYTES
+        assert self.pool.peak_used_bytes <= self.peak_bytes
+
+    def finish(self) -> None:
+        """Everything comes back."""
+        while self.out:
+            self.give(0)
+        self.trim(0)
+        assert self.pool.used_bytes == self.pool.pinned_bytes == 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(trace=st.lists(st.one_of(TAKE, SAME, GIVE, GIVE, REACH, TRIM), min_size=25, max_size=80))
+def test_any_trace(trace: Trace) -> None:
+    replay = Replay(HostPool(Source()))
+    replay.run(trace)
+    replay.finish()
+
+
+@settings(deadline=None, max_examples=100)
+@given(trace=st.lists(st.one_of(TAKE, SAME, GIVE), min_size=10, max_size=40))
+def test_the_second_time_nothing_is_pinned(trace: Trace) -> None:
+    """In steady state no memory is pinned, however the sizes are mixed."""
+    source = Source()
+    replay = Replay(HostPool(source))
+    replay.run(trace)
+    while replay.out:
+        replay.give(0)
+    pinned = len(source.sizes)
+    replay.run(trace)
+    assert len(source.sizes) == pinned
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rounds=st.lists(st.lists(st.integers(64 * KIB, 2048 * KIB), min_size=1, max_size=8), min_size=1, max_size=6),
+    keep=st.integers(0, 3),
+)
+def test_shapes_that_change_from_step_to_step(rounds: list[list[int]], keep: int) -> None:
+    """Sequence lengths differ: the pool is never more than 3% larger than what was on the host at once."""
+    pool = HostPool(Source())
+    kept: list[HostBuffer] = []
+    for sizes in rounds:
+        taken = [pool.take(size) for size in sizes]
+        for buffer in kept + taken[keep:]:
+            pool.give(buffer, FakeEvent())
+        kept = taken[:keep]
+        assert pool.pinned_bytes <= 1.03 * pool.peak_used_bytes + PAGE_BYTES
+
+
+# What the traces rest on
+
+
+def test_same_size_gets_the_same_buffer_back(pool: HostPool, source: Source) -> None:
+    first, second = pool.take(3000), pool.take(3000)
+    event = FakeEvent()
+    pool.give(first, event)
+    again = pool.take(3000)
+    assert again is first
+    assert again.events == (event,)
+    assert second is not first
+    assert sum(source.sizes) == 2 * PAGE_BYTES
+
+
+def test_used_bytes(pool: HostPool) -> None:
+    first, second = pool.take(1000), pool.take(5000)
+    assert pool.used_bytes == pool.peak_used_bytes == 6000
+    pool.give(first, REACHED)
+    pool.take(10)
+    assert pool.used_bytes == 5010
+    pool.give(second, REACHED)
+    pool.trim()
+    assert pool.used_bytes == 10
+    assert pool.peak_used_bytes == 6000
+
+
+def test_small_buffers_share_a_page(pool: HostPool, source: Source) -> None:
+    taken = [pool.take(500) for _ in range(8)]
+    assert source.sizes == [PAGE_BYTES]
+    assert len({piece.slab.data_ptr() for buffer in taken for piece in buffer.ranges}) == 1
+
+
+def test_adjacent_free_ranges_become_one(pool: HostPool, source: Source) -> None:
+    events = [FakeEvent(), FakeEvent(reached=True), FakeEvent(), FakeEvent()]
+    taken = [pool.take(1024) for _ in range(4)]
+    for buffer, event in zip(taken, events, strict=True):
+        pool.give(buffer, event)
+    whole = pool.take(4096)
+    assert len(whole.pieces) == 1
+    assert source.sizes == [4096]
+    assert set(whole.events) == {events[0], events[2], events[3]}
+
+
+def test_scattered_free_ranges_hold_one_buffer(pool: HostPool, source: Source) -> None:
+    taken = [pool.take(4096) for _ in range(6)]
+    events = [FakeEvent() for _ in range(3)]
+    for buffer, event in zip(taken[::2], events, strict=True):
+        pool.give(buffer, event)
+    scattered = pool.take(3 * 4096 - 100)
+    assert [len(piece) for piece in scattered.pieces] == [4096, 4096, 4096 - 100]
+    assert set(scattered.events) == set(events)
+    assert sum(source.sizes) == 6 * 4096
+
+
+def test_only_what_is_missing_is_pinned(pool: HostPool, source: Source) -> None:
+    first = pool.take(8192)
+    pool.give(first, REACHED)
+    pool.take(3 * 4096)
+    assert source.sizes == [8192, 4096]
+
+
+def test_pieces_are_parts_of_the_slabs(pool: HostPool) -> None:
+    buffer = pool.take(777)
+    (piece,) = buffer.pieces
+    assert piece.data_ptr() == buffer.ranges[0].slab.data_ptr()
+    assert piece.shape == (777,)
+
+
+# Trim and reserve
+
+
+def test_trim_frees_slabs_without_buffers(pool: HostPool) -> None:
+    first, second = pool.take(100 * KIB), pool.take(50 * KIB)
+    event = FakeEvent()
+    pool.give(first, event)
+    assert pool.trim() == 100 * KIB
+    assert event.waited_for
+    assert pool.pinned_bytes == 52 * KIB or pool.pinned_bytes == 50 * KIB + PAGE_BYTES // 2
+    assert pool.trim() == 0
+    pool.give(second, REACHED)
+    pool.trim()
+    assert pool.pinned_bytes == 0
+
+
+def test_trim_lets_the_memory_go(pool: HostPool) -> None:
+    buffer = pool.take(64 * KIB)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(buffer.pieces[0].untyped_storage())
+    pool.give(buffer, REACHED)
+    del buffer
+    pool.trim()
+    assert storage.expired()
+
+
+def test_trim_keeps_a_slab_that_is_used_in_part(pool: HostPool) -> None:
+    pool.reserve(64 * KIB)
+    buffer = pool.take(512)
+    assert pool.trim() == 0
+    assert pool.pinned_bytes == 64 * KIB
+    pool.give(buffer, REACHED)
+    assert pool.trim() == 64 * KIB
+
+
+def test_reserve_pins_what_is_missing(pool: HostPool, source: Source) -> None:
+    pool.reserve(100 * KIB)
+    pool.reserve(50 * KIB)
+    pool.reserve(104 * KIB)
+    assert source.sizes == [100 * KIB, 4 * KIB]
+    taken = [pool.take(26 * KIB) for _ in range(4)]
+    assert pool.pinned_bytes == 104 * KIB
+    assert taken
+
+
+def test_limit(pool: HostPool) -> None:
+    """A request that the limit refuses leaves the pool as it was."""
+    buffer = pool.take(8 * KIB, max_bytes=16 * KIB)
+    with pytest.raises(HostMemoryError, match="max_host_bytes is"):
+        pool.take(12 * KIB, max_bytes=16 * KIB)
+    assert pool.pinned_bytes == pool.used_bytes == 8 * KIB
+    pool.take(8 * KIB, max_bytes=16 * KIB)
+    pool.give(buffer, REACHED)
+    pool.take(12 * KIB)
+    assert pool.pinned_bytes == 20 * KIB
+
+
+def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
+    def refuse(nbytes: int) -> torch.Tensor:
+        if nbytes > 8 * KIB:
+            raise MemoryError
+        return pageable(nbytes)
+
+    pool = HostPool(refuse)
+    pool.give(pool.take(8 * KIB), REACHED)
+    with pytest.raises(MemoryError):
+        pool.take(64 * KIB)
+    assert pool.pinned_bytes == 8 * KIB
+    assert pool.used_bytes == 0
+    assert len(pool.take(8 * KIB).pieces) == 1
+
+
+# Threads and finalizers
+
+
+class GivesWhenItDies:
+    def __init__(self, pool: HostPool, nbytes: int) -> None:
+        self.pool = pool
+        self.buffer = pool.take(nbytes)
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.pool.give(self.buffer, REACHED)
+
+
+def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
+    """The collector may run anywhere, also inside the pool with its lock held."""
+    pool: HostPool
+
+    def collect_and_allocate(nbytes: int) -> torch.Tensor:
+        gc.collect()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = HostPool(collect_and_allocate)
+    for _ in range(3):
+        GivesWhenItDies(pool, 5 * KIB)
+    pool.take(50 * KIB)
+    gc.collect()
+    pool.take(1)
+    assert pool.used_bytes == 50 * KIB + 1
+
+
+def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
+    buffer = pool.take(512)
+    with pool._lock:
+        giver = threading.Thread(target=pool.give, args=(buffer, REACHED))
+        giver.start()
+        giver.join(timeout=10)
+        assert not giver.is_alive()
+    pool.trim()
+    assert pool.used_bytes == 0
+
+
+def test_many_threads(pool: HostPool) -> None:
+    """Buffers that are out at the same time are disjoint, whoever takes and whoever gives."""
+    failures: list[Any] = []
+    start = threading.Barrier(4)
+
+    def work(mark: int) -> None:
+        start.wait()
+        held: list[HostBuffer] = []
+        try:
+            for step in range(150):
+                buffer = pool.take(512 * (1 + (step * mark) % 7))
+                for piece in buffer.pieces:
+                    piece.fill_(mark)
+                held.append(buffer)
+                if step % 3:
+                    oldest = held.pop(0)
+                    assert all(bool((piece == mark).all()) for piece in oldest.pieces)
+                    pool.give(oldest, FakeEvent(reached=True))
+        except BaseException as error:  # noqa: BLE001  # handed to the main thread
+            failures.append(error)
+        for buffer in held:
+            pool.give(buffer, REACHED)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    pool.trim()
+    assert pool.used_bytes == pool.pinned_bytes == 0
+
+
+def test_buffer_goes_back_to_its_own_pool(pool: HostPool) -> None:
+    other = HostPool(Source())
+    buffer = pool.take(512)
+    other.give(buffer, REACHED)
+    other.trim()
+    assert other.used_bytes == 0
+    pool.trim()
+    assert pool.used_bytes == 0
+
+
+def test_one_pool_per_device(lab: Lab) -> None:
+    pool = get_host_pool(lab.backend)
+    assert pool is get_host_pool(lab.backend)
+    source = torch.arange(5000, device=lab.device) % 251
+    source = source.to(torch.uint8)
+    buffer = pool.take(5000)
+    lab.backend.copy(lab.d2h_stream, buffer.pieces[0], source)
+    lab.drain()
+    assert torch.equal(buffer.pieces[0], source.cpu())
+    assert buffer.pieces[0].is_pinned() == (lab.device.type == "cuda")

@@ -1,0 +1,119 @@
+"""The memory meter: the peak of device memory above what was there before."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from lab import Lab
+from models import loss_of, offloading
+
+from offload import memory_meter
+
+KIB = 1024
+
+
+def kib(count: float, device: torch.device) -> torch.Tensor:
+    return torch.zeros(int(count * KIB), dtype=torch.uint8, device=device)
+
+
+def test_peak_not_sum(device: torch.device) -> None:
+    with memory_meter(device) as meter:
+        first = kib(64, device)
+        del first
+        second = kib(32, device)
+        third = kib(16, device)
+    assert meter.peak_bytes == 64 * KIB
+    assert len(second) + len(third) == 48 * KIB
+
+
+def test_what_was_there_before_does_not_count(device: torch.device) -> None:
+    before = kib(64, device)
+    with memory_meter(device) as meter:
+        after = before[: 16 * KIB] + 1
+        del before
+    assert meter.peak_bytes == 16 * KIB
+    assert len(after) == 16 * KIB
+
+
+def test_views_and_changes_in_place_take_nothing(device: torch.device) -> None:
+    with memory_meter(device) as meter:
+        tensor = kib(64, device)
+        tensor.add_(1)
+        tensor.view(2, -1).t()[3:].expand(2, -1, -1)
+        tensor[::2].zero_()
+    assert meter.peak_bytes == 64 * KIB
+
+
+def test_saved_activations_count_until_backward_is_done(device: torch.device) -> None:
+    x = torch.ones(16 * KIB, device=device, requires_grad=True)
+    with memory_meter(device) as kept:
+        y = x.exp().exp().exp()
+        y.sum().backward()
+        del y
+    with memory_meter(device) as dropped, torch.no_grad():
+        x.exp().exp().exp()
+    assert dropped.peak_bytes == 2 * 64 * KIB
+    # Three results, and a gradient or two on their way.
+    assert 4 * 64 * KIB <= kept.peak_bytes <= 6 * 64 * KIB
+
+
+def test_reading_is_final_when_the_block_is_left(device: torch.device) -> None:
+    with memory_meter(device) as meter:
+        kib(16, device)
+    kib(64, device)
+    assert meter.peak_bytes == 16 * KIB
+
+
+def test_error_inside(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="shape"), memory_meter(device) as meter:
+        kib(16, device).view(3, -1)
+    assert meter.peak_bytes == 16 * KIB
+
+
+def test_nothing(device: torch.device) -> None:
+    with memory_meter(device) as meter:
+        pass
+    assert meter.peak_bytes == 0
+
+
+def test_memory_freed_in_another_thread(device: torch.device) -> None:
+    with memory_meter(device) as meter:
+        held = [kib(32, device)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        kib(32, device)
+    assert meter.peak_bytes == 32 * KIB
+
+
+def test_default_device() -> None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    with memory_meter() as meter:
+        kib(16, device)
+    assert meter.peak_bytes == 16 * KIB
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"device must be on this machine"), memory_meter("meta"):
+        pass
+
+
+def test_offloading_lowers_the_peak_by_a_set_per_layer(lab: Lab) -> None:
+    x = torch.ones(16 * KIB, device=lab.device, requires_grad=True)
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        return y.tanh().sin()
+
+    def peak(num_layers: int) -> int:
+        offloaded = offloading(num_layers, 6, lab.device)
+        x.grad = None
+        lab.drain()
+        with memory_meter(lab.device) as meter:
+            loss_of(offloaded.forward([layer] * 6, x)).backward()
+        return meter.peak_bytes
+
+    peaks = [peak(k) for k in range(5)]
+    assert [before - after for before, after in itertools.pairwise(peaks)] == [64 * KIB] * 4
