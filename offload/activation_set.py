@@ -154,10 +154,13 @@ class ActivationSet:
         self._reload()
 
     def _reload(self) -> None:
+        away = [storage for storage in reversed(self._live()) if storage.away]
+        # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
+        landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
         compute = self.transfers.backend.compute_stream()
         self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
-        for storage in reversed(self._live()):
-            storage.start_reload()
+        for storage, landing in zip(away, landings, strict=True):
+            storage.start_reload(landing, compute)
 
     def mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""

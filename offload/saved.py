@@ -11,13 +11,14 @@ tensor's geometry, and gives it back over whatever device memory holds the bytes
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import trace
-from offload.backend import Wait
+from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
 
 if TYPE_CHECKING:
@@ -88,16 +89,21 @@ class SavedStorage:
         if not self.original.expired():
             self.set.transfers.counters.wasted_bytes += self.nbytes
 
-    def start_reload(self) -> None:
-        """Queue the copy back into new device memory. The h2d stream must have waited for the compute stream."""
-        if self.host is None or self.device is not None:
+    @property
+    def away(self) -> bool:
+        """Whether the bytes are on the host only."""
+        return self.host is not None and self.device is None
+
+    def start_reload(self, landing: torch.Tensor, compute_stream: Stream) -> None:
+        """Queue the copy back into ``landing``, memory of ``compute_stream`` that the h2d stream has waited for."""
+        if self.host is None:
             return
         transfers = self.set.transfers
-        self.device = transfers.backend.empty(self.nbytes)
+        self.device = landing
         self.count()
         transfers.to_device(self.device, self.host, self.set.layer)
         self.reload_done = transfers.h2d_stream.record_event()
-        self.stream = transfers.backend.compute_stream()
+        self.stream = compute_stream
         self.unread = True
         transfers.pool.give(self.host, self.reload_done)
         self.host = None
@@ -282,5 +288,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of ``tensor`` and all its views."""
     counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    counter.data = _nothing(tensor.dtype, tensor.device)
     return counter
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -111,6 +111,17 @@ class Lab:
         empty = self.backend.empty
         self._monkeypatch.setattr(self.backend, "empty", lambda nbytes: empty(nbytes).fill_(0xFF))
 
+    def fill_new_late(self, delay_s: float) -> None:
+        """Let compute fill the memory that reloads land in, as PyTorch does under deterministic algorithms."""
+        empty = self.backend.empty
+
+        def filled(nbytes: int) -> torch.Tensor:
+            memory = empty(nbytes)
+            self.write_late(memory, 0xFF, delay_s)
+            return memory
+
+        self._monkeypatch.setattr(self.backend, "empty", filled)
+
     def recycle(self, memory: torch.Tensor) -> None:
         """Let the next reload land in ``memory``, uint8, as if the allocator had handed it out again."""
         empty = self.backend.empty

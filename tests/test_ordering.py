@@ -136,6 +136,14 @@ def test_wrong_without_the_wait(wait: Wait, lab: Lab) -> None:
     assert not SCENARIOS[wait](lab)
 
 
+def test_a_reload_waits_for_what_allocating_its_memory_queued(lab: Lab) -> None:
+    trip = Trip(lab, before_read=lab.drain)
+    y = trip.end(trip.begin(lambda: trip.full(3.0)))
+    lab.fill_new_late(LATE_S)
+    y.sum().backward()
+    assert trip.found == [3.0]
+
+
 # Copies run beside compute.
 
 
