@@ -105,7 +105,7 @@ class AcceleratorBackend(Backend):
         return torch.Stream(device=self.device)
 
     def compute_stream(self) -> Any:
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device.index)
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         with stream:

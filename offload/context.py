@@ -95,6 +95,7 @@ class OffloadContext(ContextDecorator):
     ) -> None:
         self.exit(failed=kind is not None)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def enter(self, layer: int | None = None) -> None:
         """A layer's forward begins.
 
@@ -123,6 +124,7 @@ class OffloadContext(ContextDecorator):
         self._entered.append(_Entry(self._open, hooks))
         _open_sets.append(self._open)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def exit(self, *, failed: bool = False) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
         entry = self._entered.pop() if self._entered else None
@@ -148,6 +150,7 @@ class OffloadContext(ContextDecorator):
         while self._open is not None:
             self.exit(failed=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def sync(self, output: Output) -> Output:
         """Mark a layer's output, so that the schedule learns when the layer's backward begins.
 

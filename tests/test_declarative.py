@@ -63,8 +63,8 @@ def _races_show():
 
 
 def declarative(**options):
-    options = {"synchronization_dict": MOVES, "model_layers": MICROBATCHES} | options
-    return get_cpu_offload_context(enabled=True, min_bytes=MIN_BYTES, device="cpu", **options)
+    options = {"synchronization_dict": MOVES, "model_layers": MICROBATCHES, "device": "cpu"} | options
+    return get_cpu_offload_context(enabled=True, min_bytes=MIN_BYTES, **options)
 
 
 def step(model, microbatches, context=None, sync=lambda x: x, check=lambda _: None):
