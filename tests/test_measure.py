@@ -167,8 +167,8 @@ class TestBytes:
 @pytest.mark.gpu
 def test_prediction_agrees_with_what_the_gpu_does():
     torch.manual_seed(0)
-    layers = nn.ModuleList(Block(512) for _ in range(12)).to("cuda", torch.bfloat16)
-    x = torch.randn(16, 2048, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layers = nn.ModuleList(Block(2048) for _ in range(12)).to("cuda", torch.bfloat16)
+    x = torch.randn(16, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
         y = x

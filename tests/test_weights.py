@@ -156,6 +156,7 @@ def test_mixed_dtypes_and_sizes(device: torch.device) -> None:
     layers, x = build(lambda: Unequal(8), 0, device)
     layers.extend(Unequal(inner).to(device) for inner in (8, 40, 3, 17, 1))
     check(layers, x, microbatches=2)
+    layers.to(device)
     check(layers, x, microbatches=2, num_slots=3)
 
 
