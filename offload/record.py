@@ -8,6 +8,9 @@ backend the source is the backend's own record.
 Note:
     Memory is allocated in host time, while the host runs ahead of the device. A stream-ordered allocator hands out
     memory for the work launched next, so each change is drawn at the device time of that work.
+
+    A replay of a CUDA graph is one launch, runs no Python and allocates nothing. So it has no marks and no memory
+    curve: its kernels are of kind ``"other"``, and its copies belong to no layer. Stalls are seen as ever.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from offload.trace import Mark
 STALL_S = 20e-6
 """Shorter pauses between two kernels are not drawn: launching takes as long."""
 MERGE_S = 200e-6
-"""Copies of one layer that follow each other more closely are drawn as one."""
+"""Copies of one layer that follow each other more closely are drawn as one; those of no known layer, at ``STALL_S``."""
 
 COPY_KINDS: dict[Lane, Kind] = {"d2h": "offload", "h2d": "reload"}
 
@@ -55,10 +58,11 @@ def record_timeline(
 ) -> Timeline:
     """Run ``step`` under observation and return what the device did.
 
-    Layers are known by the offload context that the step runs in, with none offloaded too: ``num_layers=0``.
+    Layers are known by the offload context that the step runs in, with none offloaded too: ``num_layers=0``. In a
+    replay of a CUDA graph nothing is known of layers and memory; streams, stalls and bytes are.
 
     Args:
-        step: One training step, forward and backward, without arguments.
+        step: One training step, forward and backward, without arguments; or the ``replay`` of a graph that holds one.
         device: The device to watch; the current accelerator by default, and the CPU where there is none.
         warmup: How often ``step`` runs before it is recorded.
         title: The timeline's title.
@@ -230,7 +234,8 @@ def _copy_spans(copies: list[tuple[_Work, int | None]]) -> Iterator[Span]:
     for lane, kind in COPY_KINDS.items():
         open_span: Span | None = None
         for piece, layer in sorted(copy for copy in copies if copy[0].lane == lane):
-            if open_span and open_span.layer == layer and piece.start_s - open_span.end_s < MERGE_S:
+            gap_s = STALL_S if layer is None else MERGE_S
+            if open_span and open_span.layer == layer and piece.start_s - open_span.end_s < gap_s:
                 nbytes = open_span.nbytes + piece.nbytes
                 open_span = Span(lane, kind, open_span.start_s, piece.end_s, layer=layer, nbytes=nbytes)
                 continue
