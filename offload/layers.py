@@ -15,6 +15,7 @@ from offload.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.host_memory import HostMemory, WhenFull
 from offload.schedule import Schedule
 from offload.stats import OffloadStats
+from offload.weights import streaming_device
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -99,7 +100,8 @@ def offload_layers(
         schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
         plan: The result of :func:`offload.plan`, in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device, in bytes.
-        device: The device whose activations move; by default that of the layers' first parameter.
+        device: The device whose activations move; by default that of the layers' first parameter, or
+            where they compute if their weights are streamed.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
             default.
         when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
@@ -122,6 +124,7 @@ def offload_layers(
         schedule = Schedule.default(num_layers, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
+    device = streaming_device(modules) if device is None else device
     if device is None:
         parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
         device = next((parameter.device for parameter in parameters), None)

@@ -39,6 +39,8 @@ class WeightStream:
     """
 
     def __init__(self, backend: Backend, layers: list[WeightLayer], slots: WeightSlots, writer: GradientWriter) -> None:
+        self.device = backend.device
+        """Where the layers compute."""
         self._backend = backend
         self._layers = layers
         self._slots = slots

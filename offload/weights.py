@@ -229,6 +229,12 @@ def stream_weights(
     return handle
 
 
+def streaming_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """Where these layers compute, if the weights of one of them are streamed."""
+    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
+    return next((hook.boundary.stream.device for hook in hooks if isinstance(hook, _WeightHook)), None)
+
+
 class _Boundary:
     """Where one layer's forward begins and ends."""
 

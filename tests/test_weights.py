@@ -255,9 +255,9 @@ def test_with_offloaded_activations(block: str, weights_first: bool, device: tor
     expected = gradients_of(leaves, step)
     if weights_first:
         streamed = stream_weights(layers, device)
-        offloaded = offload_layers(layers, 3, min_bytes=0, device=device)
+        offloaded = offload_layers(layers, 3, min_bytes=0)
     else:
-        offloaded = offload_layers(layers, 3, min_bytes=0, device=device)
+        offloaded = offload_layers(layers, 3, min_bytes=0)
         streamed = stream_weights(layers, device)
     with streamed, offloaded:
         for _ in range(2):
