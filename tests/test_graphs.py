@@ -1,0 +1,447 @@
+"""Whose host memory is whose while CUDA graphs live. Captures and the driver are pretended, so no GPU is needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import offload
+from offload import graphs, host_pool, transfers
+from offload.graphs import Capture, CaptureError, GraphLife, current_capture, is_capturing
+from offload.host_pool import ALIGNMENT_BYTES, HostBuffer, HostPool
+from offload.pinned import pageable
+from offload.stats import Counters
+from offload.transfers import Transfers
+
+KIB = 1024
+
+
+class Driver:
+    """Pretends captures by number, and the ends of the graphs that they made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now: Capture | None = None
+        self._lives: defaultdict[int, list[SimpleNamespace]] = defaultdict(list)
+        monkeypatch.setattr(host_pool, "current_capture", lambda: self.now)
+        monkeypatch.setattr(graphs, "GraphLife", self._begin)
+
+    def _begin(self, capture: Capture) -> SimpleNamespace:
+        life = SimpleNamespace(over=False)
+        self._lives[capture.id].append(life)
+        return life
+
+    @contextmanager
+    def capture(self, number: int) -> Iterator[None]:
+        self.now = Capture(number, graph=0xBEEF)
+        try:
+            yield
+        finally:
+            self.now = None
+
+    def destroy(self, number: int) -> None:
+        for life in self._lives[number]:
+            life.over = True
+
+
+class Event:
+    """An event that must not be asked during a capture."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.reached = False
+
+    def query(self) -> bool:
+        assert self._driver.now is None, "a query would break the capture"
+        return self.reached
+
+    def synchronize(self) -> None:
+        assert self._driver.now is None, "a synchronization would break the capture"
+        self.reached = True
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    return HostPool(pageable)
+
+
+def blocks(buffer: HostBuffer) -> set[tuple[int, int]]:
+    """The aligned blocks of memory under a buffer."""
+    return {
+        (piece.slab.data_ptr(), start)
+        for piece in buffer.ranges
+        for start in range(piece.start, piece.start + piece.nbytes, ALIGNMENT_BYTES)
+    }
+
+
+def warm_up(pool: HostPool, *sizes: int, event: Any = None) -> None:
+    """An eager step that has buffers of these sizes at once."""
+    for buffer in [pool.take(nbytes) for nbytes in sizes]:
+        pool.give(buffer, event)
+
+
+class TestOwnership:
+    def test_a_capture_reuses_what_it_gave_back(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB)
+        event = Event(driver)
+        with driver.capture(1):
+            first = pool.take(KIB)
+            pool.give(first, event)
+            again = pool.take(KIB)
+        assert again is first
+        assert again.events == (event,), "the graph itself must wait for its own earlier copy"
+
+    def test_eager_code_never_gets_a_graph_s_buffer(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB)
+        with driver.capture(1):
+            captured = pool.take(KIB)
+            pool.give(captured, Event(driver))
+        eager = [pool.take(KIB) for _ in range(3)]
+        assert not any(blocks(captured) & blocks(buffer) for buffer in eager)
+        assert pool.used_bytes == 4 * KIB, "a graph's buffers count as used"
+
+    def test_neither_does_another_capture(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB, KIB)
+        taken = []
+        for number in (1, 2):
+            with driver.capture(number):
+                taken.append(pool.take(KIB))
+                pool.give(taken[-1], Event(driver))
+        assert not blocks(taken[0]) & blocks(taken[1])
+
+    def test_nor_is_it_given_back_to_the_system(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, 4 * KIB)
+        with driver.capture(1):
+            pool.give(pool.take(4 * KIB), Event(driver))
+        assert pool.trim() == 0
+        driver.destroy(1)
+        assert pool.trim() == 4 * KIB
+
+    def test_a_smaller_buffer_of_a_capture_is_carved_from_what_is_pinned(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, 4 * KIB)
+        with driver.capture(1):
+            one, two = pool.take(KIB), pool.take(3 * KIB)
+        assert not blocks(one) & blocks(two)
+        assert pool.pinned_bytes == 4 * KIB
+
+
+class TestEnd:
+    def test_buffers_return_when_the_graph_is_gone(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB)
+        with driver.capture(1):
+            captured = pool.take(KIB)
+            pool.give(captured, Event(driver))
+        driver.destroy(1)
+        eager = pool.take(KIB)
+        assert blocks(eager) == blocks(captured)
+        assert eager.events == (), "what a destroyed graph did is over"
+        assert eager.arena is None
+        assert pool.used_bytes == KIB
+
+    def test_not_while_somebody_still_holds_one(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB)
+        with driver.capture(1):
+            captured = pool.take(KIB)
+        driver.destroy(1)
+        assert not blocks(pool.take(KIB)) & blocks(captured)
+        pool.give(captured, Event(driver))
+        assert blocks(pool.take(KIB)) == blocks(captured)
+
+    def test_a_forward_s_buffers_wait_for_the_backward_that_reads_them(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB)
+        with driver.capture(1):
+            captured = pool.take(KIB)
+        with driver.capture(2):
+            pool.read(captured)
+            pool.give(captured, Event(driver))
+        driver.destroy(1)
+        assert not blocks(pool.take(KIB)) & blocks(captured)
+        driver.destroy(2)
+        assert blocks(pool.take(KIB)) == blocks(captured)
+
+    def test_graphs_end_in_any_order(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, KIB, KIB)
+        taken = {}
+        for number in (1, 2):
+            with driver.capture(number):
+                taken[number] = pool.take(KIB)
+                pool.give(taken[number], Event(driver))
+        driver.destroy(2)
+        assert blocks(pool.take(KIB)) == blocks(taken[2])
+
+
+class TestMissingMemory:
+    def test_is_an_error_that_says_how_much_and_what_to_do(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, 4 * KIB)
+        with driver.capture(1):
+            pool.take(3 * KIB)
+            with pytest.raises(
+                CaptureError,
+                match=r"^7168 bytes of pinned host memory are missing, and none can be added while a CUDA graph is "
+                r"being captured; run one step as a warm-up before the capture\.$",
+            ):
+                pool.take(8 * KIB)
+        assert pool.pinned_bytes == 4 * KIB
+
+    def test_leaves_the_pool_as_it_was(self, pool: HostPool, driver: Driver) -> None:
+        with driver.capture(1), pytest.raises(CaptureError, match="4096 bytes"):
+            pool.take(4 * KIB)
+        assert (pool.used_bytes, pool.pinned_bytes) == (0, 0)
+        driver.destroy(1)
+        warm_up(pool, 4 * KIB)
+        with driver.capture(2):
+            assert pool.take(4 * KIB).nbytes == 4 * KIB
+
+    def test_is_over_after_a_warm_up_with_the_same_sizes(self, pool: HostPool, driver: Driver) -> None:
+        sizes = (KIB, 3 * KIB, 700, KIB)
+        warm_up(pool, *sizes)
+        pinned = pool.pinned_bytes
+        with driver.capture(1):
+            for nbytes in sizes:
+                pool.take(nbytes)
+        assert pool.pinned_bytes == pinned
+
+    def test_memory_can_be_reserved_in_place_of_a_warm_up(self, pool: HostPool, driver: Driver) -> None:
+        pool.reserve(8 * KIB)
+        with driver.capture(1):
+            assert pool.take(8 * KIB).nbytes == 8 * KIB
+
+
+class TestEvents:
+    def test_of_eager_steps_are_dropped_when_a_capture_takes_the_buffer(self, pool: HostPool, driver: Driver) -> None:
+        """A capture begins on an idle device, and could not wait for what was recorded outside of it."""
+        warm_up(pool, KIB, event=Event(driver))
+        with driver.capture(1):
+            assert pool.take(KIB).events == ()
+
+    def test_also_where_the_capture_carves_the_buffer_from_several(self, pool: HostPool, driver: Driver) -> None:
+        warm_up(pool, 512, 512, event=Event(driver))
+        with driver.capture(1):
+            carved = pool.take(KIB)
+        assert len(carved.ranges) >= 1
+        assert carved.events == ()
+
+    def test_stay_with_what_the_capture_leaves_over(self, pool: HostPool, driver: Driver) -> None:
+        event = Event(driver)
+        warm_up(pool, 4 * KIB, event=event)
+        with driver.capture(1):
+            pool.take(KIB)
+        assert pool.take(3 * KIB).events == (event,)
+
+
+class TestReading:
+    def test_in_a_capture_what_was_written_outside_is_refused(self, pool: HostPool, driver: Driver) -> None:
+        eager = pool.take(KIB)
+        with (
+            driver.capture(1),
+            pytest.raises(CaptureError, match=r"its forward ran outside of a capture; capture both, in one graph or"),
+        ):
+            pool.read(eager)
+
+    def test_outside_of_a_capture_is_always_allowed(self, pool: HostPool, driver: Driver) -> None:
+        eager = pool.take(KIB)
+        pool.read(eager)
+        pool.give(eager, None)
+        with driver.capture(1):
+            captured = pool.take(KIB)
+        pool.read(captured)
+
+
+STEP = st.one_of(
+    st.tuples(st.just("take"), st.integers(0, 3), st.sampled_from([512, 700, 1024, 3000])),
+    st.tuples(st.just("give"), st.integers(0, 3), st.integers(0, 9)),
+    st.tuples(st.just("destroy"), st.integers(1, 3), st.just(0)),
+)
+
+
+@given(st.lists(STEP, max_size=40))
+def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
+    """Owner 0 is eager code, the others are graphs. A graph owns all it ever took, until it is destroyed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        driver, pool = Driver(monkeypatch), HostPool(pageable)
+        pool.reserve(64 * KIB)
+        held: defaultdict[int, list[HostBuffer]] = defaultdict(list)
+        owned: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+        destroyed: set[int] = set()
+        for what, owner, number in steps:
+            if owner in destroyed:
+                continue
+            if what == "take":
+                with driver.capture(owner) if owner else no_capture():
+                    try:
+                        buffer = pool.take(number)
+                    except CaptureError:
+                        continue
+                for other, memory in owned.items():
+                    assert other == owner or not memory & blocks(buffer)
+                assert not any(blocks(buffer) & blocks(mine) for mine in held[owner])
+                held[owner].append(buffer)
+                owned[owner] |= blocks(buffer)
+            elif what == "give" and held[owner]:
+                buffer = held[owner].pop(number % len(held[owner]))
+                pool.give(buffer, Event(driver))
+                if not owner:
+                    owned[owner] -= blocks(buffer)
+            elif what == "destroy" and not held[owner]:
+                driver.destroy(owner)
+                destroyed.add(owner)
+                owned.pop(owner, None)
+        pool.take(1)
+        alive = sum(len(memory) for memory in owned.values()) * ALIGNMENT_BYTES
+        assert pool.used_bytes <= alive + 1
+
+
+@contextmanager
+def no_capture() -> Iterator[None]:
+    yield
+
+
+class FakeCuda:
+    """The three calls of the driver; the graph can be destroyed by hand."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.destroy: Callable[[], object] = lambda: None
+        self.retained: list[int | None] = []
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, identity: Any, graph: Any, *_: Any) -> int:  # noqa: N802
+        status._obj.value, identity._obj.value, graph._obj.value = 1, 42, 0xBEEF
+        return self.error
+
+    def cuUserObjectCreate(self, user_object: Any, pointer: Any, destroy: Any, count: int, flags: int) -> int:  # noqa: N802
+        assert (count, flags) == (1, 1)
+        user_object._obj.value = 0xCAFE
+        self.destroy = lambda: destroy(pointer)
+        return self.error
+
+    def cuGraphRetainUserObject(self, graph: Any, user_object: Any, count: int, flags: int) -> int:  # noqa: N802
+        assert (user_object.value, count, flags) == (0xCAFE, 1, 1)
+        self.retained.append(graph.value)
+        return self.error
+
+
+class TestLife:
+    def test_is_over_when_the_driver_destroys_the_user_object(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = FakeCuda()
+        monkeypatch.setattr(graphs, "_driver", lambda: cuda)
+        life = GraphLife(Capture(1, 0xBEEF))
+        assert cuda.retained == [0xBEEF]
+        assert not life.over
+        cuda.destroy()
+        assert life.over
+        assert life.over, "looking does not change it"
+
+    def test_a_refusing_driver_is_an_error_with_its_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(graphs, "_driver", lambda: FakeCuda(error=901))
+        with pytest.raises(CaptureError, match="refused a call on the graph under capture with error 901"):
+            GraphLife(Capture(1, 0xBEEF))
+
+
+class TestCurrentCapture:
+    def test_is_none_where_nothing_is_captured(self) -> None:
+        assert current_capture() is None
+        assert not is_capturing(None)
+
+    def test_is_what_the_driver_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(graphs, "_driver", FakeCuda)
+        monkeypatch.setattr(graphs, "_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        assert current_capture() == Capture(42, 0xBEEF)
+
+    def test_another_stream_s_state_is_asked_on_that_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current = ["compute"]
+        monkeypatch.setattr(graphs, "_capturing", lambda: current[-1] in ("compute", "d2h"))
+
+        @contextmanager
+        def stream(name: str) -> Iterator[None]:
+            current.append(name)
+            yield
+            current.pop()
+
+        assert is_capturing(stream("d2h"))
+        assert not is_capturing(stream("h2d"))
+
+
+class FakeStream:
+    """A stream that notes who waits for whom."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited: list[str] = []
+
+    def record_event(self) -> str:
+        return self.name
+
+    def wait_event(self, event: str) -> None:
+        self.waited.append(event)
+
+
+class TestJoin:
+    """Every stream that a capture forked is joined before it can end."""
+
+    @staticmethod
+    def transfers(compute: FakeStream, d2h: FakeStream, h2d: FakeStream) -> Transfers:
+        backend: Any = SimpleNamespace(compute_stream=lambda: compute)
+        return Transfers(backend, HostPool(pageable), d2h, h2d, Counters())
+
+    @pytest.mark.parametrize("capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=str)
+    def test_waits_for_the_streams_that_were_forked(self, monkeypatch: pytest.MonkeyPatch, capturing: set[str]) -> None:
+        monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream.name in capturing)
+        compute = FakeStream("compute")
+        self.transfers(compute, FakeStream("d2h"), FakeStream("h2d")).join()
+        assert set(compute.waited) == capturing
+
+    def test_one_stream_for_both_directions_is_joined_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transfers, "is_capturing", lambda _: True)
+        compute, copies = FakeStream("compute"), FakeStream("copies")
+        self.transfers(compute, copies, copies).join()
+        assert compute.waited == ["copies"]
+
+    def test_before_an_error_about_missing_memory_leaves(self, monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+        monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream.name == "d2h")
+        compute = FakeStream("compute")
+        moving = self.transfers(compute, FakeStream("d2h"), FakeStream("h2d"))
+        with driver.capture(1), pytest.raises(CaptureError):
+            moving.take_host(KIB)
+        assert compute.waited == ["d2h"]
+
+    @pytest.mark.parametrize("failing", [None, 1])
+    def test_after_the_last_forward_and_after_one_that_fails(
+        self, monkeypatch: pytest.MonkeyPatch, failing: int | None
+    ) -> None:
+        begun: list[int] = []
+        joined_after: list[int] = []
+        monkeypatch.setattr(Transfers, "join", lambda _: joined_after.append(begun[-1]))
+
+        class Layer(nn.Linear):
+            def __init__(self, number: int) -> None:
+                super().__init__(64, 64)
+                self.number = number
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                begun.append(self.number)
+                if self.number == failing:
+                    raise RuntimeError("as told")
+                return super().forward(x)
+
+        layers = nn.Sequential(*map(Layer, range(3)))
+        with offload.offload_layers(layers, 1, min_bytes=1, device="cpu"):
+            if failing is None:
+                layers(torch.ones(4, 64)).sum().backward()
+            else:
+                with pytest.raises(RuntimeError, match="as told"):
+                    layers(torch.ones(4, 64))
+        assert joined_after == [2 if failing is None else failing]
