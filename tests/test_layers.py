@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule, offload_layers
+from offload.backend import Wait
 
 LAYERS = 5
 
@@ -312,6 +313,18 @@ def test_layers_dropped_at_random(device: torch.device) -> None:
         for kept, before in zip(steps, expected, strict=True):
             assert_same(before, step_gradients(kept, x))
         assert handle.stats().reloaded_bytes > 0
+
+
+def test_release_point_that_is_skipped(device: torch.device, lab: Lab) -> None:
+    """Layer 0 is to be released before layer 2, which does not run: it is before layer 3."""
+    layers, x = build("decoder", 4, device)
+    with handle_for(layers, 2):
+        made = lab.count_waits()
+        y = layers[1](layers[0](x))
+        assert made.count(Wait.RELEASE) == 0
+        y = layers[3](y)
+        assert made.count(Wait.RELEASE) == 2
+        loss_of(y).backward()
 
 
 def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.device) -> None:

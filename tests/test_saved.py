@@ -10,6 +10,7 @@ import torch
 from lab import Lab
 from models import NOTHING, WIDTH, Offloading, build, gradients, leaves_of, loss_of, offloading, save
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
@@ -229,13 +230,15 @@ def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor)
     offloaded = offloading(2, 4, lab.device)
 
     def last() -> tuple[torch.Tensor, ...]:
-        return (base.pop()[4:],)
+        whole = base.pop()
+        return whole[4:], whole
 
     first, second, _, _ = run(offloaded, x, [lambda: (base[0][:4],), last, nothing, nothing])
     assert_identical(expected[:4], first[0])
     assert_identical(expected[4:], second[0])
+    assert_identical(expected, second[1])
     stats = offloaded.stats
-    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 2)
+    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 3)
     assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
     assert stats.wasted_bytes == 0
 
@@ -274,6 +277,27 @@ def test_storage_that_a_layer_on_the_device_saves_too_is_kept(layer: int, lab: L
     assert stats.wasted_bytes > 0
     lab.pool.trim()
     assert lab.pool.used_bytes == 0
+
+
+def test_storage_that_stayed_travels_with_a_later_layer(lab: Lab, x: torch.Tensor) -> None:
+    """The first layer stays on the device, but what it shares with one that does not leaves with that one."""
+    base = [normal(8, 12).to(lab.device)]
+    storage = StorageWeakRef(base[0].untyped_storage())
+    expected = base[0].clone()
+    offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({1: (True, 3, False, 2)}, 4))
+    gone: list[bool] = []
+
+    def look() -> tuple[torch.Tensor, ...]:
+        lab.drain()
+        gone.append(storage.expired())
+        return ()
+
+    saved = [lambda: (base[0][:4],), lambda: (base.pop()[4:],), look, look]
+    found = run(offloaded, x, saved)
+    assert_identical(expected[:4], found[0][0])
+    assert_identical(expected[4:], found[1][0])
+    assert gone == [False, True]
+    assert offloaded.stats.offloaded_bytes == offloaded.stats.reloaded_bytes == 8 * 12 * 4
 
 
 def test_storage_that_the_program_keeps_is_counted_as_wasted(lab: Lab, x: torch.Tensor) -> None:
@@ -431,6 +455,7 @@ def test_start_offload_of_a_tensor_that_changes_before_the_save(lab: Lab, x: tor
     def make() -> torch.Tensor:
         early = normal(8, 12).to(lab.device)
         offload.start_offload(early)
+        lab.drain()  # the old values are on the host
         return early.mul_(2)
 
     found, _ = round_trip(make, x)
@@ -442,8 +467,9 @@ def test_start_offload_of_a_tensor_that_nobody_saves(lab: Lab, x: torch.Tensor) 
         offload.start_offload(normal(8, 12).to(lab.device))
         return normal(3).to(lab.device)
 
-    found, _ = round_trip(make, x)
+    found, offloaded = round_trip(make, x)
     assert_identical(normal(3).to(lab.device), found)
+    assert offloaded.stats.reloaded_bytes == 3 * 4  # the other was let go when the layer ended
     lab.pool.trim()
     assert lab.pool.used_bytes == 0
 

@@ -264,6 +264,25 @@ def test_output_feeds_two_consumers(device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+def test_each_layer_has_a_loss_of_its_own(device: torch.device) -> None:
+    """Backward of a layer follows its forward at once, so its graph has gone when the next layer begins."""
+    layers, x = build("decoder", LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        y = x
+        for layer in layers:
+            y = offloaded.layer(layer, y)
+            loss_of(y).backward()
+            y = y.detach()
+
+    offloaded = offloading(3, LAYERS, device)
+    leaves = leaves_of(layers, x)
+    for _ in range(2):
+        assert_same_steps(leaves, step, offloaded)
+        assert list(offloaded.context._round.sets) == list(range(LAYERS))
+    assert offloaded.stats.offloaded_bytes > 0
+
+
 class WithExtras(nn.Module):
     """Returns tensors that need no gradient beside its output."""
 
