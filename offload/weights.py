@@ -231,8 +231,10 @@ def stream_weights(
 
 def streaming_device(modules: Iterable[nn.Module]) -> torch.device | None:
     """Where these layers compute, if the weights of one of them are streamed."""
-    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-    return next((hook.boundary.stream.device for hook in hooks if isinstance(hook, _WeightHook)), None)
+    for hook in (hook for module in modules for hook in module._forward_pre_hooks.values()):
+        if isinstance(hook, _WeightHook):
+            return hook.boundary.stream.device
+    return None
 
 
 class _Boundary:
