@@ -30,6 +30,7 @@ class Lab:
         self.d2h_stream, self.h2d_stream = backend.copy_streams
         self._monkeypatch = monkeypatch
         self._on_cpu = backend.device.type == "cpu"
+        self._copy = backend.copy
 
     @property
     def pool(self) -> HostPool:
@@ -49,14 +50,13 @@ class Lab:
             for stream, delay_s in delays:
                 stream.delay_s = delay_s
             return
-        copy = self.backend.copy
 
         def slow_copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
             for slowed, delay_s in delays:
                 if stream is slowed and delay_s:
                     with stream:
                         torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
-            copy(stream, target, source)
+            self._copy(stream, target, source)
 
         self._monkeypatch.setattr(self.backend, "copy", slow_copy)
 
