@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload import trace
 from offload.backend import Backend
 from offload.pinned import pageable
 from offload.weight_layer import HostParameter, WeightLayer, aligned
@@ -69,6 +70,7 @@ class _Staged(NamedTuple):
 
 
 class _Flight(NamedTuple):
+    layer: int
     gradients: list[torch.Tensor]
     arrived: Any
 
@@ -119,27 +121,16 @@ class GradientWriter:
         compute = self._backend.compute_stream()
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
         self._provide([host for host, _ in taken if host.parameter.grad is None])
-        staged = []
-        for host, gradient in taken:
-            present = host.parameter.grad
-            first = present is None
-            target = self._begin(host) if present is None else present
-            if first and target.dtype is gradient.dtype:
-                self._backend.copy(self._d2h_stream, target, gradient)
-            else:
-                # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
-                apart = host.shared and host not in self._begun
-                staged.append(_Staged(host, gradient, None if apart else target, first))
-            self._counters.gradient_bytes += host.nbytes
-        if staged:
-            self._stage(staged)
+        with trace.mark("d2h", layer.number):
+            self._copy_out(taken)
         arrived = self._d2h_stream.record_event()
         if then is not None:
             hosts = [host for host, _ in taken]
             self._submit(arrived, lambda: then(hosts))
-        self._flights.append(_Flight([gradient for _, gradient in taken], arrived))
-        del taken, staged, gradient
+        self._flights.append(_Flight(layer.number, [gradient for _, gradient in taken], arrived))
+        del taken
         while len(self._flights) > self._num_flights:
+            trace.point("wait", self._flights[0].layer)
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
             self._land()
 
@@ -150,8 +141,11 @@ class GradientWriter:
         while self._flights:
             self._land()
         self._begun.clear()
-        self._worker.submit(self._add_apart)
         self._worker.drain()
+        while self._apart:
+            host, total = self._apart.popitem()
+            if host.parameter.grad is not None:
+                host.parameter.grad.add_(total)
 
     def _provide(self, hosts: list[HostParameter]) -> None:
         """Make sure of memory for gradients that nobody else looks into."""
@@ -166,6 +160,23 @@ class GradientWriter:
             self._counters.gradient_host_bytes += len(flat)
             for host, memory in zip(group, flat.split(sizes), strict=True):
                 host.gradient_memory = memory
+
+    def _copy_out(self, taken: list[tuple[HostParameter, torch.Tensor]]) -> None:
+        """Queue copies into ``p.grad`` where it is ``None``, and into staging where something is to be added."""
+        staged = []
+        for host, gradient in taken:
+            present = host.parameter.grad
+            first = present is None
+            target = self._begin(host) if present is None else present
+            if first and target.dtype is gradient.dtype:
+                self._backend.copy(self._d2h_stream, target, gradient)
+            else:
+                # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
+                apart = host.shared and host not in self._begun
+                staged.append(_Staged(host, gradient, None if apart else target, first))
+            self._counters.gradient_bytes += host.nbytes
+        if staged:
+            self._stage(staged)
 
     def _begin(self, host: HostParameter) -> torch.Tensor:
         self._begun.add(host)
@@ -224,14 +235,8 @@ class GradientWriter:
         finally:
             self._staging.put(buffer)
 
-    def _add_apart(self) -> None:
-        while self._apart:
-            host, total = self._apart.popitem()
-            if host.parameter.grad is not None:
-                host.parameter.grad.add_(total)
-
     def _land(self) -> None:
-        gradients, _ = self._flights.popleft()
+        gradients = self._flights.popleft().gradients
         while gradients:
             self._backend.discard(gradients.pop())
 

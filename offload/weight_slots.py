@@ -11,6 +11,7 @@ import sys
 from enum import Enum
 from typing import Any
 
+from offload import trace
 from offload.backend import Backend
 from offload.weight_layer import WeightLayer
 from offload.weight_stats import WeightCounters
@@ -91,6 +92,7 @@ class WeightSlots:
             self._counters.late_loads += 1
             self._load(layer)
         loaded = self.slots[layer.slot].loaded
+        trace.point("wait", layer.number)
         self._backend.wait(self._backend.compute_stream(), loaded, WeightWait.LOADED)
 
     def release(self, layer: WeightLayer) -> None:
@@ -135,9 +137,10 @@ class WeightSlots:
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()
         self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
-        for start, source in layer.sources():
-            self._backend.copy(self._h2d_stream, slot.flat[start : start + len(source)], source)
-            self._counters.loaded_bytes += len(source)
+        with trace.mark("h2d", layer.number):
+            for start, source in layer.sources():
+                self._backend.copy(self._h2d_stream, slot.flat[start : start + len(source)], source)
+                self._counters.loaded_bytes += len(source)
         slot.loaded = self._h2d_stream.record_event()
         slot.layer, slot.version, slot.fresh = layer, layer.version(), True
         self._counters.loads += 1

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload import trace
 from offload.backend import Backend
 from offload.context import tensors_in
 from offload.gradients import GradientWriter
@@ -73,6 +74,7 @@ class WeightStream:
             # A new pass through the layers: what was done to the weights in between may have left no trace.
             self._slots.make_stale()
         self._last = layer.number
+        trace.point("forward", layer.number)
         self._slots.acquire(layer, fresh=True)
         self._computes.layer = layer
         layer.swap_in(sync=True)
@@ -198,6 +200,7 @@ class WeightStream:
         if self._computes.layer is layer:
             return
         self._leave_backward()
+        trace.point("backward", layer.number)
         self._slots.acquire(layer, fresh=False)
         self._computes.layer = layer
         layer.swap_in()
@@ -214,6 +217,7 @@ class WeightStream:
     def _leave(self) -> None:
         layer, self._computes.layer = self._computes.layer, None
         if layer is not None:
+            trace.point("other")
             layer.swap_out()
             self._slots.release(layer)
 

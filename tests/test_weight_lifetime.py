@@ -16,7 +16,7 @@ from models import WIDTH, GptBlock, build, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import stream_weights
+from offload import record_timeline, stream_weights
 from offload.backend import get_backend
 
 LAYERS = 4
@@ -200,6 +200,18 @@ def test_stats(device: torch.device) -> None:
     handle.remove()
     handle.remove()
     assert handle.stats() == stats
+
+
+def test_timeline(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    with stream_weights(layers, device) as handle:
+        timeline = record_timeline(lambda: gradients(layers, x), device)
+        stats = handle.stats()
+    for lane, nbytes in (("h2d", stats.loaded_bytes), ("d2h", stats.gradient_bytes)):
+        assert timeline.copied_bytes(lane) == nbytes // 2  # the warm-up moved the other half
+        assert {span.layer for span in timeline.lane(lane)} == set(range(LAYERS))
+    kinds = {(span.kind, span.layer) for span in timeline.lane("compute")}
+    assert {(kind, layer) for kind in ("forward", "backward") for layer in range(LAYERS)} <= kinds
 
 
 def test_repr(device: torch.device) -> None:
