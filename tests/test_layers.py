@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 import random
@@ -149,7 +150,7 @@ def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.devi
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    return pytest.importorskip("transformers")
+    return importlib.import_module("transformers")  # takes seconds: only where it is needed
 
 
 def llama(transformers: Any, device: torch.device) -> nn.Module:
