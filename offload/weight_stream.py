@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from functools import partial
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class WeightStream:
         """The user's parameters that are streamed."""
         self._computes = _Computing()
         self._backward: weakref.ref[_Backward] | None = None
+        self._aborting = threading.RLock()
         self._last = -1
         self._sequence = 0
         for layer in layers:
@@ -68,7 +70,7 @@ class WeightStream:
         if in_backward():
             self._enter_backward(layer)
             return
-        self.give_up_forward()
+        self.give_up()
         layer.check()
         if layer.number <= self._last:
             # A new pass through the layers: what was done to the weights in between may have left no trace.
@@ -116,14 +118,21 @@ class WeightStream:
         elif not training and layer is self._layers[-1]:
             self._slots.finish_loads()
 
-    def give_up_forward(self) -> None:
-        """Leave a forward that an interrupt has cut off, if there is one."""
-        if self._computes.layer is not None and not self._runs_backward():
+    def give_up(self) -> None:
+        """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
+        if in_backward():
+            return
+        backward = self._backward() if self._backward is not None else None
+        if backward is not None:
+            # It has failed, and autograd's own thread has not let go of it yet.
+            backward.cancel()
+            self.abort_backward()
+        elif self._computes.layer is not None:
             self._leave()
 
     def settle(self) -> None:
         """The host is about to change weights: block until no copy reads them, and load anew afterwards."""
-        self.give_up_forward()
+        self.give_up()
         self._slots.finish_loads()
         self._slots.make_stale()
 
@@ -136,17 +145,18 @@ class WeightStream:
             self.steps.end_backward()
 
     def abort_backward(self) -> None:
-        """Backward has raised: drop what it left unfinished."""
-        if self._computes.layer is not None:
+        """Backward has raised: drop what it left unfinished. Safe from any thread."""
+        with self._aborting:
+            self._backward = None
             self._leave()
-        for layer in self._layers:
-            layer.drop_gradients()
-        try:
-            self._writer.finish()
-        except Exception:
-            logger.exception("a gradient could not be added after backward had failed")
-        if self.steps is not None:
-            self.steps.end_backward()
+            for layer in self._layers:
+                layer.drop_gradients()
+            try:
+                self._writer.finish()
+            except Exception:
+                logger.exception("a gradient could not be added after backward had failed")
+            if self.steps is not None:
+                self.steps.end_backward()
 
     def _mark(self, layer: WeightLayer, output: object) -> None:
         """Let the layer's outputs tell when its backward begins."""
@@ -192,8 +202,8 @@ class WeightStream:
         self._enter_backward(layer)
 
     def _enter_backward(self, layer: WeightLayer) -> None:
-        if not self._runs_backward():
-            self.give_up_forward()
+        if self._backward is None or self._backward() is None:
+            self._leave()
             token = _Backward(self)
             torch.autograd.Variable._execution_engine.queue_callback(token)
             self._backward = weakref.ref(token)
@@ -220,9 +230,6 @@ class WeightStream:
             trace.point("other")
             layer.swap_out()
             self._slots.release(layer)
-
-    def _runs_backward(self) -> bool:
-        return self._backward is not None and self._backward() is not None
 
 
 def in_backward() -> bool:
@@ -258,6 +265,10 @@ class _Backward:
             except BaseException:
                 self._stream = stream
                 raise
+
+    def cancel(self) -> None:
+        """Do nothing from now on."""
+        self._stream = None
 
     def __del__(self) -> None:
         if self._stream is not None and not sys.is_finalizing():

@@ -273,7 +273,7 @@ class _EndForward(_WeightHook):
 
 class _BeforeStateDict(_WeightHook):
     def __call__(self, *args: Any) -> None:
-        self.boundary.stream.give_up_forward()
+        self.boundary.stream.give_up()
 
 
 class _BeforeLoad(_WeightHook):

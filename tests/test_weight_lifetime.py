@@ -110,6 +110,27 @@ def test_failing_recomputation(use_reentrant: bool, device: torch.device) -> Non
         assert_as_before(layers, x, expected)
 
 
+def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None:
+    layers, x = build(Failing, LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device) as handle:
+        held = []
+
+        def fail(_: torch.Tensor) -> None:
+            held.append(handle._stream._backward())  # as a GPU's autograd thread does, for a moment
+            raise ValueError("stop")
+
+        y = layers[1](layers[0](x))
+        y.register_hook(fail)
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(forward(layers[2:], y)).backward()
+        assert held[0] is not None
+        assert all(value.device.type == "cpu" for value in layers.state_dict().values())
+        assert_as_before(layers, x, expected)
+        held.clear()
+        assert_as_before(layers, x, expected)
+
+
 def test_error_in_the_loss(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
