@@ -1,11 +1,13 @@
 """Sphinx settings. The source folder is the repository's root, so that pages and notebooks stay in place."""
 
-import logging
+import ast
+import importlib
 import os
 import shutil
 import zlib
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent
 
@@ -34,6 +36,11 @@ autodoc_typehints = "description"  # signatures stay short; types stand beside t
 autodoc_typehints_description_target = "documented"
 python_maximum_signature_line_length = 88  # longer ones get a line for each argument
 napoleon_numpy_docstring = False
+nitpick_ignore_regex = [
+    ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
+    ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
+    ("py:class", r"offload\.simulate\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
+]
 
 
 def _inventory(name: str) -> str:
@@ -56,9 +63,29 @@ def _inventory(name: str) -> str:
 
 
 intersphinx_mapping = {
+    "matplotlib": ("https://matplotlib.org/stable/", _inventory("matplotlib")),
     "python": ("https://docs.python.org/3/", _inventory("python")),
     "torch": ("https://docs.pytorch.org/docs/stable/", _inventory("torch")),
 }
+
+
+def _import_types() -> None:
+    """Imports what modules import for type checkers only: autodoc has to find each name of an annotation."""
+    for path in sorted((ROOT / "offload").glob("*.py")):
+        module = importlib.import_module(f"offload.{path.stem}".removesuffix(".__init__"))
+        for block in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+                exec(ast.unparse(block.body), vars(module))  # noqa: S102  # the library's own lines
+
+
+_import_types()
+
+
+def _keep_colons(_app: object, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Napoleon takes what an attribute's first line has before a colon for its type. Here it never is one."""
+    if what in {"attribute", "property", "data"}:
+        lines[:0] = ["..", ""]  # an empty comment
+
 
 # --- Pages ----------------------------------------------------------------------------------------
 
@@ -95,8 +122,6 @@ copybutton_prompt_text = r"^\$ "
 copybutton_prompt_is_regexp = True
 
 
-def setup(_app: object) -> None:
-    """Allows empty sections for now. Remove this once all patterns in index.md find a page."""
-    logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-        lambda record: record.msg != "toctree glob pattern %r didn't match any documents"
-    )
+def setup(app: Any) -> None:
+    """Connects what is defined above."""
+    app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon, at 500

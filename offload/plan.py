@@ -94,7 +94,7 @@ def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -
     """The default schedule with the fewest offloaded layers whose peak stays within the budget.
 
     Args:
-        profile: What the layers cost, from :func:`~offload.profile.profile_layers` or written by hand.
+        profile: What the layers cost, from :func:`~offload.profile_layers` or written by hand.
         memory_budget: Device memory for what a step adds to parameters and optimizer state: bytes,
             or a text such as ``"40GiB"``.
         link: Measured now if left out.
