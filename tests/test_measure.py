@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.workloads import DecoderBlock
 from offload import memory_meter, offload_layers
 from offload.measure import measure_link, profile_layers
 from offload.schedule import Schedule
@@ -167,8 +168,8 @@ class TestBytes:
 @pytest.mark.gpu
 def test_prediction_agrees_with_what_the_gpu_does():
     torch.manual_seed(0)
-    layers = nn.ModuleList(Block(2048) for _ in range(12)).to("cuda", torch.bfloat16)
-    x = torch.randn(16, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layers = nn.ModuleList(DecoderBlock(2048, 5632, 16) for _ in range(12)).to("cuda", torch.bfloat16)
+    x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
         y = x
