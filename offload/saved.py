@@ -51,20 +51,21 @@ class SavedStorage:
     )
 
     def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
-        storage = tensor.untyped_storage()
         self.set = owner
-        self.nbytes = storage.nbytes()
-        self.original = StorageWeakRef(storage)
-        self.version = tensor._version
-        self.device: torch.Tensor | None = _flat(tensor)
+        self.device: torch.Tensor | None = None
         self.host: HostBuffer | None = None
-        self.ready = owner.transfers.backend.compute_stream().record_event()
         self.offload_done: Any = None
         self.reload_done: Any = None
         self.stream: Any = None
         self.unread = False
         self.tensors = 0
         self.counted = False
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.original = StorageWeakRef(storage)
+        self.version = tensor._version
+        self.device = _flat(tensor)
+        self.ready = owner.transfers.backend.compute_stream().record_event()
 
     def start_offload(self) -> None:
         """Queue the copy to the host; it waits for the event recorded when the tensor was saved."""
