@@ -135,9 +135,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or resolved.type != accelerator.type:
         here = accelerator.type if accelerator else "cpu only"
-        raise ValueError(
-            f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best"
-        )
+        raise ValueError(f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best")
     index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
     return torch.device(resolved.type, index)
 

@@ -116,9 +116,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _record_copy(
-    recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor
-) -> None:
+def _record_copy(recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor) -> None:
     begin = time.perf_counter()
     _copy(target, source)
     recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))

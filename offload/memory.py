@@ -71,9 +71,7 @@ class CpuAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = {
-            id(t.untyped_storage()) for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _counts(t)
-        }
+        inputs = {id(t.untyped_storage()) for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _counts(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:

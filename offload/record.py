@@ -78,9 +78,7 @@ def record_timeline(
         step()
     spans, memory = _record_cpu(step) if resolved.type == "cpu" else _record_accelerator(step, resolved)
     if not spans:
-        raise RuntimeError(
-            "nothing was recorded: is another profiler running, or did the step run on another device?"
-        )
+        raise RuntimeError("nothing was recorded: is another profiler running, or did the step run on another device?")
     start_s = min(span.start_s for span in spans)
     return Timeline(
         tuple(_shifted(span, start_s) for span in spans),
@@ -131,18 +129,14 @@ def _recording(recorder: trace.Recorder) -> Iterator[None]:
 def _between(begin_s: float, end_s: float, stalls: list[Span], marks: _Marks) -> Iterator[Span]:
     """Compute, as the time between marks that is not spent in stalls."""
     cuts = [time_s for time_s, _ in marks.phases if begin_s < time_s < end_s]
-    edges = sorted(
-        {begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))}
-    )
+    edges = sorted({begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))})
     for start_s, stop_s in itertools.pairwise(edges):
         if not any(stall.start_s <= start_s < stall.end_s for stall in stalls):
             phase = marks.phase(start_s)
             yield Span("compute", _kind(phase), start_s, stop_s, layer=phase.layer)
 
 
-def _record_accelerator(
-    step: Callable[[], object], device: torch.device
-) -> tuple[list[Span], list[tuple[float, int]]]:
+def _record_accelerator(step: Callable[[], object], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
     activities = [torch.profiler.ProfilerActivity.CPU, _activity_of(device)]
     torch.accelerator.synchronize(device)
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
@@ -156,9 +150,7 @@ def _record_accelerator(
 
 
 def _activity_of(device: torch.device) -> torch.profiler.ProfilerActivity:
-    return cast(
-        "torch.profiler.ProfilerActivity", getattr(torch.profiler.ProfilerActivity, device.type.upper())
-    )
+    return cast("torch.profiler.ProfilerActivity", getattr(torch.profiler.ProfilerActivity, device.type.upper()))
 
 
 def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
@@ -246,9 +238,7 @@ def _copy_spans(copies: list[tuple[_Work, int | None]]) -> Iterator[Span]:
             yield open_span
 
 
-def _memory(
-    events: list[dict[str, Any]], kernels: list[_Work], device: torch.device
-) -> list[tuple[float, int]]:
+def _memory(events: list[dict[str, Any]], kernels: list[_Work], device: torch.device) -> list[tuple[float, int]]:
     """Device bytes above those before the step, at the device time of the work launched next."""
     changes = sorted(
         (event["ts"] * 1e-6, event["args"]["Total Allocated"])
@@ -261,9 +251,7 @@ def _memory(
     launched = [launched_s for launched_s, _ in by_launch]
     if not changes or not by_launch:
         return []
-    first = next(
-        event["args"] for event in events if event.get("ts", -1) * 1e-6 == changes[0][0] and "args" in event
-    )
+    first = next(event["args"] for event in events if event.get("ts", -1) * 1e-6 == changes[0][0] and "args" in event)
     before = changes[0][1] - first.get("Bytes", 0)
     samples = []
     for time_s, nbytes in changes:
@@ -276,9 +264,7 @@ class _Marks:
     """Marks by time, apart for phases, waits and copies."""
 
     def __init__(self, marks: list[tuple[float, Mark]]) -> None:
-        self.phases = [
-            (time_s, mark) for time_s, mark in marks if mark.what in ("forward", "backward", "other")
-        ]
+        self.phases = [(time_s, mark) for time_s, mark in marks if mark.what in ("forward", "backward", "other")]
         self._waits = [(time_s, mark) for time_s, mark in marks if mark.what == "wait"]
         self._copies = [(time_s, mark) for time_s, mark in marks if mark.what in COPY_KINDS]
 

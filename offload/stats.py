@@ -31,16 +31,10 @@ class OffloadStats:
 
     def __str__(self) -> str:
         def show(name: str, value: object) -> str:
-            return (
-                f"{value / 2**20:,.1f} MiB"
-                if name.endswith("_bytes") and isinstance(value, int)
-                else str(value)
-            )
+            return f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
         width = max(len(item.name) for item in fields(self))
-        return "\n".join(
-            f"{item.name:<{width}}  {show(item.name, getattr(self, item.name))}" for item in fields(self)
-        )
+        return "\n".join(f"{item.name:<{width}}  {show(item.name, getattr(self, item.name))}" for item in fields(self))
 
 
 class Counters:
@@ -68,7 +62,5 @@ class Counters:
 
     def snapshot(self, pinned_bytes: int) -> OffloadStats:
         """The counts now."""
-        counts = {
-            item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)
-        }
+        counts = {item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)}
         return OffloadStats(**{**counts, "skipped": dict(self.skipped), "pinned_bytes": pinned_bytes})

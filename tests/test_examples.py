@@ -25,10 +25,7 @@ def needs_cuda(example: Path) -> bool:
 
 @pytest.mark.parametrize(
     "example",
-    [
-        pytest.param(path, id=path.name, marks=[pytest.mark.gpu] if needs_cuda(path) else [])
-        for path in EXAMPLES
-    ],
+    [pytest.param(path, id=path.name, marks=[pytest.mark.gpu] if needs_cuda(path) else []) for path in EXAMPLES],
 )
 def test_example(example, tmp_path):
     hidden = {} if needs_cuda(example) else {"CUDA_VISIBLE_DEVICES": ""}

@@ -16,9 +16,7 @@ def code_cells(notebook):
 
 
 def errors(notebook):
-    return [
-        output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "error"
-    ]
+    return [output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "error"]
 
 
 @each_notebook
