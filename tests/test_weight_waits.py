@@ -79,7 +79,7 @@ def slow_gradients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
 def slow_gradients_without_poison(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The same where nothing is let go early, so that only its arrival is late."""
     monkeypatch.setattr(lab.backend, "discard", lambda flat: None)
-    return expected_and_found(lab, d2h_s=LATE_S)
+    return expected_and_found(lab, d2h_s=10 * LATE_S)  # later than a busy machine's host
 
 
 def slow_second_microbatch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
