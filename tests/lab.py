@@ -84,6 +84,14 @@ class Lab:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
         return lambda: None
 
+    def delay(self, stream: Any, seconds: float) -> None:
+        """Let ``stream`` sleep before what is queued on it next."""
+        if self._on_cpu:
+            stream.submit(lambda: time.sleep(seconds))
+            return
+        with stream:
+            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
     def drop(self, dropped: Wait) -> None:
         """Let the library forget one kind of wait."""
         wait = self.backend.wait

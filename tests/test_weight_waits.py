@@ -76,10 +76,20 @@ def slow_gradients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     return expected_and_found(lab, d2h_s=LATE_S)
 
 
-def slow_gradients_without_poison(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """The same where nothing is let go early, so that only its arrival is late."""
-    monkeypatch.setattr(lab.backend, "discard", lambda flat: None)
-    return expected_and_found(lab, d2h_s=10 * LATE_S)  # later than a busy machine's host
+def last_gradient_is_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Only the copy that no later layer's backward waits for is slow."""
+    copy, copied = lab.backend.copy, 0
+
+    def slow_at_last(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        nonlocal copied
+        copied += stream is lab.d2h_stream
+        if stream is lab.d2h_stream and copied % LAYERS == 0:
+            lab.delay(stream, 4 * LATE_S)
+        copy(stream, target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.backend, "copy", slow_at_last)
+        return expected_and_found(lab)
 
 
 def slow_second_microbatch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -179,7 +189,7 @@ SCENARIOS: dict[WeightWait, Scenario] = {
     WeightWait.GRADIENT: late_gradient,
     WeightWait.RELEASE: slow_gradients,
     WeightWait.STAGED: slow_second_microbatch,
-    WeightWait.WRITTEN: slow_gradients_without_poison,
+    WeightWait.WRITTEN: last_gradient_is_late,
     WeightWait.SOURCE: optimizer_in_a_hurry,
 }
 
