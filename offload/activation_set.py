@@ -98,10 +98,7 @@ class ActivationSet:
         return storage
 
     def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """An earlier layer saved the same storage: from now on it moves with this set, which backward needs first.
-
-        Its copy is older than any of this set's own, so it goes to the front.
-        """
+        """An earlier layer saved the same storage: from now on it moves with this set, which backward needs first."""
         storage.set._storages.remove(weakref.ref(storage))
         storage.set = self
         self._storages.insert(0, weakref.ref(storage))
@@ -131,9 +128,10 @@ class ActivationSet:
         moved = [storage for storage in self._live() if storage.host is not None]
         if not moved:
             return
-        # The set's copies run in order on one stream, so the last one's event stands for all.
+        # Copies run in order on one stream, so the event of the one queued last stands for all.
+        last = max(moved, key=lambda storage: storage.copy_number)
         trace.point("wait", self.layer)
-        self.transfers.wait(self._compute_stream, moved[-1].offload_done, Wait.RELEASE)
+        self.transfers.wait(self._compute_stream, last.offload_done, Wait.RELEASE)
         for storage in moved:
             storage.release()
 

@@ -35,6 +35,7 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__",
+        "copy_number",
         "counted",
         "device",
         "host",
@@ -55,6 +56,7 @@ class SavedStorage:
         self.device: torch.Tensor | None = None
         self.host: HostBuffer | None = None
         self.offload_done: Any = None
+        self.copy_number = 0
         self.reload_done: Any = None
         self.stream: Any = None
         self.unread = False
@@ -81,6 +83,7 @@ class SavedStorage:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         transfers.to_host(self.host, self.device, self.set.layer)
         self.offload_done = transfers.d2h_stream.record_event()
+        self.copy_number = transfers.counters.offloaded_storages
 
     def release(self) -> None:
         """Let the device memory go. The compute stream must have waited for ``offload_done``."""

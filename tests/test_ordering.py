@@ -13,6 +13,7 @@ import torch
 from lab import Lab
 from models import Offloading, build, loss_of, offloading, save
 
+from offload import Schedule, get_cpu_offload_context
 from offload.backend import Wait
 
 LATE_S = 0.1
@@ -142,6 +143,33 @@ def test_a_reload_waits_for_what_allocating_its_memory_queued(lab: Lab) -> None:
     lab.fill_new_late(LATE_S)
     y.sum().backward()
     assert trip.found == [3.0]
+
+
+def test_release_waits_for_a_copy_that_began_late(lab: Lab) -> None:
+    """Layer 1 saves its own tensor, then one that layer 0, which is kept, had saved: its copy is the last."""
+    schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
+    context, sync = get_cpu_offload_context(True, schedule=schedule, min_bytes=NBYTES, device=lab.device)
+    found: list[float] = []
+
+    def receive(saved: tuple[torch.Tensor, ...]) -> None:
+        found.extend(saved[0].clone().unique().tolist())
+
+    shared = torch.full((ELEMENTS,), 3.0, device=lab.device)
+    own = torch.full((ELEMENTS,), 5.0, device=lab.device)
+    lab.adverse()
+    y = torch.ones(1, device=lab.device, requires_grad=True)
+    with context:
+        y = save(y, receive, shared)
+    y = sync(y)
+    lab.slow(d2h_s=LATE_S)
+    with context:
+        y = save(save(y, receive, own), receive, shared)
+    del shared, own
+    y = sync(y)
+    with context:
+        y = torch.neg(y)
+    sync(y).sum().backward()
+    assert sorted(found) == [3.0, 3.0, 5.0]
 
 
 # Copies run beside compute.
