@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -233,7 +234,7 @@ class PipelineOffload:
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        call = lambda: method(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        call = partial(method, bwd_chunk_id, *args, **kwargs)
         chunk = Chunk(stage.stage_index, bwd_chunk_id)
         passing = self._passes.get(chunk)
         if passing is None or (not full and _skips_inputs(stage)):
@@ -250,7 +251,7 @@ class PipelineOffload:
     ) -> Any:
         if _skips_inputs(stage):
             return self._backward(stage, method, bwd_chunk_id, *args, **kwargs)
-        call = lambda: method(bwd_chunk_id, *args, **kwargs)  # noqa: E731
+        call = partial(method, bwd_chunk_id, *args, **kwargs)
         if self._passes.pop(Chunk(stage.stage_index, bwd_chunk_id), None) is None:
             return call()
         return self._watched(Action(stage.stage_index, "W", bwd_chunk_id), call)

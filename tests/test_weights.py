@@ -324,7 +324,10 @@ def test_frozen_from_the_bottom(device: torch.device) -> None:
     layers[:3].requires_grad_(False)
     leaves = list(layers.parameters())
     x = x.detach()
-    step = lambda: loss_of(plain(layers, x)).backward()  # noqa: E731
+
+    def step() -> None:
+        loss_of(plain(layers, x)).backward()
+
     expected = gradients_of(leaves, step)
     with stream_weights(layers, device) as handle:
         assert_same(expected, gradients_of(leaves, step))
@@ -481,7 +484,10 @@ def test_modules_between_layers(device: torch.device) -> None:
         return x
 
     leaves = [x, *layers.parameters(), *between.parameters()]
-    step = lambda: loss_of(forward(layers, x)).backward()  # noqa: E731
+
+    def step() -> None:
+        loss_of(forward(layers, x)).backward()
+
     expected = gradients_of(leaves, step)
     with stream_weights(layers, device):
         assert_same(expected, gradients_of(leaves, step))
