@@ -28,9 +28,9 @@ import torch
 from tabulate import tabulate
 
 import offload
-from benchmarks.activations import run_step, timed
+from benchmarks.instruments import timed
 from benchmarks.report import environment, table, write
-from benchmarks.workloads import DecoderBlock, Workload, reference_decoder
+from benchmarks.workloads import DecoderBlock, Workload, reference_decoder, run_step
 from offload.backend import resolve_device
 from offload.context import DEFAULT_MIN_BYTES
 

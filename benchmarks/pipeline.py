@@ -1,21 +1,25 @@
 """Derived offloading in pipelines: step time and activation peak of each rank, with and without, beside the prediction.
 
-    torchrun --standalone --nproc-per-node 4 -m benchmarks.pipeline --out results/pipeline_4.json
+    torchrun --standalone --nproc-per-node=4 -m benchmarks.pipeline --out results/pipeline_4.json
+    python -m benchmarks.pipeline --show results/pipeline_4.json    a record; what is predicted of other widths
 
-Widths of three well-known model sizes show where the link allows to offload for nothing: compute per saved byte
-grows with the width. Each is run by 1F1B and by a V-schedule, three ways: without offloading; with what the link can
-carry while compute goes on; and so that the first rank needs half of its memory, whatever that costs. Without GPUs
-(``--small``) it only shows that it runs.
+Compute per saved byte grows with a model's width, so wide models offload for nothing where narrow ones do not. One of
+each is run by 1F1B and by a V-schedule: without offloading, and so that the first rank needs half of its memory.
+Where compute waits for that, also with what the link can carry meanwhile, and with more than it can carry.
+The record is written after each case. Without GPUs (``--small``) it only shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,26 @@ from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.link import Link
 from offload.measure import measure_link
+from offload.pipelining import PipelineOffload, PipelinePlan, StageProfile, plan_pipeline
 from offload.timeline import COPY_LANES, Timeline
 
 GIB = 2**30
 SCHEDULES = {"1F1B": Schedule1F1B, "ZBV": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
+
+NOTHING, HALF, FREE, BOUND = "nothing", "half on rank 0", "what is free", "bound by the link"
+
+AIM = 0.43
+"""What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""
+
+FREE_SLOWDOWN = 0.03
+"""A step that much longer still counts as free."""
+
+BOUND_FRACTION = {"1F1B": 0.75, "ZBV": 0.5, "DualPipeV": 0.5}
+"""Share of the first rank's bytes that has the time to travel, but not on this link if the model is narrow: in a
+V-schedule, the chunks of the first rank's second stage are needed at once."""
+
+BUSY = 0.8
+"""From this share of the link on, in the predicted steady state, a step is recorded."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +68,22 @@ class Model:
     tokens: int
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of one microbatch's forward on one rank: matrix products, causal attention."""
+        per_token = 2 * (4 * self.hidden**2 + 3 * self.hidden * self.ffn) + 2 * self.tokens * self.hidden
+        return self.layers * self.batch * self.tokens * per_token
+
+    @property
+    def saved(self) -> int:
+        """Elements that it saves, but for small ones."""
+        return self.layers * self.batch * self.tokens * (8 * self.hidden + 4 * self.ffn)
+
 
 MODELS = {
-    "4096": Model(4096, 11008, 32, layers=8, batch=2, tokens=4096),
+    "4096": Model(4096, 11008, 32, layers=4, batch=2, tokens=4096),
     "8192": Model(8192, 22016, 64, layers=4, batch=1, tokens=4096),
+    "12288": Model(12288, 36864, 96, layers=4, batch=1, tokens=4096),
     "16384": Model(16384, 53248, 128, layers=2, batch=1, tokens=4096),
 }
 SMALL = {"small": Model(64, 172, 4, layers=2, batch=2, tokens=64, dtype=torch.float32)}
@@ -73,20 +105,19 @@ class Pipeline:
         self._targets = {}
         if any(stage.is_last for stage in self.stages):
             self._targets = {"target": torch.zeros(shape[0], device=device)}
-        self.parameters = [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+        self._parameters = [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def step(self) -> None:
         """One training step without its optimizer; the gradients stay allocated."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+        for gradient in self.gradients():
+            gradient.zero_()
         self.schedule.step(*self._inputs, **self._targets, return_outputs=False)
 
-    def checksum(self) -> float:
-        """The same for the same gradients, and hardly for others."""
-        return sum(float(parameter.grad.double().sum()) for parameter in self.parameters if parameter.grad is not None)
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the last step."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
 def _stage(model: Model, index: int, stages: int, layers: int, device: torch.device) -> PipelineStage:
@@ -100,82 +131,184 @@ def _loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return loss_of(output)
 
 
-def measure(pipeline: Pipeline, device: torch.device, *, warmup: int, repeats: int) -> dict[str, Any]:
-    """Median seconds of a step, the slowest rank's; this rank's activation peak in bytes; its gradients' checksum."""
-    for _ in range(warmup):
-        pipeline.step()
-    with offload.memory_meter(device) as meter:
-        pipeline.step()
-    times_s = []
-    for _ in range(repeats):
-        _meet(device)
-        begin = time.perf_counter()
-        pipeline.step()
-        _meet(device)
-        times_s.append(time.perf_counter() - begin)
-    # Backward of fused attention adds in any order unless it is told not to.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    pipeline.step()
-    torch.use_deterministic_algorithms(False)
-    return {"step_s": statistics.median(times_s), "peak_bytes": meter.peak_bytes, "checksum": pipeline.checksum()}
+@dataclass
+class Way:
+    """One way to run a step, and what this rank measured."""
+
+    name: str
+    plan: PipelinePlan | None = None
+    times_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    bit_identical: bool = True
+    steady_bytes_per_s: float | None = None
+    stats: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.times_s)
+
+
+class Case:
+    """One model under one schedule on this rank.
+
+    A GPU at its power limit changes its clocks from step to step, so the ways take turns.
+    """
+
+    def __init__(self, pipeline: Pipeline, link: Link, device: torch.device, min_bytes: int) -> None:
+        self._pipeline = pipeline
+        self._link = link
+        self._device = device
+        self._min_bytes = min_bytes
+        self._expected: list[torch.Tensor] = []
+        self.profile: Mapping[int, StageProfile] = {}
+        """What a chunk of each stage costs, as the first step showed."""
+
+    def first_steps(self) -> Way:
+        """A step that is measured, which also warms up; then one that offloads what is free, its gradients kept."""
+        with offload.pipelining.attach(
+            self._pipeline.schedule, link=self._link, min_bytes=self._min_bytes, device=self._device
+        ) as handle:
+            self._pipeline.step()
+            with _deterministic():
+                self._pipeline.step()
+        if handle.plan is None or handle.profile is None:
+            raise RuntimeError("the second step did not plan; was the first one cut off?")
+        self.profile = handle.profile
+        self._expected = [gradient.clone() for gradient in self._pipeline.gradients()]
+        return Way(FREE, handle.plan, stats=_stats_of(handle))
+
+    def plan(self, free: PipelinePlan, **options: Any) -> PipelinePlan:
+        """A plan for the same step with other options."""
+        return plan_pipeline(free.actions, self.profile, self._link, parts=free.parts, **options)
+
+    def check(self, way: Way) -> None:
+        """Compare the gradients of one step with those that are kept; without offloading, they are kept instead."""
+        if way.plan is not None:
+            offload.reserve_host_memory(way.plan.host_bytes, self._device)
+        with self._offloading(way.plan) as handle, _deterministic():
+            self._pipeline.step()
+        found = self._pipeline.gradients()
+        way.bit_identical = all(map(torch.equal, self._expected, found))
+        if handle is not None:
+            way.stats = _stats_of(handle)
+            return
+        for expected, gradient in zip(self._expected, found, strict=True):
+            expected.copy_(gradient)
+
+    def time(self, way: Way) -> None:
+        """One step, from idle ranks to idle ranks: its seconds, and this rank's activation peak."""
+        with self._offloading(way.plan), offload.memory_meter(self._device) as meter:
+            meet(self._device)
+            begin = time.perf_counter()
+            self._pipeline.step()
+            meet(self._device)
+            way.times_s.append(time.perf_counter() - begin)
+        way.peak_bytes = max(way.peak_bytes, meter.peak_bytes)
+
+    def record(self, way: Way) -> None:
+        """Both directions' bytes per second on the first rank in the steady state of one step."""
+        with self._offloading(way.plan):
+            meet(self._device)
+            if dist.get_rank() == 0:
+                timeline = offload.record_timeline(self._pipeline.step, self._device, warmup=0)
+                way.steady_bytes_per_s = steady_bytes_per_s(timeline)
+            else:
+                self._pipeline.step()
+            meet(self._device)
+
+    @contextmanager
+    def _offloading(self, plan: PipelinePlan | None) -> Iterator[PipelineOffload | None]:
+        if plan is None:
+            yield None
+            return
+        with offload.pipelining.attach(
+            self._pipeline.schedule,
+            profile=self.profile,
+            link=self._link,
+            fraction=0.0,
+            min_bytes=self._min_bytes,
+            device=self._device,
+        ) as handle:
+            handle.plan = plan  # Made once, not for each turn.
+            yield handle
 
 
 def run_case(
-    name: str, width: str, model: Model, link: Link, device: torch.device, args: argparse.Namespace
+    name: str, model: Model, links: Mapping[str, Link], device: torch.device, args: argparse.Namespace, clock: Clock
 ) -> list[dict[str, Any]]:
     """This rank's rows for one model under one schedule."""
     pipeline = Pipeline(name, model, args.microbatches, device)
-    what = {"schedule": name, "width": width, "rank": dist.get_rank()}
-    without = measure(pipeline, device, warmup=2, repeats=args.repeats)
-    rows = [{**what, "offload": "nothing", **without}]
-    profile = plan = None
-    for how, share in (("what is free", None), ("half on rank 0", 0.5)):
-        budget = None
-        if share is not None and plan is not None and dist.get_rank() == 0:
-            # Of the measured peak, so that workspace counts: what is left of half of it is for activation sets.
-            others = max(0, without["peak_bytes"] - plan.peak_bytes_without)
-            budget = max(0, round(share * without["peak_bytes"]) - others)
-        with offload.pipelining.attach(
-            pipeline.schedule, profile=profile, link=link, memory_budget=budget, device=device, min_bytes=args.min_bytes
-        ) as handle:
-            row = measure(pipeline, device, warmup=2, repeats=args.repeats)
-            duplex = _duplex_bytes_per_s(pipeline, device) if device.type == "cuda" else 0.0
-        profile, plan = handle.profile, handle.plan
-        rows.append(
-            {
-                **what,
-                "offload": how,
-                **row,
-                "bit_identical": row["checksum"] == without["checksum"],
-                "predicted_slowdown": plan.slowdown,
-                "predicted_peak_bytes": plan.peak_bytes,
-                "predicted_peak_bytes_without": plan.peak_bytes_without,
-                "offloaded_bytes": plan.offloaded_bytes,
-                "saved_bytes": plan.saved_bytes,
-                "steady_duplex_bytes_per_s": duplex,
-                "late_reloads": handle.stats().late_reloads,
-                "wasted_bytes": handle.stats().wasted_bytes,
-                "pinned_bytes": handle.stats().pinned_bytes,
-                "profile": {stage: asdict(costs) for stage, costs in profile.items()},
-            }
-        )
-    again = measure(pipeline, device, warmup=1, repeats=args.repeats)
-    rows[0]["step_s"] = (without["step_s"] + again["step_s"]) / 2
-    for row in rows[1:]:
-        row["slowdown"] = row["step_s"] / rows[0]["step_s"] - 1
-        row["peak_saved"] = 1 - row["peak_bytes"] / without["peak_bytes"]
-    return rows
+    case = Case(pipeline, links["all at once"], device, args.min_bytes)
+    clock.lap("model")
+    free, nothing = case.first_steps(), Way(NOTHING)
+    clock.lap("first two steps")
+    case.check(nothing)
+    free.bit_identical = nothing.bit_identical
+    case.time(nothing)
+    if free.plan is None:
+        raise RuntimeError("nothing was planned")
+    peak_bytes = from_first_rank(nothing.peak_bytes)
+    half = Way(HALF, case.plan(free.plan, memory_budget=budget_bytes(round(AIM * peak_bytes), nothing, free.plan)))
+    clock.lap("reference and plan")
+    ways = [half]
+    if args.every_way or from_first_rank(half.plan.slowdown > FREE_SLOWDOWN):
+        more = case.plan(free.plan, fraction=BOUND_FRACTION[name]) if dist.get_rank() == 0 else free.plan
+        ways += [free, Way(BOUND, more)]
+    for way in ways:
+        if way is not free:
+            case.check(way)
+        case.time(way)
+    for _ in range(args.repeats - 1):
+        for way in [nothing, *ways]:
+            case.time(way)
+    clock.lap("timed steps")
+    for way in ways:
+        predicted = steady_bytes_per_s(way.plan.timeline)
+        if args.every_way or from_first_rank(predicted >= BUSY * links["all at once"].duplex_bytes_per_s):
+            case.record(way)
+    clock.lap("recorded steps")
+    return [row(way, nothing, case.profile, links) for way in [nothing, *ways]]
 
 
-def _duplex_bytes_per_s(pipeline: Pipeline, device: torch.device) -> float:
-    """Both directions' bytes per second on the first rank, from its first backward to its last forward."""
-    if dist.get_rank():
-        pipeline.step()
-        _meet(device)
-        return 0.0
-    timeline = offload.record_timeline(pipeline.step, device, warmup=0)
-    _meet(device)
-    return steady_bytes_per_s(timeline)
+def budget_bytes(peak_bytes: int, nothing: Way, free: PipelinePlan) -> int:
+    """What is left for this rank's activation sets if its peak is to be ``peak_bytes``, workspace and all.
+
+    Only the first rank's compute may wait for it: the others go as far as they can for nothing.
+    """
+    others = max(0, nothing.peak_bytes - free.peak_bytes_without)
+    return max(0 if dist.get_rank() == 0 else free.peak_bytes, peak_bytes - others)
+
+
+def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapping[str, Link]) -> dict[str, Any]:
+    """What is recorded of one way on this rank."""
+    found: dict[str, Any] = {
+        "rank": dist.get_rank(),
+        "offload": way.name,
+        "step_s": way.step_s,
+        "times_s": way.times_s,
+        "peak_bytes": way.peak_bytes,
+        "bit_identical": way.bit_identical,
+    }
+    if way.plan is None:
+        return found
+    steady = way.steady_bytes_per_s
+    return found | {
+        "slowdown": way.step_s / nothing.step_s - 1,
+        "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
+        "predicted_slowdown": way.plan.slowdown,
+        "predicted_peak_saved": (way.plan.peak_bytes_without - way.plan.peak_bytes) / nothing.peak_bytes,
+        "predicted_peak_bytes": way.plan.peak_bytes,
+        "predicted_peak_bytes_without": way.plan.peak_bytes_without,
+        "predicted_steady_bytes_per_s": steady_bytes_per_s(way.plan.timeline),
+        "offloaded_bytes": way.plan.offloaded_bytes,
+        "saved_bytes": way.plan.saved_bytes,
+        "steady_bytes_per_s": steady,
+        "steady_to_link": {what: steady and steady / link.duplex_bytes_per_s for what, link in links.items()},
+        **way.stats,
+        "actions": [repr(action) for action in way.plan.actions],
+        "parts": way.plan.parts,
+        "profile": {stage: asdict(costs) for stage, costs in profile.items()},
+    }
 
 
 def steady_bytes_per_s(timeline: Timeline) -> float:
@@ -193,16 +326,14 @@ def steady_bytes_per_s(timeline: Timeline) -> float:
     return copied / (end_s - start_s)
 
 
-def measure_links(device: torch.device) -> tuple[Link, Link]:
+def measure_links(device: torch.device) -> dict[str, Link]:
     """This rank's link while no other rank copies, and while all do."""
-    alone = None
+    links = {}
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            alone = measure_link(device)
-    if alone is None:
-        raise RuntimeError("this rank is not in the group")
-    return alone, offload.pipelining.measure_shared_link(device)
+            links["alone"] = measure_link(device)
+    return links | {"all at once": offload.pipelining.measure_shared_link(device)}
 
 
 def gather(value: Any) -> list[Any]:
@@ -212,7 +343,61 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def from_first_rank(value: Any) -> Any:
+    """The first rank's ``value``, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def meet(device: torch.device) -> None:
+    """All ranks have come here, and their devices are idle."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    dist.barrier()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    # Backward of fused attention adds in any order unless it is told not to.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _stats_of(handle: PipelineOffload) -> dict[str, int]:
+    stats = handle.stats()
+    return {name: getattr(stats, name) for name in ("late_reloads", "wasted_bytes", "pinned_bytes")}
+
+
+class Clock:
+    """Seconds since the start, and of what was done since the last lap.
+
+    Args:
+        log: Where laps are printed.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """Print how long ``what`` took."""
+        now = time.perf_counter()
+        self._log(f"[{now - self._start:6.1f} s] {what}: {now - self._last:.1f} s")
+        self._last = now
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """Write the record so that at any time the file is a whole one."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    write(unfinished, record)
+    unfinished.replace(path)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table to read: measured beside predicted."""
     shown = []
     for row in rows:
@@ -223,67 +408,136 @@ def summary(rows: list[dict[str, Any]]) -> str:
             "offload": row["offload"],
             "step ms": row["step_s"] * 1e3,
             "peak GiB": row["peak_bytes"] / GIB,
+            "same gradients": row["bit_identical"],
         }
         if "slowdown" in row:
             line |= {
                 "peak saved %": row["peak_saved"] * 100,
+                "predicted saved %": row["predicted_peak_saved"] * 100,
                 "longer %": row["slowdown"] * 100,
                 "predicted longer %": row["predicted_slowdown"] * 100,
-                "predicted sets GiB": row["predicted_peak_bytes"] / GIB,
-                "of sets GiB": row["predicted_peak_bytes_without"] / GIB,
                 "moved %": 100 * row["offloaded_bytes"] / max(1, row["saved_bytes"]),
-                "steady GB/s": row["steady_duplex_bytes_per_s"] / 1e9,
-                "same gradients": row["bit_identical"],
+                "pinned GiB": row["pinned_bytes"] / GIB,
             }
+            if row["steady_bytes_per_s"] is not None:
+                line["steady GB/s"] = row["steady_bytes_per_s"] / 1e9
+                line |= {f"of link, {what}": ratio for what, ratio in row["steady_to_link"].items()}
         shown.append(line)
     return table(shown)
 
 
-def _meet(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    dist.barrier()
+def predictions(record: Mapping[str, Any]) -> str:
+    """What the derivation says of all widths on the first rank's link: how much is free, what half of the sets costs.
+
+    A width's costs are scaled from those of the widest model measured, by operations and by saved elements.
+    """
+    link = Link(**record["links"][0]["all at once"])
+    shown = []
+    for name in dict.fromkeys(row["schedule"] for row in record["rows"]):
+        measured = max(
+            (row for row in record["rows"] if (row["schedule"], row["rank"], row["offload"]) == (name, 0, HALF)),
+            key=lambda row: record["models"][row["width"]]["hidden"],
+        )
+        base = record["models"][measured["width"]]
+        for width, model in MODELS.items():
+            profile = scaled(measured["profile"], model.operations / base["operations"], model.saved / base["saved"])
+            actions, parts = measured["actions"], measured["parts"]
+            free = plan_pipeline(actions, profile, link, parts=parts)
+            half_bytes = free.peak_bytes_without // 2
+            half = plan_pipeline(actions, profile, link, parts=parts, memory_budget=half_bytes)
+            shown.append(
+                {
+                    "schedule": name,
+                    "width": width,
+                    "sets GiB": free.peak_bytes_without / GIB,
+                    "free: less %": 100 * (1 - free.peak_bytes / free.peak_bytes_without),
+                    "half of the sets: longer %": 100 * half.slowdown,
+                }
+            )
+    return table(shown)
+
+
+def scaled(profile: Mapping[str, Mapping[str, float]], operations: float, saved: float) -> dict[int, StageProfile]:
+    """A recorded profile, for so many times the operations and the saved bytes."""
+    return {
+        int(stage): StageProfile(
+            operations * costs["forward_s"],
+            operations * costs["backward_s"],
+            operations * costs["weight_s"],
+            round(saved * costs["saved_bytes"]),
+        )
+        for stage, costs in profile.items()
+    }
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--out", type=Path, help="write the record here as JSON, after each case")
+    parser.add_argument("--show", type=Path, help="print this record and measure nothing")
     parser.add_argument("--schedules", nargs="+", default=["1F1B", "ZBV"], choices=SCHEDULES)
-    parser.add_argument("--widths", nargs="+", default=["4096", "16384"], choices=[*MODELS])
+    parser.add_argument("--widths", nargs="+", default=["12288", "4096"], choices=[*MODELS])
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--small", action="store_true", help="a model for the CPU")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--every-way", action="store_true", help="all ways and a recorded step of each, whatever the model"
+    )
+    parser.add_argument("--small", action="store_true", help="a model for the CPU, every way")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run all cases and print the table on the first rank."""
+    """Run all cases; the first rank prints and writes."""
     args = _arguments()
+    if args.show:
+        record = json.loads(args.show.read_text("utf-8"))
+        print(summary(record["rows"]), predictions(record), sep="\n\n")
+        return
+    args.every_way |= args.small
     args.min_bytes = 1024 if args.small else 1 << 20
     cuda = torch.cuda.is_available() and not args.small
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    alone, shared = measure_links(device)
-    links = gather({"alone": asdict(alone), "all at once": asdict(shared)})
-    log: Callable[..., None] = print if dist.get_rank() == 0 else lambda *_, **__: None
-    log(f"link of the first rank alone: {alone}\nwhile all {dist.get_world_size()} ranks copy: {shared}", flush=True)
+    is_first = dist.get_rank() == 0
+    clock = Clock(lambda line: print(line, flush=True) if is_first else None)
+    links = measure_links(device)
+    clock.lap("links")
     models = SMALL if args.small else {width: MODELS[width] for width in args.widths}
-    rows = []
-    for width, model in models.items():
-        for name in args.schedules:
-            begin = time.perf_counter()
-            rows += [row for found in gather(run_case(name, width, model, shared, device, args)) for row in found]
-            log(f"{name}, width {width}: {time.perf_counter() - begin:.0f} s", flush=True)
+    record = {
+        **environment(device),
+        "options": {
+            "ranks": dist.get_world_size(),
+            "microbatches": args.microbatches,
+            "repeats": args.repeats,
+            "aim": AIM,
+        },
+        "models": {width: described(model) for width, model in models.items()},
+        "links": gather({what: asdict(link) for what, link in links.items()}),
+        "rows": [],
+    }
+    if is_first:
+        print(*(f"{what}: {link}" for what, link in links.items()), sep="\n", flush=True)
+    for name in args.schedules:
+        for width, model in models.items():
+            if is_first:
+                print(f"{name}, width {width}:", flush=True)
+            mine = run_case(name, model, links, device, args, clock)
+            rows = [{"schedule": name, "width": width, **row} for found in gather(mine) for row in found]
+            record["rows"] += rows
+            if is_first:
+                print(summary(rows), flush=True)
+            if is_first and args.out is not None:
+                save(args.out, record)
+            gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-    log(summary(rows))
-    if args.out is not None and dist.get_rank() == 0:
-        options = {"microbatches": args.microbatches, "repeats": args.repeats, "ranks": dist.get_world_size()}
-        described = {width: {**asdict(model), "dtype": str(model.dtype)} for width, model in models.items()}
-        write(args.out, {**environment(device), "options": options, "models": described, "links": links, "rows": rows})
     dist.destroy_process_group()
+
+
+def described(model: Model) -> dict[str, Any]:
+    """The model as it is recorded."""
+    return {**asdict(model), "dtype": str(model.dtype), "operations": model.operations, "saved": model.saved}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ limited to less than half of the weights, and the same step runs streamed, for a
 binds and for one where the link binds. A step's limit is, for forward and backward by themselves, the larger of the
 compute time and the time in which the link alone moves the same bytes in both directions; all three are measured in
 this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memory limit. At the end, a
-model that fits is trained for 20 steps both ways and the losses are compared.
+model that fits is trained for 20 steps both ways and the losses are compared. The optimizer's step is computed by the
+host in one and by the device in the other, so there is a third way: weights on the device, step on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,53 +378,89 @@ def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> l
     return rows
 
 
-def loss_curves(device: torch.device, steps: int) -> list[dict[str, Any]]:
-    """Losses over optimizer steps, on the device and streamed, with the same input each step.
+@dataclass(frozen=True)
+class Curve:
+    """Training on the device that streamed training is compared with."""
 
-    SGD's learning rate is a power of two: then it makes no difference where the step is computed. AdamW's arithmetic is
-    the host's or the device's, which round in different places.
-    """
-    size = Size(512, 1376, 8, 6, torch.bfloat16, (2, 128), (2, 128), 0)
-    optimizers: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
-        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=2.0**-1),
-        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    }
+    name: str
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    dtype: torch.dtype = torch.bfloat16
+    host_step: bool = False
+    """Whether the weights are on the device and the host computes the optimizer's step, as it does when streaming."""
+
+
+def sgd(parameters: Sequence[nn.Parameter], momentum: float = 0.0) -> torch.optim.Optimizer:
+    """With a power of two as its learning rate the product is exact, so it makes no difference where it is computed."""
+    return torch.optim.SGD(parameters, lr=2.0**-4 if momentum else 2.0**-1, momentum=momentum)
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its arithmetic is the host's or the device's, which round in different places."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+CURVES = (
+    Curve("SGD", sgd),
+    Curve("SGD with momentum", partial(sgd, momentum=0.9)),
+    Curve("AdamW", adamw),
+    Curve("AdamW, float32", adamw, torch.float32),
+    Curve("AdamW, both stepped on the host", adamw, host_step=True),
+    Curve("AdamW, float32, both stepped on the host", adamw, torch.float32, host_step=True),
+)
+
+
+def loss_curves(device: torch.device, steps: int) -> list[dict[str, Any]]:
+    """Losses over optimizer steps, on the device and streamed, with the same input each step."""
     rows = []
-    for name, make in optimizers.items():
-        curves = []
-        for streamed in (False, True):
-            layers = size.build(device)
-            x = size.inputs(size.few, device)
-            handle = offload.stream_weights(layers, device) if streamed else None
-            optimizer = make(list(layers.parameters()))
-            losses = []
-            for _ in range(steps):
-                optimizer.zero_grad()
-                y = x
-                with sdpa_kernel(SDPBackend.MATH):  # deterministic
-                    for layer in layers:
-                        y = layer(y)
-                    loss = loss_of(y)
-                    loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            if handle is not None:
-                handle.remove()
-            curves.append(losses)
-        differences = [abs(one - other) / abs(one) for one, other in zip(*curves, strict=True)]
+    for curve in CURVES:
+        on_device = losses_of(curve, device, steps, streamed=False)
+        streamed = losses_of(curve, device, steps, streamed=True)
         rows.append(
             {
-                "optimizer": name,
+                "optimizer": curve.name,
                 "steps": steps,
-                "first": curves[0][0],
-                "last": curves[0][-1],
-                "last_streamed": curves[1][-1],
-                "identical": curves[0] == curves[1],
-                "largest_difference": max(differences),
-                "losses": curves,
+                "first": on_device[0],
+                "last": on_device[-1],
+                "last_streamed": streamed[-1],
+                "identical": on_device == streamed,
+                "largest_difference": max(
+                    abs(one - other) / abs(one) for one, other in zip(on_device, streamed, strict=True)
+                ),
+                "losses": [on_device, streamed],
             }
         )
     return rows
+
+
+def losses_of(curve: Curve, device: torch.device, steps: int, *, streamed: bool) -> list[float]:
+    """The loss before each step."""
+    size = Size(512, 1376, 8, 6, curve.dtype, (2, 128), (2, 128), 0)
+    layers = size.build(device)
+    x = size.inputs(size.few, device)
+    with ExitStack() as stack:
+        if streamed:
+            stack.enter_context(offload.stream_weights(layers, device))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # deterministic
+        parameters = list(layers.parameters())
+        stepped = [p.detach().cpu() for p in parameters] if curve.host_step and not streamed else parameters
+        optimizer = curve.make(stepped)
+        losses = []
+        for _ in range(steps):
+            y = x
+            for layer in layers:
+                y = layer(y)
+            loss = loss_of(y)
+            loss.backward()
+            losses.append(loss.item())
+            for parameter, host in zip(parameters, stepped, strict=True):
+                if host is not parameter:
+                    host.grad = parameter.grad.cpu()
+            optimizer.step()
+            for parameter, host in zip(parameters, stepped, strict=True):
+                if host is not parameter:
+                    parameter.data.copy_(host)
+                parameter.grad = None
+    return losses
 
 
 def _reset_peak(device: torch.device) -> None:

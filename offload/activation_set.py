@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload import trace
 from offload.backend import Wait
 from offload.exclusions import reason_to_stay
-from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, SubclassHandle
+from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState, next_state
+from offload.subclasses import SubclassHandle, parts_of
 
 if TYPE_CHECKING:
     from offload.round import Round
+
+
+EVENT_BYTES = 1 << 22
+"""Small tensors that are reloaded one after the other share an event: together they take the link less than 0.1 ms."""
 
 
 class ActivationSet:
@@ -35,6 +41,7 @@ class ActivationSet:
         self._compute_stream = self.transfers.backend.compute_stream()
         self.min_bytes = microbatch.min_bytes
         self._known = microbatch.storages
+        self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._early: list[SavedStorage] = []
         self.alive: object | None = _Alive()
@@ -56,38 +63,60 @@ class ActivationSet:
         """End of the layer's forward: from now on only the graph's handles keep the set alive."""
         self.alive = None
         self._early.clear()
+        if self.state is OffloadState.OFFLOADING:
+            self.transfers.end_batch()
 
-    def start_early(self, tensor: torch.Tensor) -> None:
+    def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
-        if self.state is OffloadState.OFFLOADING and not self.reason_to_stay(tensor):
-            self._early.append(self._storage_of(tensor))
+        if self.state is not OffloadState.OFFLOADING:
+            return
+        reason = self.reason_to_stay(tensor)
+        if reason == "subclass" and (parts := parts_of(tensor)):
+            for inner in parts.inner:
+                self.start_early(inner, changes + tensor._version)
+        elif reason is None:
+            self._early.append(self._storage_of(tensor, changes))
 
     def reason_to_stay(self, tensor: torch.Tensor) -> str | None:
         """Why ``tensor`` does not travel with this set, if it does not."""
         return reason_to_stay(tensor, self.transfers.backend.device, self.min_bytes)
 
-    def pack(self, tensor: torch.Tensor) -> Handle | SubclassHandle:
-        """The pack hook: a handle for a tensor that autograd saves."""
+    def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
+        """The pack hook: a handle for a tensor that autograd saves.
+
+        Args:
+            tensor: The tensor.
+            changes: How often wrappers around it were changed in place, which its own version does not tell.
+        """
         self._saved_any = True
+        if self._nothing_moves and self._is_new(tensor):
+            return KeptHandle(tensor, self)
         reason = self.reason_to_stay(tensor)
-        if reason == "subclass" and hasattr(tensor, "__tensor_flatten__"):
-            return SubclassHandle(tensor, self)
+        if reason == "subclass" and (parts := parts_of(tensor)):
+            return SubclassHandle(tensor, parts, self, changes)
         if reason is not None:
             if self.state is not OffloadState.RESIDENT:
                 self.transfers.counters.skipped[reason] += 1
             return KeptHandle(tensor, self)
-        storage = self._storage_of(tensor)
+        storage = self._storage_of(tensor, changes)
         storage.tensors += 1
         if self.state is not OffloadState.RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
         return MovedHandle(tensor, storage, self)
 
-    def _storage_of(self, tensor: torch.Tensor) -> SavedStorage:
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether no earlier layer has saved the storage of ``tensor``, as far as that is quick to say."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage()._cdata not in self._known
+
+    def _storage_of(self, tensor: torch.Tensor, changes: int = 0) -> SavedStorage:
+        version = (tensor._version, changes)
         key = tensor.untyped_storage()._cdata
         reference = self._known.get(key)
         storage = reference() if reference is not None else None
-        if storage is None or storage.version != tensor._version:
-            storage = SavedStorage(tensor, self)
+        if storage is None or storage.version != version:
+            storage = SavedStorage(tensor, self, version)
             self._known[key] = weakref.ref(storage)
             self._storages.append(weakref.ref(storage))
         elif storage.set is not self:
@@ -113,10 +142,13 @@ class ActivationSet:
             OffloadStateError: The set is not RESIDENT.
         """
         self.state = next_state("start_offload", self.layer, self.state, call=call)
-        for storage in self._live():
+        saved = self._live()
+        for storage in saved:
             storage.count()
             storage.start_offload()
             self.transfers.counters.offloaded_tensors += storage.tensors
+        if saved:
+            self.transfers.end_batch()
 
     def release(self, call: str | None = None) -> None:
         """Let the device memory go: the compute stream waits for the copies, then reuses the memory.
@@ -126,12 +158,13 @@ class ActivationSet:
         """
         self.state = next_state("release", self.layer, self.state, call=call)
         moved = [storage for storage in self._live() if storage.host is not None]
-        if not moved:
+        batches = [storage.batch for storage in moved if storage.batch is not None]
+        if not batches:
             return
-        # Copies run in order on one stream, so the event of the one queued last stands for all.
-        last = max(moved, key=lambda storage: storage.copy_number)
+        # Copies run in order on one stream, so the batch that was queued last stands for all.
+        done = self.transfers.done(max(batches, key=lambda batch: batch.number))
         trace.point("wait", self.layer)
-        self.transfers.wait(self._compute_stream, last.offload_done, Wait.RELEASE)
+        self.transfers.wait(self._compute_stream, done, Wait.RELEASE)
         for storage in moved:
             storage.release()
 
@@ -157,8 +190,20 @@ class ActivationSet:
         landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
         compute = self.transfers.backend.compute_stream()
         self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
-        for storage, landing in zip(away, landings, strict=True):
-            storage.start_reload(landing, compute)
+        for group in _groups(zip(away, landings, strict=True)):
+            self._reload_group(group, compute)
+
+    def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Any) -> None:
+        queued: list[SavedStorage] = []
+        try:
+            for storage, landing in group:
+                storage.start_reload(landing, compute)
+                queued.append(storage)
+        finally:
+            if queued:
+                done = self.transfers.h2d_stream.record_event()
+                for storage in queued:
+                    storage.end_reload(done)
 
     def mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""
@@ -167,6 +212,22 @@ class ActivationSet:
 
     def _live(self) -> list[SavedStorage]:
         return [storage for reference in self._storages if (storage := reference()) is not None]
+
+
+def _groups(
+    landings: Iterable[tuple[SavedStorage, torch.Tensor]],
+) -> Iterator[list[tuple[SavedStorage, torch.Tensor]]]:
+    """Storages with their landings, in order, as many together as share an event."""
+    group: list[tuple[SavedStorage, torch.Tensor]] = []
+    nbytes = 0
+    for storage, landing in landings:
+        group.append((storage, landing))
+        nbytes += storage.nbytes
+        if nbytes >= EVENT_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
 
 
 class _Alive:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from offload.pinned import register_pinned
+if TYPE_CHECKING:
+    from offload.host_pool import HostBuffer
 
 
 class Event(Protocol):
@@ -76,6 +77,16 @@ class Backend(ABC):
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between device and pinned host memory on ``stream``; both stay alive until it ran."""
 
+    def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:
+        """Queue the copy of the whole storage of ``device`` into ``host`` on ``stream``."""
+        for piece, source in zip(host.pieces, _split(device, host), strict=True):
+            self.copy(stream, piece, source)
+
+    def to_device(self, stream: Any, device: torch.Tensor, host: HostBuffer) -> None:
+        """Queue the copy of ``host`` into the whole storage of ``device`` on ``stream``."""
+        for piece, target in zip(host.pieces, _split(device, host), strict=True):
+            self.copy(stream, target, piece)
+
     @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor:
         """New page-locked host memory, uint8 of shape ``[nbytes]``; freed with the tensor."""
@@ -94,12 +105,12 @@ class Backend(ABC):
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
-        if self.poison and _owners(flat) == 1:
-            flat.fill_(0xFF)
+        if self.poison and owners(flat) == 1:
+            flat_view(flat).fill_(0xFF)
 
 
 class AcceleratorBackend(Backend):
-    """CUDA, and what else ``torch.accelerator`` offers."""
+    """Whatever ``torch.accelerator`` offers."""
 
     def new_stream(self, name: str) -> Any:
         return torch.Stream(device=self.device)
@@ -112,8 +123,6 @@ class AcceleratorBackend(Backend):
             target.copy_(source, non_blocking=True)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        if self.device.type == "cuda":
-            return register_pinned(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -148,13 +157,28 @@ def get_backend(device: torch.device | str | int | None = None) -> Backend:
             from offload.cpu_backend import CpuBackend
 
             _backends[resolved] = CpuBackend(resolved)
+        elif resolved.type == "cuda" and torch.version.cuda is not None:
+            from offload.cuda_backend import CudaBackend
+
+            _backends[resolved] = CudaBackend(resolved)
         else:
             _backends[resolved] = AcceleratorBackend(resolved)
     return _backends[resolved]
 
 
-def _owners(flat: torch.Tensor) -> int:
-    """How many tensors share the storage of ``flat``, itself included."""
-    storage = flat.untyped_storage()
+def _split(device: torch.Tensor, host: HostBuffer) -> tuple[torch.Tensor, ...]:
+    flat = flat_view(device)
+    return (flat,) if len(host.pieces) == 1 else torch.split(flat, [len(piece) for piece in host.pieces])
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage, uint8 of one dimension, sharing its memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()
     # One more reference is the Python object `storage` itself.
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

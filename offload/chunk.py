@@ -14,8 +14,9 @@ import torch
 
 from offload.activation_set import ActivationSet
 from offload.round import Round
-from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, SubclassHandle
+from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState
+from offload.subclasses import SubclassHandle
 
 
 class PackedTensor(NamedTuple):
@@ -23,7 +24,7 @@ class PackedTensor(NamedTuple):
 
     chunk: ChunkPass
     part: int
-    handle: Handle | SubclassHandle
+    handle: Handle
 
 
 class ChunkPass:
@@ -97,11 +98,11 @@ def unpack(packed: PackedTensor) -> torch.Tensor:
     return packed.handle.unpack()
 
 
-def _storages(handle: Handle | SubclassHandle) -> Iterator[SavedStorage]:
+def _storages(handle: Handle) -> Iterator[SavedStorage]:
     if isinstance(handle, MovedHandle):
         yield handle.storage
     elif isinstance(handle, SubclassHandle):
-        for inner in handle.inner.values():
+        for inner in handle.inner:
             yield from _storages(inner)
 
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.subclasses import inner_tensors
+
 
 class _Exclusion(NamedTuple):
     # While the weak reference lives, no other storage can have the same address.
@@ -57,7 +59,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
-        for inner in _inner_tensors(tensor):
+        for inner in inner_tensors(tensor):
             exclude(inner, "marked")
 
 
@@ -67,10 +69,9 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     ``"subclass"`` means that its inner tensors are to be asked, where it has any.
     """
     if type(tensor) is not torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
+        if not isinstance(tensor, torch.nn.Parameter) and not _is_from_parameter(tensor):
             return "subclass"
-        if type(tensor) is torch.nn.Parameter and tensor.layout is torch.strided:
-            _remember_parameter(tensor)
+        _remember_parameter(tensor)
         return "parameter"
     if tensor.layout is not torch.strided:
         return "layout"
@@ -89,14 +90,18 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
 
 
 def _remember_parameter(tensor: torch.Tensor) -> None:
-    if tensor.untyped_storage()._cdata not in _excluded:
-        exclude(tensor, "parameter")
+    for inner in inner_tensors(tensor):
+        has_storage = type(inner) in (torch.Tensor, torch.nn.Parameter) and inner.layout is torch.strided
+        if has_storage and inner.untyped_storage()._cdata not in _excluded:
+            exclude(inner, "parameter")
 
 
 def _is_from_parameter(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter):
         return True
+    if tensor.requires_grad and not base.requires_grad:
+        return _is_inside_parameter(tensor)
     cast = base.grad_fn
     if cast is None or cast.name() != "ToCopyBackward0":
         return False
@@ -104,8 +109,13 @@ def _is_from_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
 
 
-def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [inner for name in names for inner in _inner_tensors(getattr(tensor, name))]
+def _is_inside_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a view whose base needs no gradient looks into a parameter that wraps it: ``weight.to_local()``."""
+    node = tensor.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    parameter = getattr(node, "variable", None)
+    if not isinstance(parameter, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
+        return False
+    storage = tensor.untyped_storage()._cdata
+    return any(inner.untyped_storage()._cdata == storage for inner in inner_tensors(parameter))

@@ -28,7 +28,7 @@ class HostMemory:
         max_bytes: The most pinned memory that the device's pool may have when this context asks for more: bytes, or a
             text such as ``"40GiB"``; no limit by default.
         when_full: ``"keep"`` leaves what finds no room on the device; ``"pageable"`` copies it to ordinary host
-            memory, which is several times slower and blocks the host; ``"raise"`` raises
+            memory, which is several times slower and blocks the host, while there is some; ``"raise"`` raises
             :class:`HostMemoryError` in the middle of forward.
 
     Raises:
@@ -55,7 +55,13 @@ class HostMemory:
             if self._when_full == "raise":
                 raise
             self._warn(str(error))
-        return self._pageable.take(nbytes) if self._when_full == "pageable" else None
+        return self._take_pageable(nbytes) if self._when_full == "pageable" else None
+
+    def _take_pageable(self, nbytes: int) -> HostBuffer | None:
+        try:
+            return self._pageable.take(nbytes)
+        except HostMemoryError:
+            return None
 
     def _warn(self, what: str) -> None:
         if not self._warned:

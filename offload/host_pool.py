@@ -2,7 +2,8 @@
 
 The pool's size follows what is on the host: a request takes a free buffer of its size; else it
 is carved from free ranges, in several pieces where no single range is large enough; only what is
-missing then is newly pinned. So fragmentation never makes the pool grow.
+missing then is newly pinned. So fragmentation never makes the pool grow. Where the system has refused
+to pin more, it is not asked again until somebody reserves or frees memory: asking takes time.
 
 A buffer that comes back carries the event after which it may be written again. Nobody
 waits for it until the next copy into the buffer does, on the device.
@@ -14,6 +15,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,13 +23,16 @@ import torch
 
 from offload.backend import Backend
 from offload.graphs import Arena, Capture, CaptureError, current_capture
-from offload.pinned import HostMemoryError
+from offload.pinned import HostMemoryError, forget_on_fork
 from offload.units import format_bytes
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
 GROWTH = 64
 """Each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small."""
+RESERVE_BYTES = 1 << 30
+"""What is pinned in advance comes in slabs of this size, so that each can be given back alone."""
+RESERVE_THREADS = 4
 
 
 @dataclass(eq=False)
@@ -43,7 +48,7 @@ class Range:
 class HostBuffer:
     """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
 
-    __slots__ = ("arena", "events", "nbytes", "pieces", "pool", "ranges")
+    __slots__ = ("arena", "events", "nbytes", "pieces", "pool", "ranges", "spans")
 
     def __init__(self, pool: HostPool, nbytes: int, ranges: list[Range]) -> None:
         self.pool = pool
@@ -52,6 +57,8 @@ class HostBuffer:
         self.ranges = ranges
         self.events = _merge(event for piece in ranges for event in piece.events)
         self.pieces = _pieces(nbytes, ranges)
+        self.spans = [(piece.data_ptr(), len(piece)) for piece in self.pieces]
+        """Address and bytes of each piece."""
 
     def freed(self) -> Self:
         """The buffer, no longer a graph's; nothing uses it any more."""
@@ -75,12 +82,19 @@ class HostPool:
         self._free: list[Range] = []
         self._arenas: dict[int, Arena] = {}
         self._max_bytes: int | None = None
+        self._refusal: tuple[int, str] | None = None
+        """The least size of the pool that the system did not let it have, and why."""
         self.pinned_bytes = 0
         """Bytes of all slabs."""
         self.used_bytes = 0
         """Bytes of all buffers that were taken and not given back."""
-        self.peak_used_bytes = 0
+        self._peak_used_bytes = 0
+        """What :attr:`peak_used_bytes` was before buffers last came back."""
+
+    @property
+    def peak_used_bytes(self) -> int:
         """The most that ``used_bytes`` ever was."""
+        return max(self._peak_used_bytes, self.used_bytes)
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
@@ -95,17 +109,19 @@ class HostPool:
         """
         with self._lock:
             self._max_bytes = max_bytes
-            self._collect()
+            if self.returned or self._arenas:
+                self._collect()
             capture = current_capture()
-            buffer = self._take(nbytes) if capture is None else self._take_for(capture, nbytes)
-            self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
-        return buffer
+            return self._take(nbytes) if capture is None else self._take_for(capture, nbytes)
 
     def _take(self, nbytes: int) -> HostBuffer:
-        ready = self._ready[nbytes]
-        buffer = ready.popleft() if ready else HostBuffer(self, nbytes, self._carve(_round_up(nbytes, ALIGNMENT_BYTES)))
+        ready = self._ready.get(nbytes)
+        buffer = ready.popleft() if ready else self._make(nbytes)
         self.used_bytes += nbytes
         return buffer
+
+    def _make(self, nbytes: int) -> HostBuffer:
+        return HostBuffer(self, nbytes, self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES)))
 
     def _take_for(self, capture: Capture, nbytes: int) -> HostBuffer:
         arena = self._arenas.setdefault(capture.id, Arena())
@@ -144,16 +160,32 @@ class HostPool:
         buffer.arena.hold(capture)
 
     def reserve(self, nbytes: int) -> None:
-        """Pin now what is missing for ``nbytes`` bytes in total."""
+        """Pin now what is missing for ``nbytes`` bytes in total.
+
+        Raises:
+            CaptureError: A CUDA graph is being captured.
+            HostMemoryError: The system refused; what was pinned before that stays in the pool.
+        """
         with self._lock:
-            self._max_bytes = None
-            missing = nbytes - self.pinned_bytes
-            if missing > 0:
-                self._free.append(self._grow(missing))
+            self._refusal = None
+            missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
+            slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
+            if not slabs:
+                return
+            _forbid_in_capture(missing)
+            with ThreadPoolExecutor(min(RESERVE_THREADS, len(slabs))) as threads:
+                pinning = [threads.submit(self._allocate, size) for size in slabs]
+                if wait(pinning, return_when=FIRST_EXCEPTION).not_done:
+                    threads.shutdown(cancel_futures=True)
+            tried = [future for future in pinning if not future.cancelled()]
+            self._free += [self._add(future.result()) for future in tried if not future.exception()]
+            for future in tried:
+                future.result()
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
         with self._lock:
+            self._refusal = None
             self._collect()
             self._merge_free()
             idle = [piece for piece in self._free if piece.nbytes == len(piece.slab)]
@@ -166,6 +198,7 @@ class HostPool:
         return freed
 
     def _collect(self) -> None:
+        self._peak_used_bytes = self.peak_used_bytes
         for capture, arena in list(self._arenas.items()):
             if arena.over:
                 del self._arenas[capture]
@@ -198,11 +231,7 @@ class HostPool:
         return Range(piece.slab, piece.start, size, piece.events)
 
     def _grow(self, missing: int) -> Range:
-        if current_capture() is not None:
-            raise CaptureError(
-                f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
-                "captured; run one step as a warm-up before the capture."
-            )
+        _forbid_in_capture(missing)
         nbytes = _round_up(max(missing, self.pinned_bytes // GROWTH), PAGE_BYTES)
         if self._max_bytes is not None and self.pinned_bytes + nbytes > self._max_bytes:
             nbytes = _round_up(missing, PAGE_BYTES)
@@ -212,9 +241,17 @@ class HostPool:
                     f"{format_bytes(self.pinned_bytes)}, but max_host_bytes is {format_bytes(self._max_bytes)}; "
                     "offload fewer layers or raise the limit."
                 )
-        slab = self._allocate(nbytes)
-        self.pinned_bytes += nbytes
-        return Range(slab, 0, nbytes)
+        if self._refusal is not None and self.pinned_bytes + nbytes >= self._refusal[0]:
+            raise HostMemoryError(self._refusal[1])
+        try:
+            return self._add(self._allocate(nbytes))
+        except HostMemoryError as error:
+            self._refusal = (self.pinned_bytes + nbytes, str(error))
+            raise
+
+    def _add(self, slab: torch.Tensor) -> Range:
+        self.pinned_bytes += len(slab)
+        return Range(slab, 0, len(slab))
 
     def _merge_free(self) -> None:
         """Turn all free buffers back into ranges, adjacent ones into one."""
@@ -232,6 +269,14 @@ class HostPool:
                 last.events = _merge((*last.events, *piece.events))
             else:
                 self._free.append(piece)
+
+
+def _forbid_in_capture(missing: int) -> None:
+    if current_capture() is not None:
+        raise CaptureError(
+            f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
+            "captured; run one step as a warm-up before the capture."
+        )
 
 
 def _pieces(nbytes: int, ranges: list[Range]) -> list[torch.Tensor]:
@@ -259,5 +304,5 @@ os.register_at_fork(after_in_child=_pools.clear)
 def get_host_pool(backend: Backend) -> HostPool:
     """The pool of the backend's device, one per process."""
     if backend.device not in _pools:
-        _pools[backend.device] = HostPool(backend.pinned)
+        _pools[backend.device] = HostPool(lambda nbytes: forget_on_fork(backend.pinned(nbytes)))
     return _pools[backend.device]

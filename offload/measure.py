@@ -19,6 +19,7 @@ from offload.context import DEFAULT_MIN_BYTES, tensors_in
 from offload.exclusions import reason_to_stay
 from offload.link import Link
 from offload.profile import LayerProfile, Profile
+from offload.subclasses import parts_of
 
 PIECE_BYTES = 64 << 20
 """Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""
@@ -312,9 +313,9 @@ class _Recorder:
 
     def _count(self, tensor: torch.Tensor, layer: int) -> None:
         reason = reason_to_stay(tensor, self._device, self._min_bytes)
-        if reason == "subclass" and hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                self._count(getattr(tensor, name), layer)
+        if reason == "subclass" and (parts := parts_of(tensor)):
+            for inner in parts.inner:
+                self._count(inner, layer)
         if reason is not None:
             return
         storage = tensor.untyped_storage()

@@ -7,8 +7,9 @@ the n-th chunk to run forward is layer ``n * parts + p``.
 The derivation walks along the rank's step as if compute never waited. It takes the longest-lived parts first, lets each
 go once its copy can be done, and starts its reload just so early that the copy can be done in time. A part is
 skipped if that leaves no time on the host: its life is shorter than both copies, or the link is busy. Where a
-budget asks for more than the link can carry meanwhile, the walk is repeated with slower compute, as slow as need be.
-In the end, what room the peak leaves elsewhere is given back as slack: parts go later and come back earlier.
+budget asks for more than the link can carry meanwhile, the walk is repeated with slower compute, and of what meets
+the budget that is taken for which the simulated step waits least. In the end, what room the peak leaves elsewhere is
+given back as slack: parts go later and come back earlier.
 
 Note:
     Bubbles of the pipeline count as no time, and both directions of the link as always busy. So the link is
@@ -17,9 +18,11 @@ Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 from offload.link import Link
@@ -31,11 +34,20 @@ from offload.simulate import simulate
 from offload.timeline import Timeline
 from offload.units import format_bytes, format_s, parse_bytes
 
-STRETCHES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""How much slower forwards, and backwards, are taken to be where compute may wait for copies."""
+WAITS = tuple(0.05 * 1.4**rung for rung in range(18))
+"""How long compute may be taken to wait for copies, as multiples of the step."""
+
+LONGER_WAITS = 3
+"""How many longer ones are tried beside the shortest that is enough: with more time, fewer bytes have to move."""
+
+FORWARD_SHARES = (0.5, 0.6, 0.8, 0.35)
+"""How much of the wait forwards are taken to have; backwards have the rest."""
 
 INSTANT_LINK = Link(1e30, 1e30, 2e30)
 """The last resort: each part goes and comes back at the nearest point, whatever that costs."""
+
+ROUNDING = 1e-9
+"""How far sums of the same sizes may be apart."""
 
 ALL_ALIKE_LINK = Link(1.0, 1.0, 2.0)
 
@@ -178,34 +190,101 @@ def plan_pipeline(
     if missing:
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
     walk = Walk(order, profile, parts)
-    enough = _target(walk, memory_budget, fraction)
-    tries = [(walk, link)]
-    if enough:
-        slower = [Walk(order, profile, parts, f, b) for f in STRETCHES for b in STRETCHES]
-        tries = [(walk, link) for walk in sorted(slower, key=lambda walk: walk.duration_s)] + [(walk, INSTANT_LINK)]
-    least: dict[int, Stay] = {}
-    for walked, used in tries:
-        placed = walked.choose(used, lookahead, enough)
-        if not least or walk.peak_bytes(placed) <= walk.peak_bytes(least):
-            least = placed
-        if enough and enough(placed):
-            break
-    limit = max(walk.peak_bytes(least), 0.0 if memory_budget is None else parse_bytes(memory_budget))
-    least = walk.relax(least, limit, reloads=lookahead is None)
-    moves = tuple(Move(layer, walk.order[stay.release], walk.order[stay.reload]) for layer, stay in least.items())
-    return PipelinePlan(order, parts, profile, link, Schedule(len(walk.nbytes), moves, tuple(walk.order)))
-
-
-def _target(
-    walk: Walk, memory_budget: int | str | None, fraction: float | None
-) -> Callable[[dict[int, Stay]], bool] | None:
+    target = None
     if memory_budget is not None:
-        budget = parse_bytes(memory_budget, "memory_budget")
-        return lambda placed: walk.peak_bytes(placed) <= budget
-    if fraction is not None:
-        wanted = fraction * sum(walk.nbytes) * (1 - 1e-9)
-        return lambda placed: sum(walk.nbytes[layer] for layer in placed) >= wanted
-    return None
+        target = _Target(walk, peak_bytes=parse_bytes(memory_budget))
+    elif fraction is not None:
+        target = _Target(walk, moved_bytes=fraction * sum(walk.nbytes) * (1 - ROUNDING))
+
+    def plan(placed: dict[int, Stay]) -> PipelinePlan:
+        limit = walk.peak_bytes(placed) if target is None else target.limit_bytes(placed)
+        relaxed = walk.relax(placed, limit, reloads=lookahead is None)
+        moves = tuple(Move(layer, walk.order[stay.release], walk.order[stay.reload]) for layer, stay in relaxed.items())
+        return PipelinePlan(order, parts, profile, link, Schedule(len(walk.nbytes), moves, tuple(walk.order)))
+
+    placed = walk.choose(link, lookahead, None if target is None else target.is_met)
+    if target is None or target.is_met(placed):
+        return plan(placed)
+    target = target.within_reach(walk.choose(INSTANT_LINK, lookahead, target.is_met))
+    least = plan(walk.choose(INSTANT_LINK, lookahead, target.is_met))
+    for placed in _choose_slowed(walk, profile, link, lookahead, target.is_met):
+        found = plan(placed)
+        least = found if found.stall_s <= least.stall_s else least
+        if not found.stall_s:
+            break
+    return least
+
+
+@dataclass(frozen=True)
+class _Target:
+    """How much has to move: so much that no more than ``peak_bytes`` stay, or ``moved_bytes`` in all."""
+
+    walk: Walk
+    peak_bytes: float = math.inf
+    moved_bytes: float = 0.0
+
+    def is_met(self, placed: dict[int, Stay]) -> bool:
+        if self.moved_bytes:
+            return self._moved(placed) >= self.moved_bytes
+        return self.walk.peak_bytes(placed) <= self.peak_bytes
+
+    def within_reach(self, most: dict[int, Stay]) -> _Target:
+        """The same, or what ``most`` reaches where it is less."""
+        return _Target(
+            self.walk,
+            max(self.peak_bytes, self.walk.peak_bytes(most) * (1 + ROUNDING)),
+            min(self.moved_bytes, self._moved(most) * (1 - ROUNDING)),
+        )
+
+    def limit_bytes(self, placed: dict[int, Stay]) -> float:
+        """What may be on the device at once."""
+        peak_bytes = self.walk.peak_bytes(placed)
+        return max(peak_bytes, self.peak_bytes) if math.isfinite(self.peak_bytes) else peak_bytes
+
+    def _moved(self, placed: dict[int, Stay]) -> float:
+        return sum(self.walk.nbytes[layer] for layer in placed)
+
+
+def _choose_slowed(
+    walk: Walk,
+    profile: Mapping[int, StageProfile],
+    link: Link,
+    lookahead: int | None,
+    enough: Callable[[dict[int, Stay]], bool],
+) -> Iterator[dict[int, Stay]]:
+    """What is enough if compute waits: with the shortest wait for which anything is, and with some longer ones."""
+
+    @cache
+    def choose(share: float, rung: int) -> dict[int, Stay]:
+        wait_s = WAITS[rung] * walk.duration_s
+        slower = _slower(walk.actions, profile, share * wait_s, (1 - share) * wait_s)
+        return Walk(walk.actions, slower, walk.parts).choose(link, lookahead, enough)
+
+    def suffices(share: float, rung: int) -> bool:
+        return enough(choose(share, rung))
+
+    rungs = range(len(WAITS))
+    low, high = 0, len(WAITS)
+    for share in FORWARD_SHARES:
+        shortest = bisect_left(rungs, True, low, high, key=partial(suffices, share))
+        for rung in rungs[shortest : shortest + 1 + LONGER_WAITS]:
+            if suffices(share, rung):
+                yield choose(share, rung)
+        low, high = max(0, shortest - 2), min(len(WAITS), shortest + 3)  # The next share's will not be far away.
+
+
+def _slower(
+    actions: tuple[Action, ...], profile: Mapping[int, StageProfile], forwards_s: float, backwards_s: float
+) -> dict[int, StageProfile]:
+    """The profile with which all forwards together take so much longer, and all backwards."""
+    forward_s = sum(profile[action.stage].forward_s for action in actions if action.kind == "F")
+    backward_s = sum(profile[action.stage].backward_s for action in actions if action.kind in "BI")
+    forwards = 1 + forwards_s / forward_s if forward_s else 1.0
+    backwards = 1 + backwards_s / backward_s if backward_s else 1.0
+    return {
+        stage: replace(costs, forward_s=forwards * costs.forward_s, backward_s=backwards * costs.backward_s)
+        for stage, costs in profile.items()
+    }
 
 
 def check_options(memory_budget: int | str | None, fraction: float | None, lookahead: int | None, parts: int) -> None:

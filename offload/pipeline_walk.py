@@ -56,23 +56,20 @@ class Stay(NamedTuple):
 class Walk:
     """A rank's step: its points in order, and when each begins if compute never waits."""
 
-    def __init__(
-        self,
-        actions: tuple[Action, ...],
-        profile: Mapping[int, StageProfile],
-        parts: int,
-        stretch_forward: float = 1.0,
-        stretch_backward: float = 1.0,
-    ) -> None:
+    def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
         chunks = number_chunks(actions)
+        self.actions = actions
         self.parts = parts
         self.order: list[Point] = []
         self.start_s: list[float] = []
-        self.index: dict[Point, int] = {}
-        self.freed: dict[int, int] = {}
+        layers_in_all = len(chunks) * parts
+        self.forward_at = [0] * layers_in_all
+        """Layer → index of its forward in the order. Layers are numbered in the order of forwards."""
+        self.backward_at = [0] * layers_in_all
+        """Layer → index of its backward in the order."""
+        self.freed_at = [0] * layers_in_all
         """Layer → index of the first point at which its memory is gone for good."""
-        self.nbytes = [0.0] * (len(chunks) * parts)
-        self.costs: list[LayerProfile | None] = [None] * len(self.nbytes)
+        self.nbytes = [0.0] * layers_in_all
         self.weights: list[tuple[int, float]] = []
         """(Index of the next point, seconds) of each backward for the weights."""
         self.duration_s = 0.0
@@ -83,24 +80,35 @@ class Walk:
             if action.kind == "F":
                 for layer in layers:
                     self.nbytes[layer] = stage.saved_bytes / parts
-                    self._add(forward(layer), stretch_forward * stage.forward_s / parts)
+                    self.forward_at[layer] = self._add(forward(layer), stage.forward_s / parts)
             elif action.kind == "W":
                 self.weights.append((len(self.order), stage.weight_s))
-                self.freed.update(dict.fromkeys(layers, len(self.order)))
+                for layer in layers:
+                    self.freed_at[layer] = len(self.order)
                 self.duration_s += stage.weight_s
             else:
                 for layer in reversed(layers):
-                    self._add(backward(layer), stretch_backward * stage.backward_s / parts)
-                    self.freed[layer] = len(self.order)
+                    self.backward_at[layer] = self._add(backward(layer), stage.backward_s / parts)
+                    self.freed_at[layer] = len(self.order)
         self._profile_of = {
             layer: profile[chunk.stage] for chunk, n in chunks.items() for layer in range(n * parts, (n + 1) * parts)
         }
+        starts_s = [*self.start_s, self.duration_s]
+        self._saved_s = [starts_s[index + 1] for index in self.forward_at]
+        """Layer → when its forward ends."""
+        self._backward_s = [starts_s[index] for index in self.backward_at]
+        """Layer → when its backward begins."""
+        self._changes_without = [0.0] * len(starts_s)
+        """Point → bytes that come or go before it if nothing moves."""
+        for nbytes, made, freed in zip(self.nbytes, self.forward_at, self.freed_at, strict=True):
+            self._changes_without[made] += nbytes
+            self._changes_without[freed] -= nbytes
 
-    def _add(self, point: Point, duration_s: float) -> None:
-        self.index[point] = len(self.order)
+    def _add(self, point: Point, duration_s: float) -> int:
         self.order.append(point)
         self.start_s.append(self.duration_s)
         self.duration_s += duration_s
+        return len(self.order) - 1
 
     def with_weights(self) -> tuple[tuple[Point, ...], tuple[LayerProfile, ...]]:
         """Order and costs for the simulator, each backward for the weights as a layer that saves nothing."""
@@ -131,17 +139,18 @@ class Walk:
         placed: dict[int, Stay] = {}
         candidates = sorted(
             (layer for layer, nbytes in enumerate(self.nbytes) if nbytes),
-            key=lambda layer: (-self._life_s(layer), layer),
+            key=lambda layer: (self._saved_s[layer] - self._backward_s[layer], layer),
         )
         block = len(candidates)
-        while candidates and not (enough and enough(placed)):
+        done = enough is not None and enough(placed)
+        while candidates and not done:
             trial = self._place([*placed, *candidates[:block]], link, lookahead)
-            too_many = trial is not None and enough is not None and enough(trial)
-            if block > 1 and (trial is None or too_many):
+            reached = trial is not None and enough is not None and enough(trial)
+            if block > 1 and (trial is None or reached):
                 block //= 2
                 continue
             if trial is not None:
-                placed = trial
+                placed, done = trial, reached
             candidates = candidates[block:]
             block = max(1, min(2 * block, len(candidates)))
         return placed
@@ -153,8 +162,8 @@ class Walk:
         """
         relaxed = dict(placed)
         resident = self.resident_bytes(placed)
-        saved = sorted(relaxed, key=lambda layer: self.index[forward(layer)], reverse=True)
-        needed = sorted(relaxed, key=lambda layer: self.index[backward(layer)])
+        saved = sorted(relaxed, reverse=True)
+        needed = sorted(relaxed, key=self.backward_at.__getitem__)
         moved = True
         while moved:
             moved = False
@@ -186,46 +195,37 @@ class Walk:
 
     def resident_bytes(self, placed: Mapping[int, Stay]) -> list[float]:
         """The bytes on the device while each point runs, and after the last."""
-        changes = [0.0] * (len(self.order) + 1)
-        for layer, nbytes in enumerate(self.nbytes):
-            changes[self.index[forward(layer)]] += nbytes
-            changes[self.freed[layer]] -= nbytes
-        for layer, stay in placed.items():
-            changes[stay.release] -= self.nbytes[layer]
-            changes[stay.reload] += self.nbytes[layer]
+        changes = self._changes_without.copy()
+        for layer, (release, reload) in placed.items():
+            changes[release] -= self.nbytes[layer]
+            changes[reload] += self.nbytes[layer]
         return list(accumulate(changes))
 
     def host_bytes(self, placed: Iterable[int]) -> float:
         """The most bytes on the host at once, if host memory is held from forward to backward."""
         changes = [0.0] * (len(self.order) + 1)
         for layer in placed:
-            changes[self.index[forward(layer)]] += self.nbytes[layer]
-            changes[self.index[backward(layer)] + 1] -= self.nbytes[layer]
+            changes[self.forward_at[layer]] += self.nbytes[layer]
+            changes[self.backward_at[layer] + 1] -= self.nbytes[layer]
         return max(accumulate(changes), default=0.0)
-
-    def _life_s(self, layer: int) -> float:
-        """Seconds from the end of its forward to the start of its backward."""
-        return self.start_s[self.index[backward(layer)]] - self._saved_s(layer)
-
-    def _saved_s(self, layer: int) -> float:
-        after = self.index[forward(layer)] + 1
-        return self.start_s[after] if after < len(self.start_s) else self.duration_s
 
     def _place(self, layers: list[int], link: Link, lookahead: int | None) -> dict[int, Stay] | None:
         """When each of ``layers`` goes and comes back; ``None`` if one of them would not get to the host at all."""
         d2h, h2d = link.rates(d2h=True, h2d=True)
+        start_s, nbytes = self.start_s, self.nbytes
         release: dict[int, int] = {}
         free_s = 0.0
-        for layer in sorted(layers, key=lambda layer: self.index[forward(layer)]):
-            free_s = max(free_s, self._saved_s(layer)) + self.nbytes[layer] / d2h
-            release[layer] = max(bisect_left(self.start_s, free_s), self.index[forward(layer)] + 1)
+        for layer in sorted(layers):
+            free_s = max(free_s, self._saved_s[layer]) + nbytes[layer] / d2h
+            release[layer] = max(bisect_left(start_s, free_s), self.forward_at[layer] + 1)
         placed = {}
         free_s = self.duration_s
-        for layer in sorted(layers, key=lambda layer: -self.index[backward(layer)]):
-            needed = self.index[backward(layer)]
-            free_s = min(free_s, self.start_s[needed]) - self.nbytes[layer] / h2d
-            reload = min(bisect_right(self.start_s, free_s) - 1, needed)
-            if lookahead is not None:
+        for layer in sorted(layers, key=self.backward_at.__getitem__, reverse=True):
+            needed = self.backward_at[layer]
+            free_s = min(free_s, start_s[needed]) - nbytes[layer] / h2d
+            if lookahead is None:
+                reload = min(bisect_right(start_s, free_s) - 1, needed)
+            else:
                 reload = max(needed - lookahead * self.parts, release[layer] + 1)
             if not release[layer] < reload <= needed:
                 return None

@@ -274,7 +274,8 @@ class PipelineOffload:
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
         self._passes.clear()
         self._ran.clear()
-        return Round(_NOTHING_MOVES if self.plan is None else self.plan.schedule, self._transfers, self._min_bytes)
+        schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
+        return Round(schedule, self._transfers, self._min_bytes, sees_all=True)
 
     def _plan_for(self, order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> None:
         self.plan = self._make_plan(order, profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 from offload import trace
@@ -21,15 +22,19 @@ class Round:
         schedule: What moves when; ``None`` leaves that to the manual synchronizer.
         transfers: What the sets move with.
         min_bytes: Storages below this size stay on the device.
+        sees_all: Treat what layers save that never move as if it could, so that their sizes are known.
     """
 
-    def __init__(self, schedule: Schedule | None, transfers: Transfers, min_bytes: int) -> None:
+    def __init__(
+        self, schedule: Schedule | None, transfers: Transfers, min_bytes: int, *, sees_all: bool = False
+    ) -> None:
         self.schedule = schedule
         self.transfers = transfers
         self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
+        self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 
     @property
     def last_layer(self) -> int:
@@ -45,6 +50,10 @@ class Round:
     def may_offload(self, layer: int) -> bool:
         """Whether the layer's set may ever leave the device."""
         return self.schedule is None or layer in self._offloaded
+
+    def nothing_moves_from(self, layer: int) -> bool:
+        """Whether the sets of this layer and of all later ones stay on the device."""
+        return layer >= self._first_to_stay
 
     def begin_forward(self, layer: int) -> ActivationSet:
         """The layer's forward begins: act on the schedule, then open its activation set."""

@@ -24,23 +24,23 @@ from offload.host_memory import NO_HOST_MEMORY
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
     from offload.host_pool import HostBuffer
+    from offload.transfers import CopyBatch
 
 
 class SavedStorage:
     """One storage that autograd saved, wherever its bytes are now.
 
-    ``device`` and ``host`` say where: uint8 device memory, a host buffer, or both while a copy is
-    in flight. The activation set it belongs to decides when it moves.
+    ``device`` and ``host`` say where: a tensor over the device memory, a host buffer, or both while a copy is in
+    flight. The activation set it belongs to decides when it moves.
     """
 
     __slots__ = (
         "__weakref__",
-        "copy_number",
+        "batch",
         "counted",
         "device",
         "host",
         "nbytes",
-        "offload_done",
         "original",
         "ready",
         "reload_done",
@@ -51,22 +51,21 @@ class SavedStorage:
         "version",
     )
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, version: tuple[int, int]) -> None:
+        storage = tensor.untyped_storage()
         self.set = owner
-        self.device: torch.Tensor | None = None
+        self.device: torch.Tensor | None = tensor.detach()
+        self.nbytes = storage.nbytes()
+        self.version = version
         self.host: HostBuffer | None = None
-        self.offload_done: Any = None
-        self.copy_number = 0
+        self.batch: CopyBatch | None = None
+        # While the weak reference lives, no other storage can have the same address.
+        self.original = StorageWeakRef(storage)
         self.reload_done: Any = None
         self.stream: Any = None
         self.unread = False
         self.tensors = 0
         self.counted = False
-        storage = tensor.untyped_storage()
-        self.nbytes = storage.nbytes()
-        self.original = StorageWeakRef(storage)
-        self.version = tensor._version
-        self.device = _flat(tensor)
         self.ready = owner.transfers.backend.compute_stream().record_event()
 
     def start_offload(self) -> None:
@@ -81,12 +80,10 @@ class SavedStorage:
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
-        transfers.to_host(self.host, self.device, self.set.layer)
-        self.offload_done = transfers.d2h_stream.record_event()
-        self.copy_number = transfers.counters.offloaded_storages
+        self.batch = transfers.to_host(self.host, self.device, self.set.layer)
 
     def release(self) -> None:
-        """Let the device memory go. The compute stream must have waited for ``offload_done``."""
+        """Let the device memory go. The compute stream must have waited for the copy."""
         if self.host is None or self.device is None:
             return
         self._discard()
@@ -102,32 +99,34 @@ class SavedStorage:
         """Queue the copy back into ``landing``, memory of ``compute_stream`` that the h2d stream has waited for."""
         if self.host is None:
             return
-        transfers = self.set.transfers
+        self.set.transfers.to_device(landing, self.host, self.set.layer)
         self.device = landing
-        self.count()
-        transfers.to_device(self.device, self.host, self.set.layer)
-        self.reload_done = transfers.h2d_stream.record_event()
         self.stream = compute_stream
+        self.count()
+
+    def end_reload(self, done: Any) -> None:
+        """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer."""
+        self.reload_done = done
         self.unread = True
-        transfers.pool.give(self.host, self.reload_done)
-        self.host = None
+        if self.host is not None:
+            self.set.transfers.pool.give(self.host, done)
+            self.host = None
 
     def keep(self) -> None:
         """Stay on the device after all: a layer that is not offloaded saved the same storage."""
         if self.host is not None:
-            self.set.transfers.pool.give(self.host, self.offload_done)
-            self.host = None
+            self._give_host_back()
             self.set.transfers.counters.wasted_bytes += self.nbytes
         self._uncount()
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Use the device memory that ``tensor``, saved once more, turned out to have kept alive."""
         if self.device is None:
-            self.device = _flat(tensor)
+            self.device = tensor.detach()
             self.count()
 
-    def read(self) -> torch.Tensor:
-        """The bytes on the device, uint8, ready for the current stream's next operation."""
+    def read(self) -> torch.UntypedStorage:
+        """The memory on the device, ready for the current stream's next operation."""
         if self.device is None:
             self.set.reload_late()
         if self.reload_done is not None:
@@ -136,7 +135,7 @@ class SavedStorage:
             transfers.wait(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
             self.unread = False
             self.set.mark_read()
-        return cast("torch.Tensor", self.device)
+        return cast("torch.Tensor", self.device).untyped_storage()
 
     def count(self) -> None:
         """Add the device memory to the resident bytes of offloaded layers."""
@@ -152,16 +151,22 @@ class SavedStorage:
     def _discard(self) -> None:
         device, self.device = self.device, None
         self._uncount()
-        if device is not None:
+        if device is not None and self.set.transfers.backend.poison:
             self.set.transfers.backend.discard(device)
 
+    def _give_host_back(self) -> None:
+        host, self.host = self.host, None
+        if host is not None and self.batch is not None:
+            transfers = self.set.transfers
+            transfers.pool.give(host, transfers.done(self.batch))
+
     def __del__(self) -> None:
-        transfers = self.set.transfers
         if self.unread:
-            transfers.wait(self.stream, self.reload_done, Wait.UNREAD)
+            self.set.transfers.wait(self.stream, self.reload_done, Wait.UNREAD)
         if self.host is not None:
-            transfers.pool.give(self.host, self.offload_done)
-        self._discard()
+            self._give_host_back()
+        if self.device is not None:
+            self._discard()
 
 
 class Geometry(NamedTuple):
@@ -185,10 +190,10 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
-    def over(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same view over the storage of ``flat``."""
-        view = torch.empty(0, dtype=self.dtype, device=flat.device)
-        view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same view over ``storage``."""
+        view = nothing(self.dtype, storage.device).new_empty(0)
+        view.set_(storage, self.offset, self.size, self.stride)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view
@@ -257,45 +262,19 @@ class MovedHandle(Handle):
         return self.geometry.over(self.storage.read())
 
 
-class SubclassHandle:
-    """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
-
-    The protocol is PyTorch's: ``__tensor_flatten__`` and ``__tensor_unflatten__`` of traceable wrapper subclasses.
-    """
-
-    __slots__ = ("context", "inner", "kind", "size", "stride")
-
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
-        names, self.context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # checked by the caller
-        self.kind = type(tensor)
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.inner = {name: owner.pack(getattr(tensor, name)) for name in names}
-
-    def unpack(self) -> torch.Tensor:
-        inner = {name: handle.unpack() for name, handle in self.inner.items()}
-        rebuild: Any = self.kind
-        result: torch.Tensor = rebuild.__tensor_unflatten__(inner, self.context, self.size, self.stride)
-        return result
-
-
-def unpack(handle: Handle | SubclassHandle) -> torch.Tensor:
+def unpack(handle: Handle) -> torch.Tensor:
     """The unpack hook."""
     return handle.unpack()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the tensor's storage, uint8 of one dimension, sharing its memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of ``tensor`` and all its views."""
     counter = tensor.detach()
-    counter.data = _nothing(tensor.dtype, tensor.device)
+    counter.data = nothing(tensor.dtype, tensor.device)
     return counter
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory, always the same."""
     return torch.empty(0, dtype=dtype, device=device)

@@ -15,6 +15,18 @@ from offload.host_pool import HostBuffer, HostPool
 from offload.stats import Counters
 
 
+class CopyBatch:
+    """Copies to the host that were queued one after the other, and the event after which all of them are done."""
+
+    __slots__ = ("empty", "event", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.empty = True
+        self.event: Any = None
+        """``None`` as long as copies are added."""
+
+
 @dataclass
 class Transfers:
     """The two copy streams of a context, with the memory they copy to and the counts they keep."""
@@ -25,6 +37,7 @@ class Transfers:
     h2d_stream: Any
     counters: Counters
     host: HostMemory = field(default_factory=HostMemory)
+    _batch: CopyBatch = field(default_factory=lambda: CopyBatch(0))
 
     def wait(self, stream: Any, event: Any, why: Wait) -> None:
         """Let ``stream`` wait for ``event``."""
@@ -47,24 +60,31 @@ class Transfers:
             if is_capturing(stream):
                 self.backend.compute_stream().wait_event(stream.record_event())
 
-    def to_host(self, host: HostBuffer, flat: torch.Tensor, layer: int) -> None:
-        """Queue the copy of ``flat`` into ``host`` on the d2h stream."""
+    def to_host(self, host: HostBuffer, device: torch.Tensor, layer: int) -> CopyBatch:
+        """Queue the copy of the storage of ``device`` into ``host`` on the d2h stream."""
         with trace.mark("d2h", layer):
-            for piece, source in zip(host.pieces, _split(flat, host), strict=True):
-                self.backend.copy(self.d2h_stream, piece, source)
+            self.backend.to_host(self.d2h_stream, host, device)
         self.counters.offloaded_bytes += host.nbytes
         self.counters.offloaded_storages += 1
+        self._batch.empty = False
+        return self._batch
 
-    def to_device(self, flat: torch.Tensor, host: HostBuffer, layer: int) -> None:
-        """Queue the copy of ``host`` into ``flat`` on the h2d stream."""
+    def end_batch(self) -> None:
+        """Mark the copies to the host that were queued since this was called last, if there are any."""
+        if self._batch.empty:
+            return
+        batch, self._batch = self._batch, CopyBatch(self._batch.number + 1)
+        batch.event = self.d2h_stream.record_event()
+
+    def done(self, batch: CopyBatch) -> Any:
+        """The event after which the copies of ``batch`` are done."""
+        if batch.event is None:
+            self.end_batch()
+        return batch.event
+
+    def to_device(self, device: torch.Tensor, host: HostBuffer, layer: int) -> None:
+        """Queue the copy of ``host`` into the storage of ``device`` on the h2d stream."""
         self.pool.read(host)
         with trace.mark("h2d", layer):
-            for piece, target in zip(host.pieces, _split(flat, host), strict=True):
-                self.backend.copy(self.h2d_stream, target, piece)
+            self.backend.to_device(self.h2d_stream, device, host)
         self.counters.reloaded_bytes += host.nbytes
-
-
-def _split(flat: torch.Tensor, host: HostBuffer) -> tuple[torch.Tensor, ...]:
-    if len(host.pieces) == 1:
-        return (flat,)
-    return torch.split(flat, [len(piece) for piece in host.pieces])

@@ -30,7 +30,7 @@ class Lab:
         self.d2h_stream, self.h2d_stream = backend.copy_streams
         self._monkeypatch = monkeypatch
         self._on_cpu = backend.device.type == "cpu"
-        self._copy = backend.copy
+        self._copies = {name: getattr(backend, name) for name in ("copy", "memcpy") if hasattr(backend, name)}
 
     @property
     def pool(self) -> HostPool:
@@ -51,14 +51,17 @@ class Lab:
                 stream.delay_s = delay_s
             return
 
-        def slow_copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-            for slowed, delay_s in delays:
-                if stream is slowed and delay_s:
-                    with stream:
-                        torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
-            self._copy(stream, target, source)
+        def slowed(copy: Callable[..., None]) -> Callable[..., None]:
+            def slow_copy(stream: Any, *what: Any) -> None:
+                for slow_stream, delay_s in delays:
+                    if stream is slow_stream and delay_s:
+                        self.delay(stream, delay_s)
+                copy(stream, *what)
 
-        self._monkeypatch.setattr(self.backend, "copy", slow_copy)
+            return slow_copy
+
+        for name, copy in self._copies.items():
+            self._monkeypatch.setattr(self.backend, name, slowed(copy))
 
     def write_late(self, tensor: torch.Tensor, value: float, delay_s: float = 0.05) -> None:
         """Let the compute stream fill ``tensor`` only after a while, behind the work queued so far."""

@@ -145,7 +145,7 @@ def test_memory_is_lower(model, microbatches):
     # The dictionary lets nothing go before B0, so the first four forwards need what they need without it.
     without = steady_peak_bytes(model, microbatches)
     offloaded = steady_peak_bytes(model, microbatches, *declarative())
-    assert offloaded < 0.8 * without
+    assert offloaded < 0.9 * without
 
 
 def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from lab import Lab
 from torch import nn
 
 import offload
+from offload import host_memory
 from offload.backend import get_backend
 from offload.host_pool import get_host_pool
 
@@ -22,13 +26,15 @@ def layers() -> nn.ModuleList:
 
 
 @pytest.fixture(autouse=True)
-def _empty_pool() -> None:
+def _empty_pool() -> Iterator[None]:
+    offload.empty_host_cache("cpu")
+    yield
     offload.empty_host_cache("cpu")
 
 
 def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    x = torch.randn(128, 64, requires_grad=True)
+    x = torch.randn(128, 64, device=next(layers.parameters()).device, requires_grad=True)
     y = x * 1
     for layer in layers:
         y = layer(y)
@@ -98,6 +104,70 @@ def test_pinning_that_fails_is_treated_alike(layers: nn.ModuleList, monkeypatch:
     assert handle.stats().offloaded_bytes == 0
 
 
+class Exhausted:
+    """Pinned memory that ends after so many bytes."""
+
+    def __init__(self, pinned: Callable[[int], torch.Tensor], left_bytes: int) -> None:
+        self._pinned = pinned
+        self.left_bytes = left_bytes
+        self.refused = 0
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.left_bytes:
+            self.refused += 1
+            raise offload.HostMemoryError(f"The system has no {nbytes} bytes left.")
+        self.left_bytes -= nbytes
+        return self._pinned(nbytes)
+
+
+@pytest.mark.parametrize("left", [0, 40_000, 200_000, 400_000])
+@pytest.mark.parametrize("when_full", ["keep", "pageable", "raise"])
+def test_memory_that_ends_in_the_middle_of_a_step(
+    lab: Lab, layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch, left: int, when_full: str
+) -> None:
+    """Whatever was chosen, no gradient is wrong, and there is one warning at most."""
+    lab.adverse()
+    layers.to(lab.device)
+    expected = gradients(layers)
+    exhausted = Exhausted(lab.backend.pinned, left)
+    monkeypatch.setattr(lab.backend, "pinned", exhausted)
+    options = {"min_bytes": MIN_BYTES, "device": lab.device, "when_host_full": when_full}
+    with offload.offload_layers(layers, 3, **options) as handle, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if when_full == "raise":
+            for _ in range(2):
+                with pytest.raises(offload.HostMemoryError, match="The system has no"):
+                    gradients(layers)
+            offload.empty_host_cache(lab.device)
+            exhausted.left_bytes = 1 << 20
+        assert all(map(torch.equal, expected, gradients(layers)))
+        refused = exhausted.refused
+        for _ in range(2):
+            assert all(map(torch.equal, expected, gradients(layers)))
+    stats = handle.stats()
+    assert exhausted.refused == refused, "asking the system takes time; once was enough"
+    assert [str(one.message) for one in caught if "What finds no room" not in str(one.message)] == []
+    assert len(caught) == (0 if when_full == "raise" else 1)
+    assert (stats.skipped.get("no host memory", 0) > 0) == (when_full == "keep")
+    assert stats.pinned_bytes <= max(left, 1 << 20)
+    assert stats.offloaded_bytes == stats.reloaded_bytes or when_full == "raise"
+
+
+def test_pageable_memory_that_ends_too_leaves_the_rest_on_the_device(
+    layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(layers)
+    monkeypatch.setattr(get_backend("cpu"), "pinned", Exhausted(get_backend("cpu").pinned, 200_000))
+    monkeypatch.setattr(host_memory, "pageable", Exhausted(host_memory.pageable, 200_000))
+    options = {"min_bytes": MIN_BYTES, "device": "cpu", "when_host_full": "pageable"}
+    with offload.offload_layers(layers, 3, **options) as handle:
+        with pytest.warns(UserWarning, match="What finds no room goes to pageable memory"):
+            assert all(map(torch.equal, expected, gradients(layers)))
+        assert all(map(torch.equal, expected, gradients(layers)))
+    assert handle.stats().skipped["no host memory"] > 0
+    assert handle.stats().offloaded_bytes > 2 * 200_000
+
+
 def test_reserving_leaves_nothing_to_pin_in_the_first_step(
     layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +192,30 @@ def test_the_cache_is_given_back_but_for_what_is_in_use(layers: nn.ModuleList) -
         warnings.simplefilter("error")
         assert offload.empty_host_cache("cpu") == held
     assert handle.stats().pinned_bytes == 0
+
+
+def mapped(address: int) -> bool:
+    """Whether the process has memory there."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def resident_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_an_emptied_cache_is_the_system_s_again(lab: Lab) -> None:
+    size = 128 << 20
+    offload.reserve_host_memory(size, lab.device)
+    buffer = lab.pool.take(size)
+    middle, before = buffer.spans[0][0] + size // 2, resident_bytes()
+    lab.pool.give(buffer, lab.d2h_stream.record_event())
+    del buffer
+    assert mapped(middle)
+    assert offload.empty_host_cache(lab.device) == size
+    assert not mapped(middle)
+    assert before - resident_bytes() > size // 2
 
 
 @pytest.mark.parametrize(

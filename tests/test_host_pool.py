@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 from typing import Any
 
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab import Lab
 
+from offload import host_pool
 from offload.host_pool import ALIGNMENT_BYTES, PAGE_BYTES, HostBuffer, HostPool, get_host_pool
 from offload.pinned import HostMemoryError, pageable
 
-KIB = 1024
+KIB, MIB = 1 << 10, 1 << 20
 
 
 class FakeEvent:
@@ -98,6 +100,7 @@ class Replay:
     def take(self, nbytes: int) -> None:
         buffer = self.pool.take(nbytes)
         assert buffer.nbytes == nbytes == sum(len(piece) for piece in buffer.pieces)
+        assert buffer.spans == [(piece.data_ptr(), len(piece)) for piece in buffer.pieces]
         needed = {self.pending.pop(block) for block in blocks(buffer) if block in self.pending}
         assert {event for event in needed if not event.reached} <= set(buffer.events)
         self.count += 1
@@ -183,6 +186,38 @@ def test_shapes_that_change_from_step_to_step(rounds: list[list[int]], keep: int
         assert pool.pinned_bytes <= 1.03 * pool.peak_used_bytes + PAGE_BYTES
 
 
+def promised(nbytes: int) -> torch.Tensor:
+    """Memory that nobody touches, so that there can be any amount of it."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    tokens=st.lists(st.integers(1024, 20_000), min_size=1, max_size=6),
+    hidden=st.sampled_from([512, 768, 1024, 2048, 4096]),
+    heads=st.sampled_from([16, 20, 32]),
+    layers=st.integers(1, 6),
+    microbatches=st.integers(1, 2),
+)
+def test_a_transformer_whose_sequences_differ(
+    tokens: list[int], hidden: int, heads: int, layers: int, microbatches: int
+) -> None:
+    """With the sizes of real activations, the pool is at most 3% larger than the peak of their exact bytes."""
+    pool = HostPool(promised)
+    peak_bytes = 0
+    for length in tokens:
+        wide = 8 * hidden // 3 + 3
+        saved = [hidden, hidden, 3 * hidden, hidden, 2 * heads, hidden, hidden, wide, wide, wide]
+        sizes = [2 * length * width for width in saved if 2 * length * width >= MIB] * layers * microbatches
+        held = [pool.take(nbytes) for nbytes in sizes]
+        peak_bytes = max(peak_bytes, sum(sizes))
+        for buffer in reversed(held):
+            pool.give(buffer, REACHED)
+        assert peak_bytes == pool.peak_used_bytes
+        assert pool.pinned_bytes <= 1.03 * peak_bytes
+
+
 # What the traces rest on
 
 
@@ -251,6 +286,15 @@ def test_pieces_are_parts_of_the_slabs(pool: HostPool) -> None:
     assert piece.shape == (777,)
 
 
+def test_nothing_at_all_is_a_buffer_too(pool: HostPool) -> None:
+    empty = [pool.take(0), pool.take(0)]
+    assert [buffer.nbytes for buffer in empty] == [0, 0]
+    assert [len(piece) for buffer in empty for piece in buffer.pieces] == [0, 0]
+    assert pool.used_bytes == 0
+    pool.give(empty[0], REACHED)
+    assert pool.take(0) is empty[0]
+
+
 # Trim and reserve
 
 
@@ -293,6 +337,67 @@ def test_reserve_pins_what_is_missing(pool: HostPool, source: Source) -> None:
     taken = [pool.take(26 * KIB) for _ in range(4)]
     assert pool.pinned_bytes == 104 * KIB
     assert taken
+
+
+def test_a_large_reservation_comes_in_slabs_that_can_go_alone(
+    pool: HostPool, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "RESERVE_BYTES", 64 * KIB)
+    pool.reserve(200 * KIB + 1)
+    assert sorted(source.sizes) == [8 * KIB + PAGE_BYTES, 64 * KIB, 64 * KIB, 64 * KIB]
+    assert pool.pinned_bytes == sum(source.sizes)
+    large = pool.take(100 * KIB)
+    assert len(source.sizes) == 4
+    assert pool.trim() == sum(source.sizes) - 2 * 64 * KIB
+    assert large.nbytes == 100 * KIB
+
+
+def test_a_reservation_that_fails_keeps_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "RESERVE_BYTES", 64 * KIB)
+    asked: list[int] = []
+
+    def refuse_the_third(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        if len(asked) >= 3:
+            raise HostMemoryError("no more")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = HostPool(refuse_the_third)
+    with pytest.raises(HostMemoryError, match="no more"):
+        pool.reserve(100 * 64 * KIB)
+    assert pool.pinned_bytes == 2 * 64 * KIB
+    pool.take(128 * KIB)
+    assert pool.pinned_bytes == 2 * 64 * KIB
+
+
+def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        raise HostMemoryError("no more")
+
+    pool.give(pool.take(8 * KIB), REACHED)
+    monkeypatch.setattr(pool, "_allocate", refuse)
+    for nbytes in (64 * KIB, 64 * KIB, 128 * KIB):
+        with pytest.raises(HostMemoryError, match="no more"):
+            pool.take(nbytes)
+    assert asked == [56 * KIB]
+    with pytest.raises(HostMemoryError, match="no more"):
+        pool.take(32 * KIB)
+    assert asked == [56 * KIB, 24 * KIB], "a smaller request may still fit"
+    assert pool.used_bytes == 0
+    assert pool.take(8 * KIB).nbytes == 8 * KIB
+    pool.trim()
+    with pytest.raises(HostMemoryError, match="no more"):
+        pool.reserve(64 * KIB)
+    with pytest.raises(HostMemoryError, match="no more"):
+        pool.take(64 * KIB)
+    assert asked == [56 * KIB, 24 * KIB, 56 * KIB, 64 * KIB]
+    pool.trim()
+    with pytest.raises(HostMemoryError, match="no more"):
+        pool.take(64 * KIB)
+    assert len(asked) == 5
 
 
 def test_limit(pool: HostPool) -> None:

@@ -13,7 +13,7 @@ import torch
 from lab import Lab
 from models import Offloading, build, loss_of, offloading, save
 
-from offload import Schedule, get_cpu_offload_context
+from offload import Schedule, activation_set, get_cpu_offload_context
 from offload.backend import Wait
 
 LATE_S = 0.1
@@ -234,15 +234,15 @@ def test_last_saved_comes_back_first_and_only_what_is_read_is_waited_for(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second copy of a reload is held up while backward already works with the first."""
+    monkeypatch.setattr(activation_set, "EVENT_BYTES", NBYTES)
     offloaded = offloading(1, 3, lab.device)
     received: list[float] = []
     gates: list[Callable[[], None]] = []
-    copy = lab.backend.copy
+    to_device = lab.backend.to_device
 
-    def hold_the_second(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if stream is lab.h2d_stream:
-            gates.append(lab.hold(stream) if gates else lambda: None)
-        copy(stream, target, source)
+    def hold_the_second(stream: Any, *what: Any) -> None:
+        gates.append(lab.hold(stream) if gates else lambda: None)
+        to_device(stream, *what)
 
     def receive(saved: tuple[torch.Tensor, ...]) -> None:
         received.append(saved[0].unique().item())
@@ -255,7 +255,7 @@ def test_last_saved_comes_back_first_and_only_what_is_read_is_waited_for(
 
     x = torch.ones(1, device=lab.device, requires_grad=True)
     y = offloaded.forward([layer, torch.neg, torch.neg], x)
-    monkeypatch.setattr(lab.backend, "copy", hold_the_second)
+    monkeypatch.setattr(lab.backend, "to_device", hold_the_second)
     y.sum().backward()
     assert received == [2.0, 1.0]
 

@@ -3,12 +3,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pipeline_worker
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _Action
@@ -18,7 +21,7 @@ from offload import OffloadState, Schedule
 from offload.backend import Wait, get_backend
 from offload.link import Link
 from offload.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-from offload.pipeline_schedule import plan_pipeline
+from offload.pipeline_schedule import INSTANT_LINK, plan_pipeline
 from offload.pipeline_walk import StageProfile
 
 WORKER = Path(pipeline_worker.__file__)
@@ -148,6 +151,44 @@ def test_a_budget_that_cannot_be_met_gives_the_least():
     order, profile, link = stage_that_needs(0.5)
     plan = plan_pipeline(order, profile, link, memory_budget=0, parts=8)
     assert 0 < plan.peak_bytes < plan.peak_bytes_without
+
+
+V_ORDER = read_actions(
+    re.findall(
+        r"\w+",
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0B0 3F2 3I2 3W2 0F4 0B1 3F3 3I3 3W3 0F5 0B2 "
+        "3F4 3I4 3W4 0F6 0B3 3F5 3I5 3W5 0F7 0B4 3F6 3I6 3W6 0B5 3F7 3I7 3W7 0B6 0B7",
+    )
+)
+"""The first of two ranks under ZBV with eight microbatches."""
+
+
+def test_what_cannot_be_met_moves_no_more_than_it_helps():
+    profile = {0: StageProfile(0.1, 0.2, 0.0, 10_000), 3: StageProfile(0.1, 0.1, 0.1, 10_000)}
+    plan = plan_pipeline(V_ORDER, profile, Link(55e3, 55e3, 100e3), memory_budget=0, parts=4)
+    # The second stage's chunks are needed as soon as they are there, and one is there at any time.
+    assert plan.peak_bytes == 10_000
+    assert 0 < plan.offloaded_bytes <= 0.5 * plan.saved_bytes
+
+
+@given(
+    order=st.sampled_from([one_f_one_b_order(0, 2, 5), one_f_one_b_order(0, 3, 6), gpipe_order(0, 4), V_ORDER]),
+    times=st.tuples(*[st.floats(0.01, 3.0)] * 3),
+    nbytes=st.integers(1_000, 100_000),
+    duplex=st.floats(1.0, 2.0),
+    budget=st.floats(0.0, 1.0),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_budget_is_met_wherever_it_can_be_and_with_no_longer_waits_than_at_once(order, times, nbytes, duplex, budget):
+    forward_s, backward_s, weight_s = times
+    profile = {stage: StageProfile(forward_s, backward_s, weight_s, nbytes) for stage in (0, 3)}
+    link = Link(50e3, 50e3, duplex * 50e3)
+    without = plan_pipeline(order, profile, link, parts=4, fraction=0.0)
+    budget_bytes = round(budget * without.peak_bytes)
+    plan = plan_pipeline(order, profile, link, parts=4, memory_budget=budget_bytes)
+    at_once = plan_pipeline(order, profile, INSTANT_LINK, parts=4, memory_budget=budget_bytes)
+    assert plan.peak_bytes <= max(budget_bytes, at_once.peak_bytes) + 1
+    assert plan.stall_s <= replace(at_once, link=link).stall_s + 1e-9
 
 
 def test_reloads_start_as_early_as_their_copy_needs():

@@ -1,4 +1,4 @@
-"""Measured figures in the pages and the picture are those of the committed record."""
+"""Measured figures in the pages and the pictures are those of the committed records."""
 
 import copy
 import json
@@ -9,21 +9,24 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import activation_results
 import figures
+import suite_results
 
 import results
+from benchmarks.verdicts import with_ratios
 
-COMMITTED = results.ROOT / results.RECORD
-needs_record = pytest.mark.skipif(not COMMITTED.exists(), reason="nothing was measured yet")
+GIB = 1 << 30
 
 
 def row(k, step_s, peak_gib, *, workload="decoder", bit_identical=True):
     return {
         "workload": workload,
+        "family": "offload" if k else "nothing",
         "k": k,
         "step_s": step_s,
-        "peak_bytes": int(peak_gib * results.GIB),
-        "copied_bytes": k * results.GIB,
+        "peak_bytes": int(peak_gib * GIB),
+        "copied_bytes": k * GIB,
         "link_s": k * 0.05,
         "bit_identical": bit_identical,
     }
@@ -38,46 +41,53 @@ RECORD = {
 }
 
 
-@needs_record
-def test_committed_blocks_and_picture_are_up_to_date():
-    record = json.loads(COMMITTED.read_text("utf-8"))
-    assert results.stale(record) == [], "run python tools/results.py and commit the result"
+def cells_of(table):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
 
 
-@needs_record
-def test_the_picture_is_small_transparent_and_without_a_date():
-    text = (results.ROOT / results.PICTURE).read_text("utf-8")
-    assert len(text) < 50_000
+# The pages.
+
+
+def test_committed_blocks_and_pictures_are_up_to_date():
+    assert results.stale() == [], "run python tools/results.py and commit the result"
+
+
+@pytest.mark.parametrize("path", results.PICTURES, ids=lambda path: path.stem)
+def test_pictures_are_small_transparent_and_without_a_date(path):
+    text = (results.ROOT / path).read_text("utf-8")
+    assert len(text) < 80_000
     assert "<dc:date>" not in text
     background = re.search(r'<g id="patch_1">\s*<path [^>]*style="([^"]*)"', text)
     assert background is None or background[1] == "fill: none"
 
 
-def test_the_pages_have_blocks():
+def test_every_block_is_in_a_page_and_the_other_way_round():
     text = "".join(page.read_text("utf-8") for page in results.pages())
     assert set(re.findall(r"<!-- (table|picture): (\w+) -->", text)) == set(results.BLOCKS)
 
 
-def test_the_table_says_what_was_measured():
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of a record that is not committed."""
+    monkeypatch.setattr(activation_results, "read_record", lambda: RECORD)
+    monkeypatch.setattr(results, "BLOCKS", activation_results.BLOCKS)
+    monkeypatch.setattr(results, "PICTURES", activation_results.PICTURES)
+
+
+def test_only_what_is_between_the_comments_is_replaced(blocks):
     page = results.ROOT / "README.md"
-    lines = results.filled("a\n<!-- table: activations -->\nold\n<!-- /table -->\nz\n", page, RECORD).splitlines()
-    assert lines[:2] == ["a", "<!-- table: activations -->"]
+    lines = results.filled("a\n<!-- table: link -->\nold\n<!-- /table -->\nz\n", page).splitlines()
+    assert lines[:2] == ["a", "<!-- table: link -->"]
     assert lines[-2:] == ["<!-- /table -->", "z"]
-    assert "A GPU, link 50 and 51 GB/s (to the host and back), torch 2.11.0, 2026-01-02" in "".join(lines)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    assert cells[2:] == [
-        ["0", "400", "", "20.00", "", "", ""],
-        ["5", "398", "−0.5%", "15.00", "25%", "5.00", "250"],
-        ["10", "500", "+25.0%", "10.00", "50%", "10.00", "500"],
-        ["18", "900", "+125.0%", "3.00", "85%", "18.00", "900"],
-    ]
+    assert "old" not in lines
+    assert any("50.0 GB/s" in line for line in lines)
 
 
-def test_filling_twice_changes_nothing():
+def test_filling_twice_changes_nothing(blocks):
     page = results.ROOT / "docs" / "how_it_works.md"
     text = "<!-- table: activations -->\n<!-- /table -->\n<!-- picture: tradeoff -->\n<!-- /picture -->\n"
-    once = results.filled(text, page, RECORD)
-    assert results.filled(once, page, RECORD) == once
+    once = results.filled(text, page)
+    assert results.filled(once, page) == once
     assert "](_static/results/tradeoff.svg)" in once
 
 
@@ -89,42 +99,179 @@ def test_filling_twice_changes_nothing():
         "<!-- table: activations -->\n<!-- /picture -->",
     ],
 )
-def test_refuses_blocks_that_it_would_not_fill(text):
+def test_refuses_blocks_that_it_would_not_fill(blocks, text):
     with pytest.raises(ValueError, match="blocks must be closed, and be among 'table: activations'"):
-        results.filled(text, results.ROOT / "README.md", RECORD)
+        results.filled(text, results.ROOT / "README.md")
+
+
+def test_two_modules_must_not_have_the_same_block(monkeypatch):
+    monkeypatch.setattr(suite_results, "BLOCKS", {("table", "link"): str})
+    with pytest.raises(ValueError, match=r"suite_results.BLOCKS must not repeat .* got \[\('table', 'link'\)\]"):
+        results.merged("BLOCKS")
+
+
+def test_check_names_what_is_out_of_date(blocks, tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table: link -->\n<!-- /table -->\n", "utf-8")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
+    with pytest.raises(SystemExit, match=r"^out of date: README\.md, docs/_static/results/tradeoff\.svg; run"):
+        results.main()
+    monkeypatch.setattr(sys, "argv", ["results.py"])
+    results.main()
+    assert "| A GPU | 50.0 GB/s" in page.read_text("utf-8")
+    assert results.stale() == []
+
+
+# The decoder and the LayerNorm-MLP, k by k.
+
+
+def test_the_table_says_what_was_measured():
+    table = activation_results.activations_table(RECORD)
+    assert table.startswith("A GPU, link 50 and 51 GB/s (to the host and back), torch 2.11.0, 2026-01-02")
+    assert cells_of(table)[2:] == [
+        ["0", "400", "", "20.00", "", "", ""],
+        ["5", "398", "−0.5%", "15.00", "25%", "5.00", "250"],
+        ["10", "500", "+25.0%", "10.00", "50%", "10.00", "500"],
+        ["18", "900", "+125.0%", "3.00", "85%", "18.00", "900"],
+    ]
+
+
+def test_only_this_library_s_rows_count():
+    others = [{**row(18, 0.1, 1.0), "family": family} for family in ("te", "offload_checkpoint")]
+    record = {**RECORD, "rows": RECORD["rows"] + others}
+    assert [row["step_s"] for row in activation_results.rows_of(record, "decoder")] == [0.4, 0.398, 0.5, 0.9]
 
 
 def test_free_is_within_two_percent_and_without_a_gap():
-    assert results.free_layers(results.rows_of(RECORD, "decoder")) == 5
-    assert results.free_layers([row(0, 1.0, 1), row(1, 1.1, 1), row(2, 1.0, 1)]) == 0
+    assert activation_results.free_layers(activation_results.rows_of(RECORD, "decoder")) == 5
+    assert activation_results.free_layers([row(0, 1.0, 1), row(1, 1.1, 1), row(2, 1.0, 1)]) == 0
 
 
 def test_refuses_changed_gradients_and_a_missing_workload():
     record = copy.deepcopy(RECORD)
     record["rows"].append(row(12, 0.6, 8.0, bit_identical=False))
     with pytest.raises(ValueError, match=r"gradients differ .* at k = \[12\]"):
-        results.rows_of(record, "decoder")
+        activation_results.rows_of(record, "decoder")
     with pytest.raises(ValueError, match="must have the workload 'LayerNorm-MLP' with k = 0"):
-        results.rows_of(record, "LayerNorm-MLP")
+        activation_results.rows_of(record, "LayerNorm-MLP")
 
 
 def test_draws_every_point_and_the_free_region(tmp_path):
     path = tmp_path / "tradeoff.svg"
-    results.write_picture(RECORD, path)
+    results.write_picture(lambda: activation_results.draw(RECORD), path)
     said = {text for text, _, _ in figures.texts(path)}
     assert {"k = 0", "5", "10", "k = 18", "at most 2% longer", "measured step", "copies alone"} <= said
 
 
-def test_check_names_what_is_out_of_date(tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
-    page.write_text("<!-- table: link -->\n<!-- /table -->\n", "utf-8")
-    record = tmp_path / "record.json"
-    record.write_text(json.dumps(RECORD), "utf-8")
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["results.py", "--check", "--record", str(record)])
-    with pytest.raises(SystemExit, match=r"^out of date: README\.md, docs/_static/results/tradeoff\.svg; run"):
-        results.main()
-    monkeypatch.setattr(sys, "argv", ["results.py", "--record", str(record)])
-    results.main()
-    assert "| A GPU | 50.0 GB/s" in page.read_text("utf-8")
-    assert results.stale(RECORD) == []
+# The suite.
+
+
+def suite_row(family, step_s, peak_gib, *, workload="decoder", k=None, copied_gib=0.0, bit_identical=True):
+    return {
+        "workload": workload,
+        "family": family,
+        "contender": family if k is None else f"{family} {k}",
+        "k": k,
+        "times_s": [step_s - 0.005, step_s, step_s + 0.005],
+        "peak_bytes": int(peak_gib * GIB),
+        "copied_bytes": copied_gib * GIB,
+        "pinned_bytes": 2 * copied_gib * GIB,
+        "first_s": 1.25,
+        "bit_identical": bit_identical,
+    }
+
+
+SUITE_ROWS = [
+    suite_row("nothing", 0.4, 20, k=0),
+    suite_row("checkpoint", 0.5, 3),
+    suite_row("save_on_cpu", 1.6, 2.5, copied_gib=20, bit_identical=False),
+    {"workload": "decoder", "family": "trl", "contender": "TRL", "k": None, "error": "trl is not installed"},
+    suite_row("offload", 0.4, 15, k=5, copied_gib=5),
+    suite_row("offload", 0.9, 3, k=18, copied_gib=20),
+    suite_row("offload_checkpoint", 0.5, 2, k=18, copied_gib=1),
+    suite_row("nothing", 5.0, 100, k=0, workload="long sequence"),
+    suite_row("offload", 5.1, 40, k=4, workload="long sequence"),
+    {"workload": "LayerNorm-MLP", "family": "nothing", "contender": "nothing", "k": 0, "error": "it broke"},
+]
+SUITE = {
+    **RECORD,
+    "versions": {"torch": "2.11.0+cu130", "transformers": "5.17.0", "trl": None},
+    "small": False,
+    "rows": with_ratios(SUITE_ROWS, RECORD["link"]),
+    "runs": {"decoder": {"seconds": 100.0}, "long sequence": {"seconds": 80.0, "tokens": 131072, "layers": 6}},
+    "verdicts": [
+        {"claim": "one", "measured": "1.02", "holds": True},
+        {"claim": "two", "measured": "1.20", "holds": False},
+        {"claim": "three", "measured": "not measured", "holds": None},
+    ],
+    "host_cost": {"operation_s": 10e-6, "stays_s": 2.04e-6, "travels_s": 20e-6},
+    "small_copies": [
+        {
+            "size_bytes": 1 << 16,
+            "out_bytes_per_s": 5e9,
+            "back_bytes_per_s": 51e8,
+            "out_of_link": 0.1,
+            "back_of_link": 0.1,
+        }
+    ],
+}
+
+
+def test_a_workload_s_table_has_every_contender():
+    table = suite_results.workload_table(SUITE, "decoder")
+    assert cells_of(table)[2:] == [
+        ["nothing 0", "400 ± 5", "1.00 ×", "20.00", "0.00", "", "0.00", "1.2", "equal"],
+        ["checkpoint", "500 ± 5", "1.25 ×", "3.00", "0.00", "", "0.00", "1.2", "equal"],
+        ["save_on_cpu", "1600 ± 5", "4.00 ×", "2.50", "20.00", "1.88 ×", "40.00", "1.2", "differ"],
+        ["offload 5", "400 ± 5", "1.00 ×", "15.00", "5.00", "1.00 ×", "10.00", "1.2", "equal"],
+        ["offload 18", "900 ± 5", "2.25 ×", "3.00", "20.00", "1.06 ×", "40.00", "1.2", "equal"],
+        ["offload_checkpoint 18", "500 ± 5", "1.25 ×", "2.00", "1.00", "1.00 ×", "2.00", "1.2", "equal"],
+    ]
+    assert table.endswith("Not measured: TRL (trl is not installed).\n")
+
+
+def test_claims_are_shown_whether_they_hold_or_not():
+    assert [cells[2] for cells in cells_of(suite_results.verdicts_table(SUITE))[2:]] == ["yes", "**no**", ""]
+
+
+def test_what_it_was_measured_on_is_said():
+    assert suite_results.setting_text(SUITE) == (
+        "A GPU, link 50 and 51 GB/s (to the host and back), torch 2.11.0, transformers 5.17.0, 2026-01-02; 3 minutes.\n"
+    )
+    assert suite_results.long_text(SUITE) == "Here: 131,072 tokens, 5 layers.\n"
+
+
+def test_what_a_tensor_costs_is_shown():
+    assert [cells[1] for cells in cells_of(suite_results.host_cost_table(SUITE))[2:]] == ["10.0", "2.0", "20.0"]
+    assert cells_of(suite_results.small_copies_table(SUITE))[2:] == [["64 KiB", "5.0", "10%", "5.1", "10%"]]
+
+
+def test_every_contender_is_in_the_picture_of_a_workload(tmp_path):
+    path = tmp_path / "suite.svg"
+    results.write_picture(lambda: suite_results.draw(SUITE), path)
+    said = {text for text, _, _ in figures.texts(path)}
+    labels = {suite_results.LOOKS[row["family"]].label for row in SUITE_ROWS if "error" not in row}
+    assert labels | {"decoder", "long sequence", "k = 18", "5", "4 ×"} <= said
+    assert not {"TRL", "LayerNorm-MLP"} & said
+    alt = suite_results.curves_picture(SUITE, results.ROOT / "docs" / "benchmarks.md")
+    assert "decoder: 400 ms at 20.0 GiB to 500 ms at 2.0 GiB; long sequence: 5000 ms" in alt
+    assert alt.endswith("](_static/results/suite.svg)\n")
+
+
+def test_without_a_record_there_are_no_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(suite_results, "RECORD", tmp_path / "suite.json")
+    assert {text(results.ROOT / "docs" / "benchmarks.md") for text in suite_results.BLOCKS.values()} == {""}
+
+
+def test_a_record_of_small_sizes_is_refused(monkeypatch, tmp_path):
+    path = tmp_path / "suite.json"
+    path.write_text(json.dumps({**SUITE, "small": True}), "utf-8")
+    monkeypatch.setattr(suite_results, "RECORD", path)
+    with pytest.raises(ValueError, match=r"suite\.json must be of full size"):
+        suite_results.BLOCKS["table", "suite_decoder"](results.ROOT / "README.md")
+
+
+def test_every_family_looks_different():
+    looks = [(look.line, look.hollow) for look in suite_results.LOOKS.values()]
+    assert len(set(looks)) == len(looks)

@@ -223,6 +223,21 @@ def test_stats(device: torch.device) -> None:
     assert handle.stats() == stats
 
 
+def test_a_load_is_one_copy(device: torch.device, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    copies = []
+    copy_one = lab.backend.copy
+
+    def counted(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        copies.append(stream)
+        copy_one(stream, target, source)
+
+    monkeypatch.setattr(lab.backend, "copy", counted)
+    with stream_weights(layers, device) as handle:
+        gradients(layers, x)
+        assert copies.count(lab.h2d_stream) == handle.stats().loads == 2 * LAYERS - 2
+
+
 def test_timeline(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     with stream_weights(layers, device) as handle:

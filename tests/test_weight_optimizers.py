@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True, weight_decay=0.1),
     "Adamax": torch.optim.Adamax,
     "ASGD": torch.optim.ASGD,
+    "Muon": lambda params: torch.optim.Muon([parameter for parameter in params if parameter.ndim == 2]),
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
     "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),

@@ -1,0 +1,151 @@
+"""What a suite's rows say: ratios to the physical limit, and which claims hold. Pure arithmetic on the record."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+Row = dict[str, Any]
+
+OWN = ("offload", "offload_checkpoint")
+"""The families of this library."""
+OTHERS = ("save_on_cpu", "trl", "te", "checkpoint_on_cpu")
+"""Those of the others that move activations to the host."""
+BASE = dict.fromkeys(("checkpoint", "checkpoint_on_cpu", "offload_checkpoint"), "checkpoint")
+"""Which family's step is the compute that a family cannot do without, if not that of ``nothing``."""
+
+GIB = 1 << 30
+NOISE = 1.01
+"""Two points of which neither is worse by more than this are taken to be equal."""
+
+
+def measured(row: Row) -> bool:
+    """Whether the row has a time and a peak."""
+    return "error" not in row and "times_s" in row
+
+
+def with_ratios(rows: list[Row], link: dict[str, Any]) -> list[Row]:
+    """The rows with their median, their spread, and their ratio to the limit.
+
+    The limit is the larger of two times: that of the same step with nothing moved, and that in which the link
+    moves the row's bytes to the host and, after that, back.
+    """
+    rows = [
+        {**row, "step_s": statistics.median(row["times_s"]), "spread_s": max(row["times_s"]) - min(row["times_s"])}
+        if measured(row)
+        else row
+        for row in rows
+    ]
+    return [_with_limit(row, rows, link) for row in rows]
+
+
+def _with_limit(row: Row, rows: list[Row], link: dict[str, Any]) -> Row:
+    base = _find(rows, row["workload"], BASE.get(row["family"], "nothing"))
+    if not measured(row) or base is None or row.get("copied_bytes") is None:
+        return row
+    link_s = row["copied_bytes"] * (1 / link["d2h_bytes_per_s"] + 1 / link["h2d_bytes_per_s"])
+    limit_s = max(base["step_s"], link_s)
+    return {**row, "link_s": link_s, "limit_s": limit_s, "ratio_to_limit": row["step_s"] / limit_s}
+
+
+def verdicts(rows: list[Row]) -> list[dict[str, Any]]:
+    """The suite's claims, what was measured, and whether each holds; ``None`` where it was not measured.
+
+    Args:
+        rows: What :func:`with_ratios` gave.
+    """
+    said = [_nobody_below(rows, workload) for workload in dict.fromkeys(row["workload"] for row in rows)]
+    said += [
+        _near_limit(rows, 1.03),
+        _beside_checkpointing(rows, GIB, 1.01),
+        _hidden(rows, 1.03),
+        _same_gradients(rows),
+    ]
+    return [{"claim": claim, "measured": found, "holds": holds} for claim, found, holds in said]
+
+
+Verdict = tuple[str, str, bool | None]
+
+
+def below_curve(row: Row, own: list[Row]) -> float:
+    """The shortest own step with no more memory than ``row``, as a multiple of the row's; infinite if there is none."""
+    fits = [other["step_s"] for other in own if other["peak_bytes"] <= NOISE * row["peak_bytes"]]
+    return min(fits, default=float("inf")) / row["step_s"]
+
+
+def _nobody_below(rows: list[Row], workload: str) -> Verdict:
+    claim = f"{workload}: whoever else moves activations to the host needs more time or more memory than this library"
+    here = [row for row in rows if row["workload"] == workload and measured(row)]
+    own = [row for row in here if row["family"] in OWN]
+    ratios = {row["contender"]: below_curve(row, own) for row in here if row["family"] in OTHERS}
+    if not own or not ratios:
+        return claim, "not measured", None
+    below = {name: ratio for name, ratio in ratios.items() if ratio > NOISE}
+    if below:
+        return claim, "not so: " + ", ".join(_against(name, ratio) for name, ratio in below.items()), False
+    nearest = max(ratios, key=lambda name: ratios[name])
+    return claim, f"nearest is {_against(nearest, ratios[nearest])}", True
+
+
+def _against(name: str, ratio: float) -> str:
+    if ratio == float("inf"):
+        return f"{name} (this library has no point with so little memory)"
+    return f"{name} (within its memory, this library takes {ratio:.2f} of its time)"
+
+
+def _near_limit(rows: list[Row], most: float) -> Verdict:
+    claim = f"decoder: with all but two layers offloaded, the step takes at most {most} of the limit"
+    row = max(
+        (row for row in _of(rows, "decoder", "offload") if "ratio_to_limit" in row), key=lambda r: r["k"], default=None
+    )
+    if row is None:
+        return claim, "not measured", None
+    return claim, f"{row['ratio_to_limit']:.3f} at k = {row['k']}", row["ratio_to_limit"] <= most
+
+
+def _beside_checkpointing(rows: list[Row], least_bytes: int, most: float) -> Verdict:
+    claim = (
+        "decoder: around checkpointed layers it saves at least "
+        f"{least_bytes / GIB:.0f} GiB more than checkpointing, for at most {most - 1:.0%} more time"
+    )
+    alone, own = _find(rows, "decoder", "checkpoint"), _of(rows, "decoder", "offload_checkpoint")
+    if alone is None or not own:
+        return claim, "not measured", None
+
+    def holds(row: Row) -> bool:
+        less = alone["peak_bytes"] - row["peak_bytes"]
+        return bool(less >= least_bytes and row["step_s"] <= most * alone["step_s"])
+
+    best = max(own, key=lambda row: (holds(row), -row["step_s"]))
+    less, ratio = alone["peak_bytes"] - best["peak_bytes"], best["step_s"] / alone["step_s"]
+    return claim, f"{less / GIB:.2f} GiB less at {ratio:.3f} of its time, k = {best['k']}", holds(best)
+
+
+def _hidden(rows: list[Row], most: float) -> Verdict:
+    claim = f"long sequence: every layer but the last offloaded takes at most {most - 1:.0%} longer"
+    kept, own = _find(rows, "long sequence", "nothing"), _of(rows, "long sequence", "offload")
+    if kept is None or not own:
+        return claim, "not measured", None
+    ratio = max(own, key=lambda row: row["k"])["step_s"] / kept["step_s"]
+    return claim, f"{ratio:.3f} of the time without", ratio <= most
+
+
+def _same_gradients(rows: list[Row]) -> Verdict:
+    claim = "this library changes no bit of a gradient"
+    own = [row for row in rows if row["family"] in OWN and ("error" in row or row.get("bit_identical") is not None)]
+    if not own:
+        return claim, "not measured", None
+    wrong = [
+        f"{row['contender']} ({row['workload']}): {row.get('error', 'different')}"
+        for row in own
+        if "error" in row or not row["bit_identical"]
+    ]
+    return claim, "; ".join(wrong) or f"equal in all {len(own)} rows", not wrong
+
+
+def _of(rows: list[Row], workload: str, family: str) -> list[Row]:
+    return [row for row in rows if row["workload"] == workload and row["family"] == family and measured(row)]
+
+
+def _find(rows: list[Row], workload: str, family: str) -> Row | None:
+    return next(iter(_of(rows, workload, family)), None)

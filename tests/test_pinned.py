@@ -1,0 +1,203 @@
+"""Host memory as the system gives it: locked while it is mapped, gone with its last tensor, not copied by a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from offload import cuda_driver, numa, pinned
+from offload.cuda_backend import CudaBackend
+from offload.cuda_driver import CudaDriverError
+from offload.pinned import HostMemoryError, forget_on_fork, pageable, register_pinned
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def mapped(address: int) -> bool:
+    """Whether the process has memory there."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def true_in_a_child(condition: Callable[[], bool]) -> bool:
+    """What a forked child says."""
+    child = os.fork()
+    if not child:
+        said = False
+        try:
+            said = condition()
+        finally:
+            os._exit(int(not said))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Driver:
+    """Stands for the CUDA driver, and remembers which ranges are locked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.locked: dict[int, tuple[int, int]] = {}
+        self.refuses = False
+        self.asked_at: list[int] = []
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(cuda_driver, "pci_address", lambda device: f"0000:{device:02x}:00.0")
+        monkeypatch.setattr(cuda_driver, "register", self.register)
+        monkeypatch.setattr(cuda_driver, "unregister", self.unregister)
+
+    def register(self, address: int, nbytes: int, device: int) -> None:
+        self.asked_at.append(address)
+        if self.refuses:
+            raise CudaDriverError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY")
+        self.locked[address] = (nbytes, device)
+
+    def unregister(self, address: int, device: int) -> None:
+        assert mapped(address), "locked memory was given back to the system"
+        assert self.locked.pop(address)[1] == device
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * MIB + 1])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("populate", [True, False])
+def test_memory_is_touched_to_its_end(
+    nbytes: int, threads: int, populate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a system that cannot do so when asked, and however many threads share the work."""
+    monkeypatch.setattr(pinned, "TOUCH_BYTES", 64 * KIB)
+    monkeypatch.setattr(pinned, "_cores", lambda: threads)
+    if not populate:
+        monkeypatch.setattr(pinned, "_advise", lambda *_: False)
+    memory = pageable(nbytes)
+    assert memory.dtype is torch.uint8
+    assert memory.shape == (nbytes,)
+    assert not memory.any()
+    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(nbytes), resident)
+    assert all(page & 1 for page in resident)
+
+
+def test_memory_is_unlocked_before_it_goes_and_only_then(driver: Driver) -> None:
+    view = register_pinned(MIB)[4096:]
+    address = view.data_ptr() - 4096
+    assert driver.locked == {address: (MIB, 0)}
+    del view
+    assert driver.locked == {}
+    assert not mapped(address)
+
+
+def test_memory_that_the_driver_refuses_to_lock_is_not_kept(driver: Driver) -> None:
+    driver.refuses = True
+    with pytest.raises(HostMemoryError, match=r"could not page-lock 64.00 MiB \(.*OUT_OF_MEMORY\); free") as held:
+        register_pinned(64 * MIB)
+    assert not mapped(driver.asked_at[0] + 32 * MIB), "the error keeps the memory alive"
+    assert held.value.__cause__ is None
+
+
+def test_memory_is_locked_for_the_backend_s_device(driver: Driver) -> None:
+    memory = CudaBackend.pinned(SimpleNamespace(device=torch.device("cuda", 3)), 4096)
+    assert driver.locked == {memory.data_ptr(): (4096, 3)}
+
+
+def test_memory_goes_to_the_node_of_its_device_before_it_is_touched(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+    touch = pinned._touch
+    monkeypatch.setattr(numa, "node_of", {"0000:02:00.0": 1, "0000:03:00.0": None}.__getitem__)
+    monkeypatch.setattr(numa, "prefer", lambda address, nbytes, node: order.append((address, nbytes, node)))
+    monkeypatch.setattr(pinned, "_touch", lambda mapping: (order.append("touched"), touch(mapping)))
+    memory = register_pinned(8192, torch.device("cuda", 2))
+    assert order == [(memory.data_ptr(), 8192, 1), "touched"]
+    register_pinned(8192, torch.device("cuda", 3))
+    assert order[2:] == ["touched"]
+
+
+def test_more_than_the_system_has_left_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 5 * MIB)
+    assert len(pageable(5 * MIB)) == 5 * MIB
+    with pytest.raises(HostMemoryError, match=r"6.00 MiB of host memory are missing, but the system has 5.00 MiB left"):
+        pageable(6 * MIB)
+
+
+def test_a_mapping_that_cannot_be_made_is_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: None)
+    with pytest.raises(HostMemoryError, match=r"The system has no 1024.0 TiB of host memory left \(.*Cannot allocate"):
+        pageable(1 << 50)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the child calls nothing of torch
+class TestFork:
+    def test_a_child_finds_zeros_where_it_should_forget(self) -> None:
+        kept, forgotten = pageable(8192).fill_(7), forget_on_fork(pageable(8192).fill_(7))
+        addresses = kept.data_ptr(), forgotten.data_ptr()
+
+        def check() -> bool:
+            there, gone = (ctypes.string_at(address, 8192) for address in addresses)
+            return there == bytes([7] * 8192) and gone == bytes(8192)
+
+        assert true_in_a_child(check)
+        assert bool((forgotten == 7).all())
+
+    def test_a_child_leaves_the_driver_alone(self, driver: Driver) -> None:
+        memory = [register_pinned(4096)]
+
+        def drop() -> bool:
+            memory.clear()
+            return len(driver.locked) == 1
+
+        assert true_in_a_child(drop)
+        assert memory
+        drop()
+        assert driver.locked == {}
+
+
+@pytest.mark.gpu
+class TestRealDriver:
+    def test_pinned_memory_can_be_copied_to_and_from(self) -> None:
+        host = register_pinned(3 * MIB + 1)
+        assert host.is_pinned()
+        numbers = torch.arange(len(host), device="cuda").to(torch.uint8)
+        host.copy_(numbers, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(host, numbers.cpu())
+
+    def test_a_refused_registration_leaves_no_error_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        register = cuda_driver.register
+
+        def register_twice(address: int, nbytes: int, device: int) -> None:
+            register(address, nbytes, device)
+            try:
+                register(address, nbytes, device)
+            finally:
+                cuda_driver.unregister(address, device)
+
+        monkeypatch.setattr(cuda_driver, "register", register_twice)
+        with pytest.raises(HostMemoryError, match="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
+            register_pinned(MIB)
+        # A launch reports the runtime's last error, whoever caused it.
+        twice = torch.ones(1000, device="cuda") * 2
+        torch.cuda.synchronize()
+        assert twice.sum().item() == 2000
+        assert pageable(4096).is_pinned() is False
+
+    def test_a_thread_that_has_never_used_the_device_can_pin(self) -> None:
+        with ThreadPoolExecutor(4) as threads:
+            slabs = list(threads.map(register_pinned, [MIB] * 8))
+        assert all(slab.is_pinned() for slab in slabs)
+
+    def test_the_device_has_a_pci_address(self) -> None:
+        assert re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", cuda_driver.pci_address(0))

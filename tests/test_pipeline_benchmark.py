@@ -1,0 +1,136 @@
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import pipeline
+from offload.link import Link
+from offload.pipeline_order import one_f_one_b_order
+from offload.pipeline_walk import StageProfile
+from offload.pipelining import plan_pipeline
+from offload.timeline import Span, Timeline
+
+ROOT = Path(pipeline.__file__).parent.parent
+WAYS = [pipeline.NOTHING, pipeline.HALF, pipeline.FREE, pipeline.BOUND]
+
+
+@pytest.fixture(scope="module")
+def record_path(tmp_path_factory):
+    """The record of a run of two processes on the CPU."""
+    path = tmp_path_factory.mktemp("pipeline") / "record.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["-m", "benchmarks.pipeline", "--small", "--repeats", "1", "--out", str(path)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def test_all_ways_on_all_ranks_give_the_same_gradients(record_path):
+    record = json.loads(record_path.read_text("utf-8"))
+    assert record["options"]["ranks"] == 2
+    assert [set(links) for links in record["links"]] == [{"alone", "all at once"}] * 2
+    cases = [(row["schedule"], row["rank"], row["offload"]) for row in record["rows"]]
+    assert cases == [(name, rank, way) for name in ("1F1B", "ZBV") for rank in (0, 1) for way in WAYS]
+    assert all(row["bit_identical"] for row in record["rows"])
+    # Both V-schedule's stages and 1F1B's first one have sets that live long enough.
+    assert all(row["offloaded_bytes"] > 0 for row in record["rows"] if row["rank"] == 0 and "actions" in row)
+
+
+def test_the_first_ranks_peak_shrinks(record_path):
+    rows = json.loads(record_path.read_text("utf-8"))["rows"]
+    halves = [row for row in rows if row["rank"] == 0 and row["offload"] == pipeline.HALF]
+    # A part is as large as a tensor here, so that the half is missed by some of them.
+    assert [row["peak_saved"] > 0.4 for row in halves] == [True, True]
+
+
+def test_steady_state_is_recorded_on_the_first_rank(record_path):
+    rows = json.loads(record_path.read_text("utf-8"))["rows"]
+    for row in rows:
+        if row["offload"] != pipeline.NOTHING:
+            assert (row["steady_bytes_per_s"] is not None) == (row["rank"] == 0)
+            assert set(row["steady_to_link"]) == {"alone", "all at once"}
+
+
+def test_show_prints_the_record_and_says_what_is_predicted_of_other_widths(record_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(record_path)])
+    pipeline.main()
+    shown = capsys.readouterr().out
+    measured, predicted = shown.split("\n\n")
+    assert measured.count(pipeline.HALF) == 4
+    assert [line.split()[:2] for line in predicted.splitlines()[2:]] == [
+        [name, width] for name in ("1F1B", "ZBV") for width in pipeline.MODELS
+    ]
+
+
+def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    alone = functools.partial(dist.init_process_group, store=store, rank=0, world_size=1)
+    monkeypatch.setattr(pipeline.dist, "init_process_group", lambda *_, **__: alone("gloo"))
+    link = Link(1.0, 1.0, 2.0)
+    monkeypatch.setattr(pipeline, "measure_links", lambda _: {"alone": link, "all at once": link})
+
+    def run_case(name, *_):
+        if name == "ZBV":
+            raise TimeoutError
+        return [{"rank": 0, "offload": pipeline.NOTHING, "step_s": 1.0, "peak_bytes": 1, "bit_identical": True}]
+
+    monkeypatch.setattr(pipeline, "run_case", run_case)
+    path = tmp_path / "records" / "pipeline.json"
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--small", "--out", str(path)])
+    try:
+        with pytest.raises(TimeoutError):
+            pipeline.main()
+    finally:
+        dist.destroy_process_group()
+    assert [row["schedule"] for row in json.loads(path.read_text("utf-8"))["rows"]] == ["1F1B"]
+    assert [found.name for found in path.parent.iterdir()] == ["pipeline.json"]
+
+
+def test_a_write_that_is_cut_off_leaves_the_last_record(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    pipeline.save(path, {"rows": [1]})
+
+    def cut_off(path, _):
+        path.write_text('{"rows": [1, ', "utf-8")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "write", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.save(path, {"rows": [1, 2]})
+    assert json.loads(path.read_text("utf-8")) == {"rows": [1]}
+
+
+def test_steady_state_is_from_the_first_backward_to_the_last_forward():
+    timeline = Timeline(
+        (
+            Span("compute", "forward", 0.0, 1.0),
+            Span("compute", "backward", 1.0, 3.0),
+            Span("compute", "forward", 3.0, 4.0),
+            Span("compute", "backward", 4.0, 6.0),
+            Span("d2h", "offload", 0.5, 1.5, nbytes=100),
+            Span("d2h", "offload", 2.0, 3.0, nbytes=100),
+            Span("h2d", "reload", 3.5, 4.5, nbytes=60),
+        )
+    )
+    assert pipeline.steady_bytes_per_s(timeline) == pytest.approx((50 + 100 + 30) / 3.0)
+    assert pipeline.steady_bytes_per_s(Timeline((Span("compute", "backward", 0.0, 1.0),))) == 0.0
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 350), (1, 400)])
+def test_the_budget_is_what_the_target_leaves_beside_workspace(monkeypatch, rank, expected):
+    monkeypatch.setattr(pipeline.dist, "get_rank", lambda: rank)
+    order = one_f_one_b_order(rank, 2, 8)
+    free = plan_pipeline(order, {rank: StageProfile(saved_bytes=400)}, Link(1.0, 1.0, 2.0))
+    without = free.peak_bytes_without
+    assert (without, free.peak_bytes) == [(800, 800), (400, 400)][rank]
+    nothing = pipeline.Way(pipeline.NOTHING, peak_bytes=without + 50)
+    assert pipeline.budget_bytes(400, nothing, free) == expected

@@ -1,0 +1,787 @@
+"""Tensor subclasses come back as what they were, and their inner tensors travel at their own size."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel_worker
+import torch
+import torch.distributed as dist
+from lab import Lab
+from models import NOTHING, Offloading, assert_same, gradients, loss_of, offloading, save
+from ranks import run_ranks
+from test_saved import CHANGES, assert_identical, bits, normal, nothing, round_trip, run
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+import offload
+from offload import exclusions
+from offload.chunk import ChunkPass, unpack
+from offload.exclusions import reason_to_stay
+from offload.measure import profile_layers
+from offload.subclasses import SubclassHandle
+
+# Layers that keep what they save are the point of many tests here.
+pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
+
+
+@pytest.fixture
+def lab(lab: Lab) -> Lab:
+    lab.adverse()
+    return lab
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    """What the layers compute with; small, so that it is easy to tell from what they save."""
+    return torch.ones(1, device=device, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exclusions, "_excluded", exclusions._Exclusions())
+
+
+class Scaled(torch.Tensor):
+    """Eight-bit values with a scale: a wrapper without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, note: str) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=values.device)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, note: str) -> None:
+        self.values_, self.scale, self.note = values, scale, note
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["values_", "scale"], self.note
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], note: str, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["values_"], inner["scale"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values_, args[0].scale, args[0].note)
+        raise NotImplementedError(func)
+
+
+class Boxed(torch.Tensor):
+    """Computes as what it wraps does, which may be a box again."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Boxed:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Boxed:
+        return Boxed(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unboxed, unboxed_kwargs = tree_map_only(Boxed, lambda box: box.inner, (args, kwargs or {}))
+        result = tree_map_only(torch.Tensor, Boxed, func(*unboxed, **unboxed_kwargs))
+        return return_and_correct_aliasing(func, args, kwargs or {}, result)
+
+
+class Labelled(torch.Tensor):
+    """A subclass that does not say what it is made of."""
+
+
+def scaled(device: torch.device) -> Scaled:
+    return Scaled((normal(8, 12) * 8).to(torch.int8).to(device), normal(8, 1).to(device), "note")
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    return innermost(tensor.inner) if isinstance(tensor, Boxed) else tensor
+
+
+# PyTorch's protocol
+
+
+def test_subclass_travels_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: scaled(lab.device), x)
+    assert isinstance(found, Scaled)
+    assert found.note == "note"
+    assert_identical(scaled(lab.device).values_, found.values_)
+    assert_identical(scaled(lab.device).scale, found.scale)
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 8 * 4
+    assert offloaded.stats.wasted_bytes == 0
+
+
+def test_inner_tensors_that_stay(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: scaled(lab.device), x, min_bytes=64)
+    assert_identical(scaled(lab.device).scale, found.scale)
+    assert offloaded.stats.offloaded_bytes == 8 * 12
+    assert offloaded.stats.skipped == {"small": 1}
+
+
+def test_marked_subclass_stays(lab: Lab, x: torch.Tensor) -> None:
+    marked = scaled(lab.device)
+    offload.mark_not_offload(marked)
+    found, offloaded = round_trip(lambda: marked, x)
+    assert_identical(marked.values_, found.values_)
+    assert offloaded.stats.skipped == {"marked": 2}
+
+
+def test_other_subclasses_stay(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: normal(8, 12).to(lab.device).as_subclass(Labelled), x)
+    assert torch.equal(found.as_subclass(torch.Tensor), normal(8, 12).to(lab.device))
+    assert offloaded.stats.skipped == {"subclass": 1}
+
+
+def test_subclass_in_a_subclass(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: Boxed(Boxed(scaled(lab.device))), x)
+    assert isinstance(found, Boxed)
+    assert isinstance(found.inner, Boxed)
+    assert isinstance(innermost(found), Scaled)
+    assert_identical(scaled(lab.device).values_, innermost(found).values_)
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 8 * 4
+
+
+def test_view_in_a_subclass(lab: Lab, x: torch.Tensor) -> None:
+    found, offloaded = round_trip(lambda: Boxed(normal(8, 12).to(lab.device)).t()[2:5], x)
+    assert_identical(normal(8, 12).to(lab.device).t()[2:5], innermost(found))
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
+
+
+def test_what_is_named_but_is_no_tensor_stays_as_it_is(lab: Lab, x: torch.Tensor) -> None:
+    class Owned(Boxed):
+        owner = object()
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["inner", "owner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(inner: dict[str, Any], context: None, size: Any, stride: Any) -> Boxed:
+            assert inner["owner"] is Owned.owner
+            return Boxed(inner["inner"])
+
+    found, offloaded = round_trip(lambda: Owned(normal(8, 12).to(lab.device)), x)
+    assert_identical(normal(8, 12).to(lab.device), innermost(found))
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
+
+
+def test_inner_tensor_of_two_wrappers_travels_once(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        shared = normal(8, 12).to(lab.device)
+        return Boxed(shared), Scaled(shared, normal(8, 1).to(lab.device), "note"), shared[2:]
+
+    offloaded = offloading(1, 3, lab.device)
+    boxed, also_scaled, plain = run(offloaded, x, [make, nothing, nothing])[0]
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4 + 8 * 4
+    assert_identical(normal(8, 12).to(lab.device), boxed.inner)
+    storages = [tensor.untyped_storage()._cdata for tensor in (boxed.inner, also_scaled.values_, plain)]
+    assert len(set(storages)) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_gradients_of_subclasses(depth: int, lab: Lab) -> None:
+    def box(tensor: torch.Tensor) -> torch.Tensor:
+        for _ in range(depth):
+            tensor = Boxed(tensor)
+        return tensor
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        x = box(normal(8, 12).to(lab.device)).requires_grad_()
+        weights = [nn.Parameter(box(normal(12, 12).to(lab.device))) for _ in range(3)]
+        layers = [lambda y, weight=weight: torch.tanh(nn.functional.linear(y, weight)).exp() for weight in weights]
+        offloaded.forward(layers, x).square().mean().backward()
+        return [innermost(leaf.grad) for leaf in (x, *weights)]
+
+    offloaded = offloading(1, 3, lab.device)
+    assert_same(step(NOTHING), step(offloaded))
+    assert offloaded.stats.skipped == {"parameter": 1}
+    assert offloaded.stats.offloaded_bytes == 3 * 8 * 12 * 4  # the input, and what tanh and exp return
+
+
+def test_profile_counts_what_travels(lab: Lab) -> None:
+    class Layer(nn.Module):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(y).exp()
+
+    layers = nn.Sequential(Layer(), Layer(), Layer())
+
+    def step() -> None:
+        layers(Boxed(Boxed(normal(8, 12).to(lab.device))).requires_grad_()).sum().backward()
+
+    profile = profile_layers(layers, step, min_bytes=0)
+    with offload.offload_layers(layers, num_layers=1, min_bytes=0) as handle:
+        step()
+    assert handle.stats().offloaded_bytes == profile.layers[0].saved_bytes == 2 * 8 * 12 * 4
+
+
+def test_start_offload_takes_subclasses(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        early = Boxed(Boxed(normal(8, 12).to(lab.device))).mul_(2)
+        offload.start_offload(early)
+        seen.append(offloaded.stats.offloaded_bytes)
+        return (early,)
+
+    seen: list[int] = []
+    offloaded = offloading(1, 3, lab.device)
+    ((found,), *_) = run(offloaded, x, [make, nothing, nothing])
+    assert_identical(normal(8, 12).to(lab.device) * 2, innermost(found))
+    assert seen == [offloaded.stats.offloaded_bytes] == [8 * 12 * 4]
+
+
+def test_pipeline_chunks_count_inner_tensors(lab: Lab) -> None:
+    microbatch = offloading(1, 3, lab.device).context._new_round()
+    chunk = ChunkPass(microbatch, number=0, parts=1, part_bytes=1)
+    packed = chunk.pack(Boxed(scaled(lab.device)))
+    assert chunk.saved_bytes == 8 * 12 + 8 * 4
+    chunk.end_forward()
+    assert isinstance(unpack(packed), Boxed)
+
+
+# Parameters
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda weight: weight,
+    "view": lambda weight: weight.t()[1:],
+    "cast": lambda weight: weight.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_parameters_that_are_subclasses_stay(look: str) -> None:
+    weight = nn.Parameter(Boxed(Boxed(torch.ones(4, 4))))
+    seen = LOOKS[look](weight)
+    assert reason_to_stay(seen, torch.device("cpu"), 0) == "parameter"
+    assert reason_to_stay(innermost(seen)[0], torch.device("cpu"), 0) == "parameter"
+
+
+def test_activations_that_are_subclasses_are_no_parameters() -> None:
+    activation = Boxed(torch.ones(4, 4, requires_grad=False)).requires_grad_()
+    for seen in (activation, activation.t(), activation.to(torch.bfloat16)):
+        assert reason_to_stay(seen, torch.device("cpu"), 0) == "subclass"
+
+
+# In-place changes
+
+
+@pytest.mark.parametrize("where", ["nowhere", "offloaded", "small", "not offloaded"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_place_of_a_wrapper_after_saving_raises(change: str, where: str, lab: Lab) -> None:
+    """The same error as without offloading."""
+    offloaded = NOTHING if where == "nowhere" else offloading(1, 3, lab.device, min_bytes=1 << 20 * (where == "small"))
+    y = Boxed(Boxed(normal(8, 12).to(lab.device))).requires_grad_()
+    for layer in range(3):
+        if layer == (2 if where == "not offloaded" else 0):
+            y = changed = offloaded.layer(torch.exp, y)
+        else:
+            y = offloaded.layer(lambda y: y + 1, y)
+    with torch.no_grad():
+        CHANGES[change](changed)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation") as raised:
+        y.sum().backward()
+    assert "is at version 1; expected version 0 instead" in str(raised.value)
+    if where != "nowhere":
+        assert "[torch.float32 [8, 12]], saved in layer" in str(raised.value)
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+def test_change_in_place_of_an_inner_tensor_after_saving_raises(min_bytes: int, lab: Lab, x: torch.Tensor) -> None:
+    """Autograd alone would compute with the changed values, but what is on the host has the old ones."""
+    saved = scaled(lab.device)
+    offloaded = offloading(1, 3, lab.device, min_bytes=min_bytes)
+    y = offloaded.layer(lambda y: save(y, lambda _: None, saved), x)
+    y = offloaded.forward([torch.neg, torch.neg], y)
+    saved.scale.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.float32 \[8, 1\]\]"):
+        y.sum().backward()
+
+
+def test_what_is_saved_before_and_after_a_change_travels_twice(lab: Lab, x: torch.Tensor) -> None:
+    """The first would raise in backward, so only the second is used; it must not get the first one's copy."""
+    received: list[tuple[torch.Tensor, ...]] = []
+    first: list[torch.Tensor] = []
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        boxed = Boxed(Boxed(torch.ones(8, 12, device=lab.device)))
+        first.append(save(y, received.append, boxed))
+        lab.drain()
+        boxed.mul_(2)
+        return save(y, received.append, boxed, boxed)
+
+    offloaded = offloading(1, 3, lab.device)
+    offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
+    for found in received[0]:
+        assert torch.equal(innermost(found), torch.full((8, 12), 2.0, device=lab.device))
+    assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4
+
+
+def test_torch_functions_of_a_subclass_do_not_matter(lab: Lab, x: torch.Tensor) -> None:
+    class Refusing(Boxed):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.Tensor.detach
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    found, _ = round_trip(lambda: Refusing(normal(8, 12).to(lab.device)), x)
+    assert_identical(normal(8, 12).to(lab.device), innermost(found))
+
+
+# Transformer Engine's protocol
+
+
+class Quantizer:
+    """What makes a :class:`Quantized`; with a tensor, so that no context of ``__tensor_flatten__`` can hold it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((1,), 16.0, device=device)
+
+    def __call__(self, values: torch.Tensor) -> Quantized:
+        data = (values * self.scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Quantized(values.shape, data=data, transpose=None, scale_inv=1 / self.scale, quantizer=self)
+
+
+class Quantized(torch.Tensor):
+    """Stands in for Transformer Engine's ``Float8Tensor``: its protocol, and what is hard about it.
+
+    Preparing an object empties it. An empty object can do nothing but be restored. ``detach`` returns another object
+    with the same tensors. ``__tensor_flatten__`` loses the quantizer.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, *, scale_inv: torch.Tensor, **_: Any) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=scale_inv.device)
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        *,
+        data: torch.Tensor,
+        transpose: torch.Tensor | None,
+        scale_inv: torch.Tensor,
+        quantizer: Quantizer | None,
+    ) -> None:
+        self._data: torch.Tensor | None = data
+        self._transpose: torch.Tensor | None = transpose
+        self._scale_inv: torch.Tensor | None = scale_inv
+        self._quantizer = quantizer
+
+    @property
+    def device(self) -> torch.device:
+        if self._data is None:
+            raise RuntimeError("Quantized has no data!")
+        return self._data.device
+
+    def detach(self) -> Quantized:
+        assert self.device
+        return Quantized(
+            self.shape,
+            data=self._data,
+            transpose=self._transpose,
+            scale_inv=self._scale_inv,
+            quantizer=self._quantizer,
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        assert self.device
+        return self._data.view(torch.float8_e4m3fn).float() * self._scale_inv
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Quantized]:
+        tensors = [self._data, self._transpose, self._scale_inv]
+        self._data = self._transpose = self._scale_inv = None
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        self._data, self._transpose, self._scale_inv = tensors[:3]
+        return tensors[3:]
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.Size]:
+        return ["_data", "_scale_inv"], self.shape
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], shape: torch.Size, size: Any, stride: Any) -> Quantized:
+        return Quantized(shape, data=inner["_data"], transpose=None, scale_inv=inner["_scale_inv"], quantizer=None)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0].detach()
+        plain, plain_kwargs = tree_map_only(Quantized, Quantized.dequantize, (args, kwargs or {}))
+        result = func(*plain, **plain_kwargs)
+        if func._schema.is_mutable:
+            args[0]._data.copy_(args[0]._quantizer(result)._data)
+            return args[0]
+        return result
+
+
+class Fp8Linear(torch.autograd.Function):
+    """Saves its input in eight bits, as an object that autograd sees or, as Transformer Engine does, as its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, inside: bool) -> torch.Tensor:
+        quantized = quantizer(x)
+        result = quantized.dequantize() @ weight
+        ctx.emptied = None
+        if inside:
+            tensors, ctx.emptied = quantized.prepare_for_saving()
+            ctx.save_for_backward(weight, *tensors)
+        else:
+            ctx.save_for_backward(weight, quantized)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, *rest = ctx.saved_tensors
+        if ctx.emptied is None:
+            (quantized,) = rest
+        else:
+            quantized = ctx.emptied
+            assert quantized.restore_from_saved(rest) == []
+        assert isinstance(quantized, Quantized)
+        return gradient @ weight.t(), quantized.dequantize().t() @ gradient, None, None
+
+
+def quantized(device: torch.device) -> Quantized:
+    return Quantizer(device)(normal(8, 12).to(device))
+
+
+def test_quantized_tensor_travels_at_one_byte_per_element(lab: Lab, x: torch.Tensor) -> None:
+    quantizer = Quantizer(lab.device)
+    found, offloaded = round_trip(lambda: quantizer(normal(8, 12).to(lab.device)), x)
+    assert isinstance(found, Quantized)
+    assert found._quantizer is quantizer
+    assert found._transpose is None
+    assert_identical(quantized(lab.device)._data, found._data)
+    assert_identical(quantized(lab.device)._scale_inv, found._scale_inv)
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 4
+    assert offloaded.stats.wasted_bytes == 0
+
+
+def test_quantized_tensor_in_the_programs_hands_keeps_its_data(lab: Lab, x: torch.Tensor) -> None:
+    mine = quantized(lab.device)
+    expected = mine.dequantize()
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.layer(lambda y: save(y, lambda _: None, mine), x)
+    assert torch.equal(mine.dequantize(), expected)
+    y = offloaded.forward([torch.neg, torch.neg], y)
+    assert torch.equal(mine.dequantize(), expected)
+    y.sum().backward()
+    assert torch.equal(mine.dequantize(), expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_quantized_layers(inside: bool, lab: Lab) -> None:
+    quantizer = Quantizer(lab.device)
+    weights = [normal(12, 12).to(lab.device).requires_grad_() for _ in range(3)]
+    x = normal(8, 12).to(lab.device).requires_grad_()
+    layers = [lambda y, weight=weight: Fp8Linear.apply(y, weight, quantizer, inside) for weight in weights]
+    offload.mark_not_offload(*weights)
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        return gradients([x, *weights], lambda: loss_of(offloaded.forward(layers, x)).backward())
+
+    offloaded = offloading(1, 3, lab.device)
+    assert_same(step(NOTHING), step(offloaded))
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 4
+    assert offloaded.stats.wasted_bytes == 0
+    assert offloaded.stats.skipped == {"marked": 1}
+
+
+@pytest.mark.parametrize("make", [scaled, quantized], ids=["flattened", "quantized"])
+def test_device_memory_is_free_after_the_release(
+    make: Callable[[torch.device], torch.Tensor], lab: Lab, x: torch.Tensor
+) -> None:
+    memory: list[StorageWeakRef] = []
+    found: list[torch.Tensor] = []
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        made = make(lab.device)
+        data = made.values_ if isinstance(made, Scaled) else made._data
+        memory.append(StorageWeakRef(data.untyped_storage()))
+        return (made,)
+
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.layer(lambda y: save(y, found.extend, *tensors()), x)
+    y = offloaded.layer(torch.neg, y)
+    assert not memory[0].expired()
+    y = offloaded.layer(torch.neg, y)
+    assert memory[0].expired()
+    assert offloaded.stats.wasted_bytes == 0
+    y.sum().backward()
+    reloaded = found[0].values_ if isinstance(found[0], Scaled) else found[0]._data
+    memory.append(StorageWeakRef(reloaded.untyped_storage()))
+    del reloaded
+    found.clear()
+    assert memory[1].expired()
+
+
+def test_retained_graph_of_quantized_tensors(lab: Lab, x: torch.Tensor) -> None:
+    found: list[torch.Tensor] = []
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.layer(lambda y: save(y, found.extend, quantized(lab.device)), x)
+    y = offloaded.forward([torch.neg, torch.neg], y)
+    y.sum().backward(retain_graph=True)
+    found[0].prepare_for_saving()
+    y.sum().backward()
+    assert found[0]._data is None
+    assert_identical(quantized(lab.device)._data, found[1]._data)
+    assert_identical(quantized(lab.device)._scale_inv, found[1]._scale_inv)
+
+
+CHANGES_OF_QUANTIZED: dict[str, Callable[[Quantized], object]] = {
+    "itself": lambda t: t.mul_(2),
+    "its data": lambda t: t._data.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_QUANTIZED)
+def test_change_in_place_of_a_quantized_tensor_raises(change: str, lab: Lab, x: torch.Tensor) -> None:
+    saved = quantized(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    y = offloaded.layer(lambda y: save(y, lambda _: None, saved), x)
+    y = offloaded.forward([torch.neg, torch.neg], y)
+    CHANGES_OF_QUANTIZED[change](saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# torchao's Float8 training
+
+
+class SwiGlu(nn.Module):
+    """Its input is cast to float8 for both of its readers at once, or by each of them for itself."""
+
+    def __init__(self, cast_first: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+        self.down = nn.Linear(48, 32, bias=False)
+        self.cast_first = cast_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        if self.cast_first:
+            y = hp_tensor_to_float8_dynamic(y, torch.float8_e4m3fn, self.gate.linear_mm_config)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def float8_layers(cast_first: bool, device: torch.device) -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(SwiGlu(cast_first) for _ in range(3)).to(device, torch.bfloat16)
+    return convert_to_float8_training(layers, config=Float8LinearConfig(emulate=True))
+
+
+def float8_bytes(cast_first: bool, device: torch.device) -> int:
+    """What the first of three layers offloads; its gradients are checked."""
+    layers = float8_layers(cast_first, device)
+    x = normal(16, 32, dtype=torch.bfloat16).to(device).requires_grad_()
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        return gradients([x, *layers.parameters()], lambda: loss_of(offloaded.forward(layers, x)).backward())
+
+    offloaded = offloading(1, 3, device)
+    assert_same(step(NOTHING), step(offloaded))
+    assert set(offloaded.stats.skipped) == {"parameter"}
+    return offloaded.stats.offloaded_bytes
+
+
+def test_float8_training(lab: Lab) -> None:
+    """A linear layer saves its input as it gets it: cast beforehand, each element is one byte in place of two."""
+    as_bfloat16, as_float8 = (float8_bytes(cast_first, lab.device) for cast_first in (False, True))
+    scale_bytes = 4
+    assert as_bfloat16 - as_float8 == 16 * 32 - scale_bytes
+
+
+def test_float8_tensor_comes_back(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> torch.Tensor:
+        return hp_tensor_to_float8_dynamic(normal(8, 12).to(lab.device), torch.float8_e4m3fn, None)
+
+    found, offloaded = round_trip(make, x)
+    assert isinstance(found, Float8TrainingTensor)
+    assert torch.equal(bits(found._data), bits(make()._data))
+    assert torch.equal(found.to_original_precision(), make().to_original_precision())
+    assert offloaded.stats.offloaded_bytes == 8 * 12 + 4
+    assert offloaded.stats.wasted_bytes == 0
+
+
+# Nested tensors
+
+
+def jagged(values: torch.Tensor, *, holes: bool = False) -> torch.Tensor:
+    offsets = torch.tensor([0, 3, 8], device=values.device)
+    lengths = torch.tensor([2, 5], device=values.device) if holes else None
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_jagged_tensor_keeps_its_ragged_size(holes: bool, lab: Lab, x: torch.Tensor) -> None:
+    """The size is known by the object that holds the offsets, which therefore stays."""
+    made: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        made.append(jagged(normal(8, 12).to(lab.device), holes=holes).detach())
+        size.append(made[0].shape)
+        offsets.append(made[0].offsets())
+        return made.pop()
+
+    size: list[torch.Size] = []
+    offsets: list[torch.Tensor] = []
+    found, offloaded = round_trip(make, x)
+    assert found.layout is torch.jagged
+    assert found.shape == size[0]
+    assert found.offsets() is offsets[0]
+    assert_identical(normal(8, 12).to(lab.device), found.values())
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
+    assert offloaded.stats.wasted_bytes == 0
+
+
+def test_gradients_of_jagged_tensors(lab: Lab) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).to(lab.device)
+    values = normal(8, 12).to(lab.device).requires_grad_()
+    blocks = [lambda y, linear=linear: y + torch.tanh(linear(y)) * y for linear in layers]
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        def run() -> None:
+            loss_of(offloaded.forward(blocks, jagged(values)).values()).backward()
+
+        return gradients([values, *layers.parameters()], run)
+
+    offloaded = offloading(1, 3, lab.device)
+    assert_same(step(NOTHING), step(offloaded))
+    assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4  # the input and what tanh returns
+    assert offloaded.stats.skipped == {"parameter": 1}
+
+
+# DTensor
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One group for all tests: PyTorch caches what it worked out for a mesh, with the mesh."""
+    on_cpu = request.param == "cpu"
+    device = None if on_cpu else torch.device("cuda", 0)
+    store = dist.HashStore()
+    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=0, world_size=1, device_id=device)
+    yield init_device_mesh(request.param, (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_dtensor_comes_back(placement: Any, mesh: Any) -> None:
+    def make() -> torch.Tensor:
+        return DTensor.from_local(normal(8, 12).to(mesh.device_type), mesh, [placement])
+
+    found, offloaded = round_trip(make, torch.ones(1, device=mesh.device_type, requires_grad=True))
+    assert isinstance(found, DTensor)
+    assert found.placements == (placement,)
+    assert found.device_mesh == mesh
+    assert_identical(make().to_local(), found.to_local())
+    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
+    assert offloaded.stats.wasted_bytes == 0
+
+
+def distributed_layers(mesh: Any) -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).to(mesh.device_type)
+    for layer in layers:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [Shard(0)]))
+    return layers
+
+
+def test_gradients_of_dtensors(mesh: Any) -> None:
+    layers = distributed_layers(mesh)
+
+    class Block(nn.Module):
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(y)).to_local().exp()
+
+    blocks = nn.ModuleList(Block(linear) for linear in layers)
+    x = normal(8, 12).to(mesh.device_type).requires_grad_()
+
+    def step() -> None:
+        y = x
+        for block in blocks:
+            y = block(distribute_tensor(y, mesh, [Replicate()]) if y is x else DTensor.from_local(y, mesh))
+        loss_of(y).backward()
+
+    expected = [tensor.clone() for tensor in local_gradients([x, *layers.parameters()], step)]
+    with offload.offload_layers(blocks, num_layers=1, min_bytes=0, device=mesh.device_type) as handle:
+        assert_same(expected, local_gradients([x, *layers.parameters()], step))
+    assert handle.stats().skipped == {"parameter": 1}
+    assert handle.stats().offloaded_bytes == 3 * 8 * 12 * 4  # the input, and what tanh and exp return
+    assert not any(type(held) is SubclassHandle for held in gc.get_objects())
+
+
+def local_gradients(leaves: list[torch.Tensor], step: Callable[[], None]) -> list[torch.Tensor]:
+    return [found.to_local() if isinstance(found, DTensor) else found for found in gradients(leaves, step)]
+
+
+LOCAL_LOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **LOOKS,
+    "local": lambda weight: weight.to_local(),
+    "view of the local": lambda weight: weight.to_local().t()[1:],
+}
+
+
+@pytest.mark.parametrize("look", LOCAL_LOOKS)
+def test_parameters_that_are_dtensors_stay(look: str, mesh: Any) -> None:
+    seen = LOCAL_LOOKS[look](distributed_layers(mesh)[0].weight)
+    device = seen.device
+    assert reason_to_stay(seen, device, 0) == "parameter"
+
+
+def test_local_tensors_of_activations_travel(mesh: Any) -> None:
+    weight = distributed_layers(mesh)[0].weight
+    activation = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
+    for seen in (activation.to_local(), activation.exp().to_local().t(), weight.exp().to_local().t()):
+        assert reason_to_stay(seen, seen.device, 0) is None
+
+
+# Two processes
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each rank found."""
+    return run_ranks(Path(tensor_parallel_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", tensor_parallel_worker.MODELS)
+def test_tensor_parallel_layers(name: str, ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found[name]["equal"]
+        assert found[name]["stats"].offloaded_bytes == found[name]["expected bytes"]
+        assert found[name]["stats"].late_reloads == 0
+        assert found[name]["handles left"] == 0
+
+
+def test_float8_travels_in_dtensors(ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found["float8"]["dtypes in DTensors"] == {torch.float8_e4m3fn, torch.float32}
+
+
+def test_result_of_a_collective_is_copied_once_it_is_there(ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found["late collective"]

@@ -1,0 +1,256 @@
+"""What all contenders take on all workloads, for the pages: from ``results/suite.json``, once there is one.
+
+``tools/results.py`` writes it into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tabulate import tabulate
+
+from offload.plot import COLORS, INK, new_figure, style_axes
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "results/suite.json"
+PICTURE = Path("docs/_static/results/suite.svg")
+
+GIB = 1 << 30
+WORKLOADS = {
+    "suite_decoder": "decoder",
+    "suite_compiled": "compiled decoder",
+    "suite_norm_mlp": "LayerNorm-MLP",
+    "suite_llama": "Hugging Face Llama",
+    "suite_long": "long sequence",
+}
+TIMES = (1, 1.25, 1.5, 2, 3, 4, 6, 8)
+"""Where the axis of time has marks, as multiples of the step without anything."""
+
+Row = dict[str, Any]
+
+
+class Look(NamedTuple):
+    """How a family's points are drawn. Its marker says which it is, whatever becomes of the colour."""
+
+    label: str
+    line: str
+    color: str
+    hollow: bool = False
+
+
+LOOKS = {
+    "nothing": Look("nothing", "*", INK),
+    "checkpoint": Look("torch.utils.checkpoint", "s", COLORS["reload"]),
+    "checkpoint_on_cpu": Look("checkpoint under save_on_cpu", "D", COLORS["offload"]),
+    "save_on_cpu": Look("save_on_cpu", "^", COLORS["offload"]),
+    "trl": Look("TRL", "v", COLORS["backward"]),
+    "te": Look("Transformer Engine", "P:", COLORS["backward"]),
+    "offload": Look("this library", "o-", COLORS["forward"]),
+    "offload_checkpoint": Look("this library around checkpoints", "o--", COLORS["forward"], hollow=True),
+}
+
+
+def read_record() -> Row:
+    """The record.
+
+    Raises:
+        ValueError: It is one of ``--small``.
+    """
+    record: Row = json.loads(RECORD.read_text("utf-8"))
+    if record["small"]:
+        raise ValueError(f"{RECORD.name} must be of full size, got one of --small")
+    return record
+
+
+def workload_table(record: Row, workload: str) -> str:
+    """All contenders on one workload, and why some are missing."""
+    rows = [row for row in record["rows"] if row["workload"] == workload]
+    kept = next((row for row in rows if row["family"] == "nothing" and "step_s" in row), None)
+    missing = [f"{row['contender']} ({row['error']})" for row in rows if "error" in row]
+    said = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    return _table([_shown(row, kept) for row in rows if "error" not in row]) + "\n" + said
+
+
+def _shown(row: Row, kept: Row | None) -> Row:
+    ratio, copied, same = row.get("ratio_to_limit"), row.get("copied_bytes"), row.get("bit_identical")
+    return {
+        "": row["contender"],
+        "step, ms": f"{row['step_s'] * 1e3:.0f} ± {row['spread_s'] * 500:.0f}",
+        "against nothing": f"{row['step_s'] / kept['step_s']:.2f} ×" if kept else "",
+        "activation peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
+        "copied each way, GiB": "" if copied is None else f"{copied / GIB:.2f}",
+        "against the limit": f"{ratio:.2f} ×" if ratio and copied else "",
+        "pinned, GiB": f"{row['pinned_bytes'] / GIB:.2f}",
+        "first step, s": f"{row['first_s']:.1f}",
+        "gradients": {True: "equal", False: "differ", None: ""}[same],
+    }
+
+
+def setting_text(record: Row) -> str:
+    """What it was measured on."""
+    link, versions = record["link"], record["versions"]
+    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
+    packages = [f"{name} {version}" for name, version in versions.items() if version and name in _PACKAGES]
+    minutes = sum(run.get("seconds", 0) for run in record["runs"].values()) / 60
+    return (
+        f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), "
+        f"torch {versions['torch'].partition('+')[0]}, {', '.join(packages)}, {record['date'].partition('T')[0]}; "
+        f"{minutes:.0f} minutes.\n"
+    )
+
+
+_PACKAGES = ("transformers", "trl", "transformer-engine")
+
+
+def long_text(record: Row) -> str:
+    """How long the long sequence is."""
+    run = record["runs"].get("long sequence", {})
+    if not run.get("tokens"):
+        return ""
+    return f"Here: {run['tokens']:,} tokens, {run['layers'] - 1} layers.\n"
+
+
+def verdicts_table(record: Row) -> str:
+    """Which of the claims hold in this record."""
+    words = {True: "yes", False: "**no**", None: ""}
+    return (
+        _table(
+            [
+                {"claim": said["claim"], "measured": said["measured"], "holds": words[said["holds"]]}
+                for said in record["verdicts"]
+            ],
+            left=3,
+        )
+        + "\n"
+    )
+
+
+def host_cost_table(record: Row) -> str:
+    """The host's time for a saved tensor."""
+    if "host_cost" not in record:
+        return ""
+    what = {
+        "operation": "an elementwise operation, forward and backward",
+        "stays": "the library, for a tensor that stays",
+        "travels": "the library, for a tensor that travels",
+    }
+    cost = record["host_cost"]
+    return _table([{"": text, "host time, µs": f"{cost[f'{name}_s'] * 1e6:.1f}"} for name, text in what.items()]) + "\n"
+
+
+def small_copies_table(record: Row) -> str:
+    """The bandwidth of tensors of one size."""
+    rows = [
+        {
+            "": format_bytes(row["size_bytes"]).replace(".00", ""),
+            "to the host, GB/s": f"{row['out_bytes_per_s'] / 1e9:.1f}",
+            "of the link": f"{row['out_of_link']:.0%}",
+            "back, GB/s": f"{row['back_bytes_per_s'] / 1e9:.1f}",
+            "of the link ": f"{row['back_of_link']:.0%}",
+        }
+        for row in record.get("small_copies", [])
+    ]
+    return _table(rows) + "\n" if rows else ""
+
+
+def curves_picture(record: Row, page: Path) -> str:
+    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
+    own = [f"{name}: {_span(record, name)}" for name in _panels(record)]
+    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
+    return f"![Step time against activation peak of every contender. This library, {'; '.join(own)}.]({path})\n"
+
+
+def _span(record: Row, workload: str) -> str:
+    rows = [row for row in _points(record, workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
+    least, most = min(rows, key=lambda row: row["peak_bytes"]), max(rows, key=lambda row: row["peak_bytes"])
+    return " to ".join(f"{row['step_s'] * 1e3:.0f} ms at {row['peak_bytes'] / GIB:.1f} GiB" for row in (most, least))
+
+
+def draw(record: Row) -> Figure:
+    """Step time against activation peak of all contenders, a panel per workload."""
+    names = _panels(record)
+    figure = new_figure((9.0, 0.9 + 2.7 * ((len(names) + 1) // 2)))
+    panels = list(figure.subplots((len(names) + 1) // 2, 2, squeeze=False).flat)
+    for ax in panels:
+        ax.set_axis_off()
+    for ax, name in zip(panels, names, strict=False):
+        ax.set_axis_on()
+        style_axes(ax)
+        _draw_panel(ax, _points(record, name))
+        ax.set_title(name, color=INK, loc="left", fontsize=11)
+    keys = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        keys.values(), keys.keys(), loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9
+    )
+    return figure
+
+
+def _draw_panel(ax: Axes, rows: list[Row]) -> None:
+    kept_s = next(row["step_s"] for row in rows if row["family"] == "nothing")
+    for family, look in LOOKS.items():
+        points = sorted((row for row in rows if row["family"] == family), key=lambda row: row["peak_bytes"])
+        peaks = [row["peak_bytes"] / GIB for row in points]
+        times = [row["step_s"] / kept_s for row in points]
+        face = "none" if look.hollow else look.color
+        if points:
+            ax.plot(peaks, times, look.line, color=look.color, markerfacecolor=face, markersize=6, label=look.label)
+        if family == "offload":
+            for point, peak, time in zip(points, peaks, times, strict=True):
+                text = f"k = {point['k']}" if point is points[0] else str(point["k"])
+                ax.annotate(text, (peak, time), xytext=(3, 5), textcoords="offset points", color=INK, fontsize=8)
+    slowest = max(row["step_s"] for row in rows) / kept_s
+    ax.set_yscale("log")
+    ax.set_yticks(TIMES, [f"{time:g} ×" for time in TIMES])
+    ax.minorticks_off()
+    ax.set_ylim(0.92, 1.15 * slowest)
+    ax.set_xlim(0, 1.1 * max(row["peak_bytes"] for row in rows) / GIB)
+    ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
+    ax.set_ylabel("step, against nothing", color=INK, fontsize=9)
+
+
+def _panels(record: Row) -> list[str]:
+    """The workloads that have something to be compared with."""
+    kept = {row["workload"] for row in record["rows"] if row["family"] == "nothing" and "step_s" in row}
+    return [name for name in WORKLOADS.values() if name in kept]
+
+
+def _points(record: Row, workload: str) -> list[Row]:
+    return [row for row in record["rows"] if row["workload"] == workload and "step_s" in row]
+
+
+def _table(rows: list[Row], *, left: int = 1) -> str:
+    align = ["left"] * left + ["right"] * (len(rows[0]) - left) if rows else []
+    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def _if_measured(text: Callable[..., str], *arguments: Any) -> str:
+    """Nothing, as long as there is no record."""
+    return text(read_record(), *arguments) if RECORD.exists() else ""
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("table", "suite_setting"): lambda _: _if_measured(setting_text),
+    ("table", "suite_verdicts"): lambda _: _if_measured(verdicts_table),
+    ("picture", "suite"): lambda page: _if_measured(curves_picture, page),
+    ("table", "suite_long_length"): lambda _: _if_measured(long_text),
+    **{
+        ("table", block): partial(lambda workload, _: _if_measured(workload_table, workload), workload)
+        for block, workload in WORKLOADS.items()
+    },
+    ("table", "suite_host_cost"): lambda _: _if_measured(host_cost_table),
+    ("table", "suite_small_copies"): lambda _: _if_measured(small_copies_table),
+}
+"""A block's kind and name → its text, for a page at this path."""
+
+PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record())} if RECORD.exists() else {}
+"""Path in the repository → what is drawn there."""

@@ -1,0 +1,208 @@
+"""Tables and a picture of weight streaming for the pages, all from ``results/weight_streaming.json``.
+
+``tools/results.py`` writes them into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from offload.plot import COLORS, INK, new_figure, style_axes, text_color
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "results" / "weight_streaming.json"
+PICTURE = Path("docs/_static/results/weight_streaming.svg")
+
+GB = 1e9
+BINDS = {"few": "link", "many": "compute"}
+"""What a case's limit is, mostly."""
+
+Row = dict[str, Any]
+
+
+def read_record(path: Path) -> Row:
+    """The record, if it shows what the pages say about it.
+
+    Raises:
+        ValueError: The host was blocked before the end of backward, FSDP2 did not finish a case, or losses differ
+            though the host has made the steps in both.
+    """
+    record: Row = json.loads(path.read_text("utf-8"))
+    for row in record["rows"]:
+        blocking = record[f"blocking_calls_{row['case']}"]
+        if blocking:
+            raise ValueError(f"{row['case']}: nothing must block host or device, but there were {blocking}")
+        if row["fsdp_s"] is None:
+            raise ValueError(f"{row['case']}: FSDP2 must have finished, to be compared with")
+    for row in record["loss_curves"]:
+        if "stepped on the host" in row["optimizer"] and not row["identical"]:
+            raise ValueError(f"{row['optimizer']}: losses must be identical, but they differ")
+    return record
+
+
+def weight_streaming_table(record: Row) -> str:
+    """Step, limit and FSDP2 for each number of tokens."""
+    shown = [
+        {
+            "tokens": f"{row['tokens']:,}",
+            "compute alone": _phases(row["compute_forward_s"], row["compute_backward_s"]),
+            "link alone": _phases(row["link_forward_s"], row["link_backward_s"]),
+            "limit": _ms(row["limit_s"]),
+            "streamed": _ms(row["step_s"]),
+            "over the limit": f"{row['ratio_to_limit']:.3f} ×",
+            "FSDP2": _ms(row["fsdp_s"]),
+            "device peak": _gb(row["peak_device_bytes"]),
+        }
+        for row in record["rows"]
+    ]
+    torch_version, date = record["versions"]["torch"].partition("+")[0], record["date"].partition("T")[0]
+    return (
+        f"{record['hardware']['gpu']}, torch {torch_version}, {date}: "
+        f"{record['parameters'] / GB:.1f} billion parameters in bfloat16, {_gb(record['weight_bytes'])}, on a device "
+        f"limited to {_gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{_table(shown)}\n"
+    )
+
+
+def weight_memory_table(record: Row) -> str:
+    """What the host holds, by the library's counters and by the system's."""
+    stats = record["stats"]
+    counted = {
+        "weights": stats["weight_bytes"],
+        "gradients": stats["gradient_host_bytes"],
+        "staging": stats["staging_bytes"],
+    }
+    shown = {
+        **{name: _gb(nbytes) for name, nbytes in counted.items()},
+        "sum": _gb(sum(counted.values())),
+        "process grew by": f"{_gb(record['host_bytes'])} ({record['host_ratio']:.3f} ×)",
+    }
+    return _table([shown]) + "\n"
+
+
+def weight_seconds_table(record: Row) -> str:
+    """What comes on top of a step: once, with microbatches, with an optimizer."""
+    few, many = (next(row for row in record["rows"] if row["case"] == case) for case in ("few", "many"))
+    shown = [
+        {"what": what, "tokens": f"{row['tokens']:,}", "s": f"{seconds:.2f}"}
+        for what, row, seconds in (
+            ("`stream_weights` itself, once", few, record["setup_s"]),
+            ("the first step, which allocates the gradients' memory", few, few["first_s"]),
+            ("every other step", few, few["step_s"]),
+            ("a later microbatch: its gradients are added on the host", few, record["accumulating_s"]),
+            ("a step", many, many["step_s"]),
+            ("a step and then SGD on the host", many, record["optimizer_after_s"]),
+            ("a step with SGD on the host beside backward", many, record["optimizer_beside_s"]),
+        )
+    ]
+    return _table(shown, left=1) + "\n"
+
+
+def weight_losses_table(record: Row) -> str:
+    """Last losses on the device and streamed, for each optimizer."""
+    shown = [
+        {
+            "optimizer": row["optimizer"],
+            "steps": row["steps"],
+            "first loss": f"{row['first']:.4f}",
+            "last, on the device": f"{row['last']:.4f}",
+            "last, streamed": f"{row['last_streamed']:.4f}",
+            "losses": "identical" if row["identical"] else f"differ by up to {row['largest_difference']:.1%}",
+        }
+        for row in record["loss_curves"]
+    ]
+    return _table(shown, left=1) + "\n"
+
+
+def weight_streaming_picture(record: Row, page: Path) -> str:
+    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
+    said = "; ".join(
+        f"{row['tokens']:,} tokens: limit {_ms(row['limit_s'])}, streamed {_ms(row['step_s'])}, FSDP2 "
+        f"{_ms(row['fsdp_s'])} ms"
+        for row in record["rows"]
+    )
+    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
+    return f"![Bars of forward and backward times. {said}.]({path})\n"
+
+
+def draw(record: Row) -> Figure:
+    """Forward and backward of each case: the limits of a step hollow, real steps filled."""
+    rows = record["rows"]
+    figure = new_figure((9.0, 3.0))
+    panels = figure.subplots(1, len(rows), sharey=True)
+    for ax, row in zip(panels, rows, strict=True):
+        style_axes(ax)
+        _draw_case(ax, row, next(other for other in record["fsdp"] if other["case"] == row["case"]))
+    panels[0].invert_yaxis()
+    return figure
+
+
+def _draw_case(ax: Axes, row: Row, fsdp: Row) -> None:
+    _draw_step(ax, "compute alone", row["compute_forward_s"], row["compute_backward_s"], filled=False)
+    _draw_step(ax, "link alone", row["link_forward_s"], row["link_backward_s"], filled=False)
+    _draw_step(ax, "streamed", row["forward_s"], row["step_s"] - row["forward_s"], filled=True)
+    fsdp_forward_s = statistics.median(fsdp["times"]["forward_s"])
+    _draw_step(ax, "FSDP2, CPU offload", fsdp_forward_s, row["fsdp_s"] - fsdp_forward_s, filled=True)
+    ax.axvline(row["limit_s"] * 1e3, color=INK, linestyle="--", linewidth=1.0)
+    ax.set_xlim(0, 1.15 * row["fsdp_s"] * 1e3)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("ms; dashed: the limit, phase by phase", color=INK, fontsize=9)
+    ax.set_title(f"{row['tokens']:,} tokens: {BINDS[row['case']]} binds", color=INK, loc="left", fontsize=11)
+
+
+def _draw_step(ax: Axes, label: str, forward_s: float, backward_s: float, *, filled: bool) -> None:
+    for name, color, start_s, seconds in (
+        ("F", COLORS["forward"], 0.0, forward_s),
+        ("B", COLORS["backward"], forward_s, backward_s),
+    ):
+        face, ink = (color, text_color(color)) if filled else ("none", INK)
+        ax.barh(label, seconds * 1e3, left=start_s * 1e3, height=0.62, facecolor=face, edgecolor=color, linewidth=1.2)
+        _note(ax, start_s, label, name, ink)
+    end_s = forward_s + backward_s
+    _note(ax, end_s, label, _ms(end_s), INK)
+
+
+def _note(ax: Axes, at_s: float, row: str, text: str, color: str) -> None:
+    """A text a little to the right of that time."""
+    style = {"xytext": (5, 0), "textcoords": "offset points", "fontsize": 9, "va": "center_baseline"}
+    ax.annotate(text, (at_s * 1e3, row), color=color, **style)
+
+
+def _phases(forward_s: float, backward_s: float) -> str:
+    return f"{_ms(forward_s)} + {_ms(backward_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.1f} GB"
+
+
+def _table(rows: list[Row], *, left: int = 0) -> str:
+    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
+    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("table", "weight_streaming"): lambda _: weight_streaming_table(read_record(RECORD)),
+    ("table", "weight_memory"): lambda _: weight_memory_table(read_record(RECORD)),
+    ("table", "weight_seconds"): lambda _: weight_seconds_table(read_record(RECORD)),
+    ("table", "weight_losses"): lambda _: weight_losses_table(read_record(RECORD)),
+    ("picture", "weight_streaming"): lambda page: weight_streaming_picture(read_record(RECORD), page),
+}
+"""A block's kind and name → its text, for a page at this path."""
+
+PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record(RECORD))}
+"""Path in the repository → what is drawn there."""
