@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,12 +56,10 @@ def pinned_by_torch(device: torch.device) -> int:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Backward of fused attention adds in any order unless it is told not to."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Backward of fused attention adds in any order unless it is told not to, and ``warn_only`` does not tell it."""
+    torch.use_deterministic_algorithms(True)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic")
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
 

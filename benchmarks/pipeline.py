@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 import offload.pipelining
+from benchmarks.instruments import deterministic
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.link import Link
@@ -169,7 +170,7 @@ class Case:
             self._pipeline.schedule, link=self._link, min_bytes=self._min_bytes, device=self._device
         ) as handle:
             self._pipeline.step()
-            with _deterministic():
+            with deterministic():
                 self._pipeline.step()
         if handle.plan is None or handle.profile is None:
             raise RuntimeError("the second step did not plan; was the first one cut off?")
@@ -185,7 +186,7 @@ class Case:
         """Compare the gradients of one step with those that are kept; without offloading, they are kept instead."""
         if way.plan is not None:
             offload.reserve_host_memory(way.plan.host_bytes, self._device)
-        with self._offloading(way.plan) as handle, _deterministic():
+        with self._offloading(way.plan) as handle, deterministic():
             self._pipeline.step()
         found = self._pipeline.gradients()
         way.bit_identical = all(map(torch.equal, self._expected, found))
@@ -295,7 +296,7 @@ def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapp
     return found | {
         "slowdown": way.step_s / nothing.step_s - 1,
         "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
-        "predicted_slowdown": way.plan.slowdown,
+        "predicted_slowdown": predicted_slowdown(way.plan, nothing.step_s),
         "predicted_peak_saved": (way.plan.peak_bytes_without - way.plan.peak_bytes) / nothing.peak_bytes,
         "predicted_peak_bytes": way.plan.peak_bytes,
         "predicted_peak_bytes_without": way.plan.peak_bytes_without,
@@ -309,6 +310,11 @@ def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapp
         "parts": way.plan.parts,
         "profile": {stage: asdict(costs) for stage, costs in profile.items()},
     }
+
+
+def predicted_slowdown(plan: PipelinePlan, step_s: float) -> float:
+    """How much longer than ``step_s`` the rank is busy, waits for copies and all; bubbles hide the rest."""
+    return max(0.0, (plan.step_s_without + plan.stall_s) / step_s - 1)
 
 
 def steady_bytes_per_s(timeline: Timeline) -> float:
@@ -355,16 +361,6 @@ def meet(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     dist.barrier()
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    # Backward of fused attention adds in any order unless it is told not to.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _stats_of(handle: PipelineOffload) -> dict[str, int]:
@@ -429,16 +425,19 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def predictions(record: Mapping[str, Any]) -> str:
     """What the derivation says of all widths on the first rank's link: how much is free, what half of the sets costs.
 
-    A width's costs are scaled from those of the widest model measured, by operations and by saved elements.
+    A width's costs are scaled from those of the widest model measured, by operations and by saved elements; the
+    share of bubbles in the step is taken to be the same.
     """
     link = Link(**record["links"][0]["all at once"])
     shown = []
     for name in dict.fromkeys(row["schedule"] for row in record["rows"]):
-        measured = max(
-            (row for row in record["rows"] if (row["schedule"], row["rank"], row["offload"]) == (name, 0, HALF)),
-            key=lambda row: record["models"][row["width"]]["hidden"],
+        first = [row for row in record["rows"] if (row["schedule"], row["rank"]) == (name, 0)]
+        width = max((row["width"] for row in first), key=lambda width: record["models"][width]["hidden"])
+        nothing, measured = (
+            next(row for row in first if (row["width"], row["offload"]) == (width, way)) for way in (NOTHING, HALF)
         )
-        base = record["models"][measured["width"]]
+        base = record["models"][width]
+        busy_s = plan_pipeline(measured["actions"], scaled(measured["profile"], 1, 1), link).step_s_without
         for width, model in MODELS.items():
             profile = scaled(measured["profile"], model.operations / base["operations"], model.saved / base["saved"])
             actions, parts = measured["actions"], measured["parts"]
@@ -451,7 +450,8 @@ def predictions(record: Mapping[str, Any]) -> str:
                     "width": width,
                     "sets GiB": free.peak_bytes_without / GIB,
                     "free: less %": 100 * (1 - free.peak_bytes / free.peak_bytes_without),
-                    "half of the sets: longer %": 100 * half.slowdown,
+                    "half of the sets: longer %": 100
+                    * predicted_slowdown(half, nothing["step_s"] / busy_s * free.step_s_without),
                 }
             )
     return table(shown)
