@@ -351,7 +351,8 @@ class Quantizer:
         self.scale = torch.full((1,), 16.0, device=device)
 
     def __call__(self, values: torch.Tensor) -> Quantized:
-        data = (values * self.scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        largest = torch.finfo(torch.float8_e4m3fn).max  # beyond it, only the CPU's conversion saturates
+        data = (values * self.scale).clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return Quantized(values.shape, data=data, transpose=None, scale_inv=1 / self.scale, quantizer=self)
 
 
