@@ -108,9 +108,9 @@ def profile_layers(
 
     Note:
         A layer's backward begins when the gradient of one of its outputs is complete, and ends when that
-        of its first input is, or that of its last parameter where no input needs one. A step may run
-        several microbatches; the profile is that of one. On an accelerator, the allocator is asked
-        to forget earlier peaks.
+        of its first input is. Where no input needs one, it ends with that of its last parameter, or with the
+        whole backward if its weights are streamed. A step may run several microbatches; the profile is that
+        of one. On an accelerator, the allocator is asked to forget earlier peaks.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -271,6 +271,12 @@ class _Recorder:
             call.backward_start = self.mark()
             if not call.input_needs_grad:
                 self._ended_by_parameters[call.layer] = call
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: self._ends_at_last(call))
+
+    def _ends_at_last(self, call: _Call) -> None:
+        if call.backward_end is None:
+            self._backward_ends(call)
 
     def _backward_ends(self, call: _Call) -> None:
         call.backward_end = self.mark()
@@ -278,8 +284,7 @@ class _Recorder:
 
     def _watch_input(self, call: _Call, inputs: object) -> None:
         def complete(_: object) -> None:
-            if call.backward_end is None:
-                self._backward_ends(call)
+            self._ends_at_last(call)
 
         tensor = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         call.input_needs_grad = tensor is not None

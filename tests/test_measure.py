@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import DecoderBlock
-from offload import memory_meter, offload_layers
+from offload import memory_meter, offload_layers, stream_weights
 from offload.measure import measure_link, profile_layers
 from offload.schedule import Schedule
 from offload.simulate import simulate
@@ -232,6 +232,14 @@ class TestLeavesTheModelAlone:
             training_step(model, x)()
 
         assert profile_layers(model, step, min_bytes=MIN_BYTES, steps=1).saved_bytes > 0
+
+
+def test_layers_with_streamed_weights_whose_first_input_needs_no_gradient(device):
+    model = stack(3).to(device)
+    x = torch.randn(2, 32, 64, device=device)
+    with stream_weights(model, device):
+        found = profile_layers(model, training_step(model, x), min_bytes=MIN_BYTES, device=device, steps=2)
+    assert min(layer.backward_s for layer in found.layers) > 0
 
 
 class TestRefusals:
