@@ -68,29 +68,35 @@ Verdict = tuple[str, str, bool | None]
 
 
 def below_curve(row: Row, own: list[Row]) -> float:
-    """The shortest own step with no more memory than ``row``, as a multiple of the row's; infinite if there is none."""
-    fits = [other["step_s"] for other in own if other["peak_bytes"] <= NOISE * row["peak_bytes"]]
-    return min(fits, default=float("inf")) / row["step_s"]
+    """The shortest own step with no more memory than ``row``, as a multiple of the row's.
+
+    With less memory than the own curve has anywhere, ``row`` is compared with the curve's end, its least memory.
+    """
+    end_bytes = min(other["peak_bytes"] for other in own)
+    most_bytes = NOISE * max(row["peak_bytes"], end_bytes)
+    return min(other["step_s"] for other in own if other["peak_bytes"] <= most_bytes) / row["step_s"]
 
 
 def _nobody_below(rows: list[Row], workload: str) -> Verdict:
-    claim = f"{workload}: whoever else moves activations to the host needs more time or more memory than this library"
+    claim = f"{workload}: nobody else who moves activations to the host has a point below this library's curve"
     here = [row for row in rows if row["workload"] == workload and measured(row)]
     own = [row for row in here if row["family"] in OWN]
-    ratios = {row["contender"]: below_curve(row, own) for row in here if row["family"] in OTHERS}
-    if not own or not ratios:
+    others = [row for row in here if row["family"] in OTHERS]
+    if not own or not others:
         return claim, "not measured", None
-    below = {name: ratio for name, ratio in ratios.items() if ratio > NOISE}
+    said = sorted(((below_curve(row, own), row) for row in others), key=lambda pair: pair[0], reverse=True)
+    below = [pair for pair in said if pair[0] > NOISE]
     if below:
-        return claim, "not so: " + ", ".join(_against(name, ratio) for name, ratio in below.items()), False
-    nearest = max(ratios, key=lambda name: ratios[name])
-    return claim, f"nearest is {_against(nearest, ratios[nearest])}", True
+        return claim, "not so: " + ", ".join(_against(row, own, ratio) for ratio, row in below), False
+    return claim, "; ".join(_against(row, own, ratio) for ratio, row in said), True
 
 
-def _against(name: str, ratio: float) -> str:
-    if ratio == float("inf"):
-        return f"{name} (this library has no point with so little memory)"
-    return f"{name} (within its memory, this library takes {ratio:.2f} of its time)"
+def _against(row: Row, own: list[Row], ratio: float) -> str:
+    beyond_bytes = min(other["peak_bytes"] for other in own) - row["peak_bytes"]
+    if beyond_bytes > (NOISE - 1) * row["peak_bytes"]:
+        beyond = f"needs {beyond_bytes / GIB:.2f} GiB less than the curve's end"
+        return f"{row['contender']} {beyond}, which takes {ratio:.2f} of its time"
+    return f"{row['contender']}: within its memory, this library takes {ratio:.2f} of its time"
 
 
 def _near_limit(rows: list[Row], most: float) -> Verdict:
