@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.host_memory import HostMemory, WhenFull
+from offload.layer_hooks import LayerHook, check_layers
 from offload.schedule import Schedule
 from offload.stats import OffloadStats
 from offload.weights import streaming_device
@@ -115,7 +116,7 @@ def offload_layers(
         ValueError: There are no layers, one is listed twice, inside another or offloaded already, or the schedule
             does not fit their number.
     """
-    modules = _check_layers(layers)
+    modules = check_layers(layers, _BeginForward, "offloaded", "cannot be offloaded")
     if plan is not None:
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
@@ -209,54 +210,19 @@ def _same(function: Callable[..., object]) -> Callable[..., object]:
     return function
 
 
-class _LayerHook:
-    """A module hook that copies and pickles as one that does nothing."""
-
+class _BoundaryHook(LayerHook):
     def __init__(self, boundary: _Boundary) -> None:
         self.boundary = boundary
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
 
-
-class _BeginForward(_LayerHook):
+class _BeginForward(_BoundaryHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, module: nn.Module, args: Any) -> None:
         _Checkpoint.wrap(module, self.boundary)
         self.boundary.begin()
 
 
-class _EndForward(_LayerHook):
+class _EndForward(_BoundaryHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.boundary.end(output)
-
-
-class _Inert:
-    """What a layer hook becomes in a copy of its module."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
-    modules = list(layers)
-    if not modules:
-        raise ValueError("layers must hold at least one module, got none")
-    for number, layer in enumerate(modules):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layers must hold modules, got {type(layer).__name__} at {number}")
-        if any(isinstance(hook, _LayerHook) for hook in layer._forward_pre_hooks.values()):
-            raise ValueError(
-                f"layer {number} ({type(layer).__name__}) is offloaded already; call remove() on the first handle"
-            )
-    if len(set(modules)) < len(modules):
-        raise ValueError("layers must hold each module once; a layer that forward calls twice cannot be offloaded")
-    for number, layer in enumerate(modules):
-        inner = set(layer.modules()) - {layer}
-        nested = [other for other, module in enumerate(modules) if module in inner]
-        if nested:
-            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
-    return modules

@@ -266,25 +266,24 @@ def own_storage(flat: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def check_layer(number: int, module: nn.Module, seen: dict[int, nn.Parameter]) -> None:
-    """Raise if a parameter of the layer cannot be streamed; nothing has been changed by then.
-
-    Args:
-        number: The layer's position, for messages.
-        module: The layer.
-        seen: Address → parameter, of the layers checked before; this layer's are added.
+def check_parameters(modules: list[nn.Module]) -> None:
+    """Raise if a parameter of these layers cannot be streamed; nothing has been changed by then.
 
     Raises:
-        ValueError: A parameter has no values, has gradient hooks, or lies over the memory of another.
+        ValueError: There are none, or one has no values, has gradient hooks, or lies over the memory of another.
         TypeError: A parameter is not a plain, dense ``nn.Parameter``.
     """
-    for name, parameter in module.named_parameters():
-        _check(parameter, f"layer {number}'s {name}")
-        if parameter.numel() and seen.setdefault(parameter.data_ptr(), parameter) is not parameter:
-            raise ValueError(
-                f"layer {number}'s {name} must have memory of its own, but it shares that of another parameter; "
-                "to tie two weights, let both modules hold the same nn.Parameter."
-            )
+    seen: dict[int, nn.Parameter] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            _check(parameter, f"layer {number}'s {name}")
+            if parameter.numel() and seen.setdefault(parameter.data_ptr(), parameter) is not parameter:
+                raise ValueError(
+                    f"layer {number}'s {name} must have memory of its own, but it shares that of another parameter; "
+                    "to tie two weights, let both modules hold the same nn.Parameter."
+                )
+    if not seen:
+        raise ValueError(f"layers must hold parameters, got {len(modules)} modules without any")
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]:

@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.backend import get_backend
 from offload.gradients import GradientWriter
+from offload.layer_hooks import LayerHook, check_layers, hooks_on
 from offload.layer_step import LayerSteps
 from offload.units import format_bytes
-from offload.weight_layer import HostParameter, WeightLayer, aligned, check_layer
+from offload.weight_layer import HostParameter, WeightLayer, aligned, check_parameters
 from offload.weight_slots import WeightSlots
 from offload.weight_stats import WeightCounters, WeightStats
 from offload.weight_stream import WeightStream
@@ -195,7 +196,8 @@ def stream_weights(
             parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
         HostMemoryError: The system refused to page-lock so much host memory.
     """
-    modules = _check_layers(layers)
+    modules = check_layers(layers, _WeightHook, "streamed", "is still listed once")
+    check_parameters(modules)
     for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             why = "one slot cannot be loaded while it is used" if least == 2 else "gradients need a place to wait"
@@ -231,10 +233,8 @@ def stream_weights(
 
 def streaming_device(modules: Iterable[nn.Module]) -> torch.device | None:
     """Where these layers compute, if the weights of one of them are streamed."""
-    for hook in (hook for module in modules for hook in module._forward_pre_hooks.values()):
-        if isinstance(hook, _WeightHook):
-            return hook.boundary.stream.device
-    return None
+    found = (hook.boundary.stream.device for module in modules for hook in hooks_on(module, _WeightHook))
+    return next(found, None)
 
 
 class _Boundary:
@@ -246,14 +246,9 @@ class _Boundary:
         self.handled_error: BaseException | None = None
 
 
-class _WeightHook:
-    """A module hook that copies and pickles as one that does nothing."""
-
+class _WeightHook(LayerHook):
     def __init__(self, boundary: _Boundary) -> None:
         self.boundary = boundary
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
 
 
 class _BeginForward(_WeightHook):
@@ -279,37 +274,6 @@ class _BeforeStateDict(_WeightHook):
 class _BeforeLoad(_WeightHook):
     def __call__(self, *args: Any) -> None:
         self.boundary.stream.settle()
-
-
-class _Inert:
-    """What a weight hook becomes in a copy of its module."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-def _check_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
-    modules = list(layers)
-    seen: dict[int, nn.Parameter] = {}
-    for number, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
-        if any(isinstance(hook, _WeightHook) for hook in module._forward_pre_hooks.values()):
-            raise ValueError(
-                f"layer {number} ({type(module).__name__}) is streamed already; call remove() on the first handle"
-            )
-        inside = set(module.modules()) - {module}
-        nested = [other for other, listed in enumerate(modules) if listed in inside]
-        if nested:
-            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
-        check_layer(number, module, seen)
-    if not seen:
-        raise ValueError(f"layers must hold parameters, got {len(modules)} modules without any")
-    if len(set(modules)) < len(modules):
-        raise ValueError("layers must hold each module once; one that forward calls twice is still listed once")
-    return modules
 
 
 def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:
