@@ -1,8 +1,5 @@
 import functools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _Action
@@ -462,28 +460,6 @@ def test_measures_the_link_that_all_ranks_share():
 # --- Several processes -----------------------------------------------------------------------------------------
 
 
-def run_ranks(world, device, folder):
-    paths = [str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), device, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -497,7 +473,7 @@ def run_ranks(world, device, folder):
 def ranks(request, tmp_path_factory):
     """What each rank found."""
     world, device = request.param
-    return run_ranks(world, device, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(WORKER, world, device, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", pipeline_worker.SCHEDULES)
