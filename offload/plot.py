@@ -122,13 +122,14 @@ def _draw_streams(ax: Axes, timeline: Timeline, *, time_axis: bool = True) -> No
             length_s = box.end_s - box.start_s
             # A hair's breadth between neighbours: an outline in the page's colour, whatever that is.
             hair_s = min(0.0012 * duration_s, 0.2 * length_s)
+            width_s = max(length_s - hair_s, 0.001 * duration_s)  # a pixel, or else it is not drawn
             corner = ((box.start_s - timeline.start_s) / scale, row - BOX_HEIGHT / 2)
             style: dict[str, Any] = (
                 {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
                 if box.kind == "stall"
                 else {"facecolor": COLORS[box.kind], "linewidth": 0}
             )
-            ax.add_patch(Rectangle(corner, (length_s - hair_s) / scale, BOX_HEIGHT, **style))
+            ax.add_patch(Rectangle(corner, width_s / scale, BOX_HEIGHT, snap=False, **style))
     style_axes(ax)
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_visible(False)
