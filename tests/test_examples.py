@@ -23,22 +23,35 @@ def needs_cuda(example: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, id=path.name, marks=[pytest.mark.gpu] if needs_cuda(path) else []) for path in EXAMPLES],
-)
-def test_example(example, tmp_path):
-    hidden = {} if needs_cuda(example) else {"CUDA_VISIBLE_DEVICES": ""}
+def run(example: Path, folder: Path, **hidden: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example)],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "MPLBACKEND": "agg", **hidden},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if not needs_cuda(path)], ids=lambda path: path.name)
+def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
+    run(example, tmp_path, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            path, id=path.name, marks=pytest.mark.multigpu(n=2) if path.stem == "pipeline" else pytest.mark.gpu
+        )
+        for path in EXAMPLES
+    ],
+)
+def test_on_gpus(example: Path, tmp_path: Path) -> None:
+    run(example, tmp_path)
 
 
 def test_there_are_examples():
