@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -423,38 +424,60 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def predictions(record: Mapping[str, Any]) -> str:
-    """What the derivation says of all widths on the first rank's link: how much is free, what half of the sets costs.
+    """What the derivation says of all widths on the first rank's link, as a table."""
+    shown = [
+        {
+            "schedule": row["schedule"],
+            "width": row["width"],
+            "sets GiB": row["sets_bytes"] / GIB,
+            "free: less %": 100 * row["free_saved"],
+            "half of the sets: longer %": 100 * row["half_slowdown"],
+            "as in the measured step, sets %": 100 * row["aimed_share"],
+            "longer %": 100 * row["aimed_slowdown"],
+        }
+        for row in prediction_rows(record)
+    ]
+    return table(shown)
+
+
+def prediction_rows(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of each schedule and width, on the first rank: how much of the sets' peak is free, what more of it costs.
 
     A width's costs are scaled from those of the widest model measured, by operations and by saved elements; the
-    share of bubbles in the step is taken to be the same.
+    share of bubbles in the step is taken to be the same. Asked for are half of the sets, and as few of them as in
+    that model's measured step, which makes room for workspace as well.
     """
     link = Link(**record["links"][0]["all at once"])
-    shown = []
     for name in dict.fromkeys(row["schedule"] for row in record["rows"]):
         first = [row for row in record["rows"] if (row["schedule"], row["rank"]) == (name, 0)]
-        width = max((row["width"] for row in first), key=lambda width: record["models"][width]["hidden"])
+        widest = max((row["width"] for row in first), key=lambda width: record["models"][width]["hidden"])
         nothing, measured = (
-            next(row for row in first if (row["width"], row["offload"]) == (width, way)) for way in (NOTHING, HALF)
+            next(row for row in first if (row["width"], row["offload"]) == (widest, way)) for way in (NOTHING, HALF)
         )
-        base = record["models"][width]
+        base = record["models"][widest]
         busy_s = plan_pipeline(measured["actions"], scaled(measured["profile"], 1, 1), link).step_s_without
+        aimed_share = measured["predicted_peak_bytes"] / measured["predicted_peak_bytes_without"]
         for width, model in MODELS.items():
             profile = scaled(measured["profile"], model.operations / base["operations"], model.saved / base["saved"])
-            actions, parts = measured["actions"], measured["parts"]
-            free = plan_pipeline(actions, profile, link, parts=parts)
-            half_bytes = free.peak_bytes_without // 2
-            half = plan_pipeline(actions, profile, link, parts=parts, memory_budget=half_bytes)
-            shown.append(
-                {
-                    "schedule": name,
-                    "width": width,
-                    "sets GiB": free.peak_bytes_without / GIB,
-                    "free: less %": 100 * (1 - free.peak_bytes / free.peak_bytes_without),
-                    "half of the sets: longer %": 100
-                    * predicted_slowdown(half, nothing["step_s"] / busy_s * free.step_s_without),
-                }
+            plan = partial(plan_pipeline, measured["actions"], profile, link, parts=measured["parts"])
+            free = plan()
+            sets_bytes = free.peak_bytes_without
+            step_s = nothing["step_s"] / busy_s * free.step_s_without
+            half, aimed = (
+                predicted_slowdown(plan(memory_budget=round(share * sets_bytes)), step_s)
+                for share in (0.5, aimed_share)
             )
-    return table(shown)
+            yield {
+                "schedule": name,
+                "width": width,
+                "compute_s": sum(costs.forward_s + costs.backward_s + costs.weight_s for costs in profile.values()),
+                "chunk_bytes": sum(costs.saved_bytes for costs in profile.values()),
+                "sets_bytes": sets_bytes,
+                "free_saved": 1 - free.peak_bytes / sets_bytes,
+                "half_slowdown": half,
+                "aimed_share": aimed_share,
+                "aimed_slowdown": aimed,
+            }
 
 
 def scaled(profile: Mapping[str, Mapping[str, float]], operations: float, saved: float) -> dict[int, StageProfile]:

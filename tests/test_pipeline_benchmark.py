@@ -71,6 +71,22 @@ def test_show_prints_the_record_and_says_what_is_predicted_of_other_widths(recor
     ]
 
 
+def test_widths_are_asked_for_half_of_the_sets_and_for_what_was_measured(record_path):
+    record = json.loads(record_path.read_text("utf-8"))
+    rows = list(pipeline.prediction_rows(record))
+    assert [(row["schedule"], row["width"]) for row in rows] == [
+        (name, width) for name in ("1F1B", "ZBV") for width in pipeline.MODELS
+    ]
+    halves = [row for row in record["rows"] if (row["rank"], row["offload"]) == (0, pipeline.HALF)]
+    shares = [row["predicted_peak_bytes"] / row["predicted_peak_bytes_without"] for row in halves]
+    assert [row["aimed_share"] for row in rows] == [share for share in shares for _ in pipeline.MODELS]
+    wider = pipeline.MODELS["12288"].saved / record["models"]["small"]["saved"]
+    assert rows[2]["sets_bytes"] == pytest.approx(wider * halves[0]["predicted_peak_bytes_without"], rel=1e-3)
+    for row in rows:
+        costs = sorted([(row["aimed_share"], row["aimed_slowdown"]), (0.5, row["half_slowdown"])])
+        assert costs[0][1] >= costs[1][1] >= 0
+
+
 def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     alone = functools.partial(dist.init_process_group, store=store, rank=0, world_size=1)

@@ -1,0 +1,404 @@
+"""Tables and a picture of offloading in pipelines for the pages, all from ``results/pipeline_*.json``.
+
+``tools/results.py`` writes them into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from matplotlib.lines import Line2D
+from tabulate import tabulate
+
+from benchmarks.pipeline import BOUND, FREE, GIB, HALF, NOTHING, prediction_rows
+from offload.plot import COLORS, INK, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = (ROOT / "results/pipeline_2.json", ROOT / "results/pipeline_4.json")
+PICTURE = Path("docs/_static/results/pipeline.svg")
+
+GB = 1e9
+NO_BREAK = "\u00a0"
+BOUND_SHARE = 0.85
+"""From this share of the link's speed in both directions on, a step counts as bound by it."""
+
+HARDLY_LONGER = 0.02
+"""What the first rank's half may cost in wide models, as the page says."""
+
+MARKERS = {HALF: ("o", COLORS["forward"]), FREE: ("^", COLORS["reload"]), BOUND: ("s", COLORS["offload"])}
+
+Row = dict[str, Any]
+
+
+class Measured(NamedTuple):
+    """One rank under one way to offload, and the same rank without."""
+
+    gpus: int
+    way: Row
+    nothing: Row
+
+    @property
+    def case(self) -> tuple[Any, Any]:
+        """Schedule and width."""
+        return self.way["schedule"], self.way["width"]
+
+
+def read_records(paths: Iterable[Path]) -> list[Row]:
+    """The records, if they show what the page says about them.
+
+    Raises:
+        ValueError: A gradient differs, the first rank's peak was not halved, that cost time in the widest model,
+            or 1F1B was not bound by the link where it was meant to be.
+    """
+    records: list[Row] = [json.loads(path.read_text("utf-8")) for path in paths]
+    for record in records:
+        for row in record["rows"]:
+            if not row["bit_identical"]:
+                raise ValueError(f"{_name(row)}: gradients must be those without offloading, but they differ")
+        for found in measured(record, HALF):
+            if found.way["peak_saved"] < 0.5:
+                raise ValueError(f"{_name(found.way)}: must save half of the peak, got {found.way['peak_saved']:.0%}")
+            if found.way["width"] == widest(record) and found.way["slowdown"] > HARDLY_LONGER:
+                raise ValueError(f"{_name(found.way)}: must cost hardly any time, got {found.way['slowdown']:.1%}")
+        narrow = [found.way for found in measured(record, BOUND) if found.case == ("1F1B", narrowest(record))]
+        shares = [row["steady_to_link"]["alone"] or 0.0 for row in narrow]
+        if min(shares, default=0.0) < BOUND_SHARE:
+            raise ValueError(f"1F1B, width {narrowest(record)}: must be bound by the link, but its shares are {shares}")
+    return records
+
+
+def measured(record: Row, *ways: str, rank: int | None = 0) -> Iterator[Measured]:
+    """What was measured of these ways on that rank; on all of them if it is ``None``."""
+    nothing = {_place(row): row for row in record["rows"] if row["offload"] == NOTHING}
+    for row in record["rows"]:
+        if row["offload"] in ways and rank in (None, row["rank"]):
+            yield Measured(record["options"]["ranks"], row, nothing[_place(row)])
+
+
+def widest(record: Row) -> str:
+    """The measured model with the most hidden units."""
+    models: dict[str, Row] = record["models"]
+    return max(models, key=lambda width: models[width]["hidden"])
+
+
+def narrowest(record: Row) -> str:
+    """The measured model with the fewest."""
+    models: dict[str, Row] = record["models"]
+    return min(models, key=lambda width: models[width]["hidden"])
+
+
+def half_table(records: list[Row]) -> str:
+    """The first rank's half: step and peak without and with, beside what was derived."""
+    shown = [
+        {
+            **_case(found),
+            "step, ms": _change(_ms(found.nothing["step_s"]), _ms(found.way["step_s"])),
+            "longer": _percent(found.way["slowdown"]),
+            "longer, derived": _percent(found.way["predicted_slowdown"]),
+            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
+            "less": _percent(found.way["peak_saved"]),
+            "less, derived": _percent(found.way["predicted_peak_saved"]),
+        }
+        for record in records
+        for found in sorted(measured(record, HALF), key=lambda found: -_hidden(record, found))
+    ]
+    halves = [found.way for record in records for found in measured(record, HALF)]
+    said = " ".join(
+        f"Width {width}: the first rank's peak is {_range(row['peak_saved'] for row in rows)} lower, the step "
+        f"{_range(row['slowdown'] for row in rows)} longer."
+        for width in records[0]["models"]
+        if (rows := [row for row in halves if row["width"] == width])
+    )
+    rows = [row for record in records for row in record["rows"]]
+    same = (
+        "Gradients are bit-identical to those without offloading on every rank, in all rows of this page."
+        if all(row["bit_identical"] for row in rows)
+        else "Gradients differ from those without offloading."
+    )
+    return f"{_setting(records)}\n\n{_table(shown, left=2)}\n\n{same} {said}\n"
+
+
+def ways_table(records: list[Row]) -> str:
+    """What is free, and more than the link can carry."""
+    shown = [
+        {
+            **_case(found),
+            "offload": found.way["offload"],
+            "longer": _percent(found.way["slowdown"]),
+            "longer, derived": _percent(found.way["predicted_slowdown"]),
+            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
+            "less": _percent(found.way["peak_saved"]),
+            "less, derived": _percent(found.way["predicted_peak_saved"]),
+        }
+        for record in records
+        for found in measured(record, FREE, BOUND)
+    ]
+    return f"{_table(shown, left=4)}\n\n{_errors(records)}\n"
+
+
+def widths_table(records: list[Row]) -> str:
+    """What the derivation says of all widths, beside the measured ones."""
+    shown, costs = [], dict[str, list[tuple[float, float]]]()
+    for record in records:
+        link = record["links"][0]["all at once"]
+        halves = {found.case: found.way for found in measured(record, HALF)}
+        for row in prediction_rows(record):
+            half = halves.get((row["schedule"], row["width"]))
+            costs.setdefault(row["width"], []).append((row["half_slowdown"], row["aimed_slowdown"]))
+            shown.append(
+                {
+                    "GPUs": record["options"]["ranks"],
+                    "schedule": row["schedule"],
+                    "width": row["width"],
+                    "compute, ms": _ms(row["compute_s"]),
+                    "copy, ms": _ms(2 * row["chunk_bytes"] / link["duplex_bytes_per_s"]),
+                    "no waits: sets less": _percent(row["free_saved"]),
+                    "half of the sets: longer": _percent(row["half_slowdown"]),
+                    "fewer: longer": f"{_percent(row['aimed_slowdown'])}{NO_BREAK}({row['aimed_share']:.0%})",
+                    "measured: longer": _percent(half["slowdown"]) if half else "",
+                }
+            )
+    half_from, aimed_from = (
+        next(width for width, found in costs.items() if all(_percent(cost[asked]) == "0.0%" for cost in found))
+        for asked in (0, 1)
+    )
+    said = f"Derived to cost nothing: half of the sets from width {half_from} on, fewer from width {aimed_from} on."
+    return f"{_table(shown, left=2)}\n\n{said}\n"
+
+
+def links_table(records: list[Row]) -> str:
+    """Each rank's link while no other rank copies, and while all do."""
+    shown = [
+        {
+            "GPUs": record["options"]["ranks"],
+            "rank": rank,
+            **{
+                f"{title}, {what}": f"{links[what][f'{name}_bytes_per_s'] / GB:.0f}"
+                for what in ("alone", "all at once")
+                for title, name in (("to the host", "d2h"), ("back", "h2d"), ("both", "duplex"))
+            },
+        }
+        for record in records
+        for rank, links in enumerate(record["links"])
+    ]
+    return "GB/s; both: the sum while copies go in both directions.\n\n" + _table(shown) + "\n"
+
+
+def bound_table(records: list[Row]) -> str:
+    """Steps that were to be bound by the link: what it carried in the steady state."""
+    shown = [
+        {
+            **_case(found),
+            "longer": _percent(found.way["slowdown"]),
+            "both directions, GB/s": f"{found.way['steady_bytes_per_s'] / GB:.1f}",
+            "of the link alone": f"{found.way['steady_to_link']['alone']:.2f}",
+            "bound": "yes" if found.way["steady_to_link"]["alone"] >= BOUND_SHARE else "no",
+            "of the link shared by all": f"{found.way['steady_to_link']['all at once']:.2f}",
+        }
+        for record in records
+        for found in measured(record, BOUND)
+        if found.way["steady_bytes_per_s"] is not None
+    ]
+    said = f"The limit asked for: a step counts as bound from {BOUND_SHARE} of the link alone on."
+    return f"{_table(shown, left=2)}\n\n{said}\n"
+
+
+def ranks_table(records: list[Row]) -> str:
+    """Every rank of the widest model while the first one saves half."""
+    shown = [
+        {
+            **_case(found),
+            "rank": found.way["rank"],
+            "sets, GiB": _gib(found.way["predicted_peak_bytes_without"]),
+            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
+            "less": _percent(found.way["peak_saved"]),
+            "less, derived": _percent(found.way["predicted_peak_saved"]),
+        }
+        for record in records
+        for found in measured(record, HALF, rank=None)
+        if found.way["width"] == widest(record)
+    ]
+    return f"{_table(shown, left=2)}\n\n{_largest(records)}\n"
+
+
+def picture(records: list[Row], page: Path) -> str:
+    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
+    said = "; ".join(
+        f"{found.gpus} GPUs, {found.way['schedule']}, width {found.way['width']}: peak "
+        f"{_percent(found.way['peak_saved'])} less, step {_percent(found.way['slowdown'])} longer"
+        for record in records
+        for found in measured(record, HALF)
+    )
+    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
+    return f"![Points of peak and step time. Half on rank 0: {said}.]({path})\n"
+
+
+def draw(records: list[Row]) -> Figure:
+    """The first rank's peak against step time, a row of panels for each record: measured filled, derived hollow."""
+    figure = new_figure((9.0, 5.2))
+    cases = list(dict.fromkeys(found.case for record in records for found in measured(record, HALF)))
+    panels = figure.subplots(len(records), len(cases), sharex=True, sharey="row", squeeze=False)
+    for record, row in zip(records, panels, strict=True):
+        for case, ax in zip(cases, row, strict=True):
+            _draw_case(ax, [found for found in measured(record, HALF, FREE, BOUND) if found.case == case])
+            schedule, width = case
+            ax.set_title(f"{schedule}, width {width}", color=INK, loc="left", fontsize=10)
+        row[0].set_ylim(0, None)
+        row[0].set_ylabel(f"{record['options']['ranks']} GPUs: peak of rank 0, GiB", color=INK, fontsize=9)
+    for ax in panels[-1]:
+        ax.set_xlabel("step, % longer", color=INK, fontsize=9)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, labelcolor=INK, fontsize=9)
+    return figure
+
+
+def _draw_case(ax: Axes, found: list[Measured]) -> None:
+    style_axes(ax)
+    peak = found[0].nothing["peak_bytes"] / GIB
+    ax.axhline(peak / 2, color=INK, linestyle=":", linewidth=1.0)
+    ax.plot(0, peak, "x", color=INK, markersize=7)
+    for _, way, _ in found:
+        marker, color = MARKERS[way["offload"]]
+        is_at = 100 * way["slowdown"], way["peak_bytes"] / GIB
+        was_derived = 100 * way["predicted_slowdown"], peak * (1 - way["predicted_peak_saved"])
+        ax.plot(*zip(is_at, was_derived, strict=True), "-", color=color, linewidth=0.8)
+        ax.plot(*was_derived, marker, markerfacecolor="none", markeredgecolor=color, markersize=8)
+        ax.plot(*is_at, marker, color=color, markersize=5)
+
+
+def _legend() -> list[Line2D]:
+    def handle(label: str, marker: str, color: str, face: str, size: float) -> Line2D:
+        look: dict[str, Any] = {"marker": marker, "color": color, "markerfacecolor": face, "markersize": size}
+        return Line2D([], [], linestyle="none", label=label, **look)
+
+    return [
+        handle("without", "x", INK, INK, 7),
+        *(handle(way, marker, color, color, 5) for way, (marker, color) in MARKERS.items()),
+        handle("derived", "o", INK, "none", 8),
+        Line2D([], [], color=INK, linestyle=":", linewidth=1.0, label="half"),
+    ]
+
+
+def _setting(records: list[Row]) -> str:
+    first = records[0]
+    versions, options = first["versions"], first["options"]
+    models = "; ".join(
+        f"width {width}: {model['layers']} blocks per rank, inner width {model['ffn']:,}, "
+        f"{model['batch']} × {model['tokens']:,} tokens per microbatch"
+        for width, model in first["models"].items()
+    )
+    return (
+        f"{first['hardware']['gpu']}, torch {versions['torch'].partition('+')[0]}, {first['date'].partition('T')[0]}: "
+        f"decoder blocks in bfloat16 without recomputation, {options['microbatches']} microbatches, median of "
+        f"{options['repeats']} steps, which take turns with those without offloading. {models[0].upper()}{models[1:]}."
+    )
+
+
+def _errors(records: list[Row]) -> str:
+    """How far the derivation was off on the first rank, on both sides."""
+    all_found = [found for record in records for found in measured(record, HALF, FREE, BOUND)]
+    cautious = [
+        max((found for found in all_found if found.gpus == record["options"]["ranks"]), key=_caution)
+        for record in records
+    ]
+    said = "; ".join(
+        f"on {found.gpus} GPUs {_percent(found.way['predicted_slowdown'])} where {_percent(found.way['slowdown'])} was "
+        f"measured ({found.way['schedule']}, width {found.way['width']}, {found.way['offload']})"
+        for found in cautious
+    )
+    late = 100 * max(-_caution(found) for found in all_found)
+    large = 100 * max(found.way["predicted_peak_saved"] - found.way["peak_saved"] for found in all_found)
+    return (
+        f"The largest overestimates of this table and the one above: {said}. The other way round, a step took at most "
+        f"{late:.1f} points longer than derived, and the peak fell by up to {large:.1f} points less."
+    )
+
+
+def _caution(found: Measured) -> float:
+    """By how much more of the step without offloading was derived than measured."""
+    more: float = found.way["predicted_slowdown"] - found.way["slowdown"]
+    return more
+
+
+def _largest(records: list[Row]) -> str:
+    """The largest peak of all ranks of the widest model, which is what GPUs of one size have to hold."""
+    said = []
+    for record in records:
+        found = [one for one in measured(record, HALF, rank=None) if one.way["width"] == widest(record)]
+        for schedule in dict.fromkeys(one.way["schedule"] for one in found):
+            ranks = [one for one in found if one.way["schedule"] == schedule]
+            before, after = (
+                max(row["peak_bytes"] for row in rows)
+                for rows in ([one.nothing for one in ranks], [one.way for one in ranks])
+            )
+            said.append(f"{schedule} on {record['options']['ranks']} GPUs {_gib(before)} → {_gib(after)}")
+    return f"Largest peak of all ranks, GiB: {', '.join(said)}."
+
+
+def _case(found: Measured) -> Row:
+    return {"GPUs": found.gpus, "schedule": found.way["schedule"], "width": found.way["width"]}
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["schedule"], row["width"], row["rank"]
+
+
+def _name(row: Row) -> str:
+    return f"{row['schedule']}, width {row['width']}, rank {row['rank']}, {row['offload']}"
+
+
+def _hidden(record: Row, found: Measured) -> int:
+    hidden: int = record["models"][found.way["width"]]["hidden"]
+    return hidden
+
+
+def _change(before: str, after: str) -> str:
+    return f"{before}{NO_BREAK}→{NO_BREAK}{after}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:.1f}%".replace("-", "−")
+
+
+def _range(shares: Iterable[float]) -> str:
+    shown = list(shares)
+    return f"{_percent(min(shown))} to {_percent(max(shown))}"
+
+
+def _table(rows: list[Row], *, left: int = 0) -> str:
+    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
+    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
+    return lambda _: make(read_records(RECORDS))
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("table", "pipeline_half"): _block(half_table),
+    ("table", "pipeline_ways"): _block(ways_table),
+    ("table", "pipeline_widths"): _block(widths_table),
+    ("table", "pipeline_links"): _block(links_table),
+    ("table", "pipeline_bound"): _block(bound_table),
+    ("table", "pipeline_ranks"): _block(ranks_table),
+    ("picture", "pipeline"): lambda page: picture(read_records(RECORDS), page),
+}
+"""A block's kind and name → its text, for a page at this path."""
+
+PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_records(RECORDS))}
+"""Path in the repository → what is drawn there."""
