@@ -84,6 +84,9 @@ class SavedTensors:
         return tensor if tensor.is_leaf else tensor.detach()
 
 
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
 class HostCopies(TorchDispatchMode):
     """Counts the bytes that operations copy from an accelerator to the host."""
 
@@ -95,7 +98,7 @@ class HostCopies(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+        if func in _COPIES and isinstance(result, torch.Tensor) and result.device.type == "cpu":
             sources = (value for value in tree_leaves(args) if isinstance(value, torch.Tensor))
             if any(source.device.type != "cpu" for source in sources):
                 self.nbytes += result.nbytes

@@ -206,6 +206,12 @@ def test_copies_to_the_host_are_counted():
     assert copies.nbytes == 3 * 1024
 
 
+def test_memory_allocated_on_the_host_for_a_copy_is_not_counted_as_one():
+    with HostCopies() as copies:
+        torch.empty_like(torch.empty(4, device="meta"), device="cpu")
+    assert copies.nbytes == 0
+
+
 def test_small_copies_move_what_they_say(monkeypatch):
     monkeypatch.setattr("benchmarks.per_tensor.RUN_BYTES", 1 << 20)
     link = offload.Link(1e9, 2e9, 3e9)
