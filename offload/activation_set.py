@@ -14,6 +14,7 @@ from offload.exclusions import reason_to_stay
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
+from offload.waste import next_node
 
 if TYPE_CHECKING:
     from offload.round import Round
@@ -37,6 +38,8 @@ class ActivationSet:
         self.layer = layer
         self.state = OffloadState.RESIDENT
         self.transfers = microbatch.transfers
+        self.copies = microbatch.copies
+        self.first_node = None if microbatch.sets else next_node()
         self.stays = not microbatch.may_offload(layer)
         self._compute_stream = self.transfers.backend.compute_stream()
         self.min_bytes = microbatch.min_bytes
@@ -164,7 +167,7 @@ class ActivationSet:
         # Copies run in order on one stream, so the batch that was queued last stands for all.
         done = self.transfers.done(max(batches, key=lambda batch: batch.number))
         trace.point("wait", self.layer)
-        self.transfers.wait(self._compute_stream, done, Wait.RELEASE)
+        self.transfers.wait_for_copies(self._compute_stream, done, Wait.RELEASE)
         for storage in moved:
             storage.release()
 
@@ -201,7 +204,7 @@ class ActivationSet:
                 queued.append(storage)
         finally:
             if queued:
-                done = self.transfers.h2d_stream.record_event()
+                done = self.transfers.backend.record_timed(self.transfers.h2d_stream)
                 for storage in queued:
                     storage.end_reload(done)
 

@@ -95,6 +95,19 @@ class Backend(ABC):
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream's work is captured in a CUDA graph: events tell no time there."""
+        return False
+
+    @abstractmethod
+    def record_timed(self, stream: Any) -> Any:
+        """Mark the work queued so far on ``stream``, with an event that tells its time unless :attr:`capturing`."""
+
+    @abstractmethod
+    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+        """Seconds between two timed events, ``None`` as long as they are not known. Does not wait."""
+
     def wait_on_host(self, event: Any, why: Enum) -> None:
         """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
         event.synchronize()
@@ -121,6 +134,18 @@ class AcceleratorBackend(Backend):
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         with stream:
             target.copy_(source, non_blocking=True)
+
+    def record_timed(self, stream: Any) -> Any:
+        if self.capturing:
+            return stream.record_event()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+        if self.capturing or not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) * 1e-3
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -24,9 +24,12 @@ class CpuEvent:
 
     def __init__(self) -> None:
         self._reached = threading.Event()
+        self.reached_s = 0.0
+        """When the event was reached, by ``time.perf_counter``."""
 
     def set(self) -> None:
         """Mark the event as reached."""
+        self.reached_s = time.perf_counter()
         self._reached.set()
 
     def query(self) -> bool:
@@ -99,6 +102,17 @@ class CpuBackend(Backend):
 
     def compute_stream(self) -> ComputeStream:
         return self._compute
+
+    def record_timed(self, stream: CpuStream) -> CpuEvent:
+        if stream is not self._compute:
+            return stream.record_event()
+        # The caller's thread is compute, and it has got here.
+        reached = CpuEvent()
+        reached.set()
+        return reached
+
+    def elapsed_s(self, begin: CpuEvent, end: CpuEvent) -> float | None:
+        return end.reached_s - begin.reached_s if begin.query() and end.query() else None
 
     def copy(self, stream: CpuStream, target: torch.Tensor, source: torch.Tensor) -> None:
         recorder = trace.recorder

@@ -38,8 +38,12 @@ class CudaBackend(AcceleratorBackend):
         super().__init__(device)
         self._anchor = torch.zeros(1, device=device)
 
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def wait(self, stream: Any, event: Any, why: Enum) -> None:
-        if why in _FORKS and torch.cuda.is_current_stream_capturing():
+        if why in _FORKS and self.capturing:
             self._anchor.zero_()
         stream.wait_event(event)
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
+from offload.waste import maker_of, was_there
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
@@ -39,7 +40,9 @@ class SavedStorage:
         "batch",
         "counted",
         "device",
+        "given",
         "host",
+        "maker",
         "nbytes",
         "original",
         "ready",
@@ -49,6 +52,7 @@ class SavedStorage:
         "tensors",
         "unread",
         "version",
+        "wasted",
     )
 
     def __init__(self, tensor: torch.Tensor, owner: ActivationSet, version: tuple[int, int]) -> None:
@@ -57,6 +61,8 @@ class SavedStorage:
         self.device: torch.Tensor | None = tensor.detach()
         self.nbytes = storage.nbytes()
         self.version = version
+        self.maker = maker_of(tensor)
+        self.given = owner.first_node is not None and was_there(tensor, owner.first_node)
         self.host: HostBuffer | None = None
         self.batch: CopyBatch | None = None
         # While the weak reference lives, no other storage can have the same address.
@@ -66,6 +72,7 @@ class SavedStorage:
         self.unread = False
         self.tensors = 0
         self.counted = False
+        self.wasted = False
         self.ready = owner.transfers.backend.compute_stream().record_event()
 
     def start_offload(self) -> None:
@@ -81,6 +88,8 @@ class SavedStorage:
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
+        self.set.copies.offloaded_bytes += self.nbytes
+        self.wasted = False
 
     def release(self) -> None:
         """Let the device memory go. The compute stream must have waited for the copy."""
@@ -88,7 +97,7 @@ class SavedStorage:
             return
         self._discard()
         if not self.original.expired():
-            self.set.transfers.counters.wasted_bytes += self.nbytes
+            self._waste(surprising=not self.given)
 
     @property
     def away(self) -> bool:
@@ -116,7 +125,7 @@ class SavedStorage:
         """Stay on the device after all: a layer that is not offloaded saved the same storage."""
         if self.host is not None:
             self._give_host_back()
-            self.set.transfers.counters.wasted_bytes += self.nbytes
+            self._waste(surprising=False)
         self._uncount()
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -132,7 +141,7 @@ class SavedStorage:
         if self.reload_done is not None:
             transfers = self.set.transfers
             trace.point("wait", self.set.layer)
-            transfers.wait(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
+            transfers.wait_for_copies(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
             self.unread = False
             self.set.mark_read()
         return cast("torch.Tensor", self.device).untyped_storage()
@@ -142,6 +151,12 @@ class SavedStorage:
         if not self.counted and self.device is not None:
             self.set.transfers.counters.hold(self.nbytes)
             self.counted = True
+
+    def _waste(self, *, surprising: bool) -> None:
+        if self.wasted:
+            return
+        self.wasted = True
+        self.set.transfers.counters.waste(self.nbytes, self.set.copies, self.maker, surprising=surprising)
 
     def _uncount(self) -> None:
         if self.counted:

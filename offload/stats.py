@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
+from offload.stalls import Stalls
+from offload.units import format_s
+from offload.waste import RoundCopies, Waste
+
 
 @dataclass(frozen=True)
 class OffloadStats:
@@ -26,15 +30,27 @@ class OffloadStats:
     """The most device bytes that the activation sets of offloaded layers held at once."""
     wasted_bytes: int = 0
     """Copied, but something else kept the device memory alive, so that nothing was freed."""
+    wasted: dict[str, int] = field(default_factory=dict)
+    """Operation → those of the wasted bytes that it had made; ``"leaf"`` for what no operation made, such as inputs."""
     late_reloads: int = 0
     """Activation sets that backward reached before their reload was started: a stall each."""
+    stall_s: float = 0.0
+    """How long compute waited for copies, on the device, in all waits that it has passed; not inside CUDA graphs."""
 
     def __str__(self) -> str:
         def show(name: str, value: object) -> str:
-            return f"{value / 2**20:,.1f} MiB" if name.endswith("_bytes") and isinstance(value, int) else str(value)
+            if name.endswith("_bytes") and isinstance(value, int):
+                return _mib(value)
+            if isinstance(value, float):
+                return format_s(value)
+            return str({key: _mib(nbytes) for key, nbytes in self.wasted.items()} if name == "wasted" else value)
 
         width = max(len(item.name) for item in fields(self))
         return "\n".join(f"{item.name:<{width}}  {show(item.name, getattr(self, item.name))}" for item in fields(self))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 class Counters:
@@ -50,6 +66,8 @@ class Counters:
         self.peak_resident_bytes = 0
         self.wasted_bytes = 0
         self.late_reloads = 0
+        self.stalls = Stalls()
+        self._waste = Waste()
 
     def hold(self, nbytes: int) -> None:
         """Device memory of an offloaded layer's activation set came into being."""
@@ -60,7 +78,33 @@ class Counters:
         """Device memory of an offloaded layer's activation set was let go."""
         self.resident_bytes -= nbytes
 
+    def begin_round(self, copies: RoundCopies) -> None:
+        """A round of layers begins: look back at the earlier ones. What it copies will be counted in ``copies``."""
+        self.stalls.collect()
+        self._waste.begin_round(copies)
+
+    def waste(self, nbytes: int, copies: RoundCopies, maker: type | None, *, surprising: bool) -> None:
+        """Bytes were copied, and freed no device memory.
+
+        Args:
+            nbytes: How many.
+            copies: The round that they were copied in.
+            maker: The type of the autograd node whose operation made the tensor.
+            surprising: Whether it counts for the warning.
+        """
+        self.wasted_bytes += nbytes
+        self._waste.add(copies, nbytes, maker, surprising=surprising)
+
     def snapshot(self, pinned_bytes: int) -> OffloadStats:
         """The counts now."""
+        self.stalls.collect()
         counts = {item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)}
-        return OffloadStats(**{**counts, "skipped": dict(self.skipped), "pinned_bytes": pinned_bytes})
+        return OffloadStats(
+            **{
+                **counts,
+                "skipped": dict(self.skipped),
+                "pinned_bytes": pinned_bytes,
+                "wasted": dict(self._waste.wasted),
+                "stall_s": self.stalls.seconds,
+            }
+        )

@@ -43,6 +43,13 @@ class Transfers:
         """Let ``stream`` wait for ``event``."""
         self.backend.wait(stream, event, why)
 
+    def wait_for_copies(self, compute_stream: Any, copied: Any, why: Wait) -> None:
+        """Let compute wait for copies, and count how long it stalls."""
+        stalls = self.counters.stalls
+        if copied is not stalls.last:  # else compute has waited for it already
+            stalls.expect(self.backend, compute_stream, copied)
+        self.backend.wait(compute_stream, copied, why)
+
     def take_host(self, nbytes: int) -> HostBuffer | None:
         """A host buffer to copy to; ``None`` where the bytes have to stay on the device."""
         try:
@@ -74,7 +81,7 @@ class Transfers:
         if self._batch.empty:
             return
         batch, self._batch = self._batch, CopyBatch(self._batch.number + 1)
-        batch.event = self.d2h_stream.record_event()
+        batch.event = self.backend.record_timed(self.d2h_stream)
 
     def done(self, batch: CopyBatch) -> Any:
         """The event after which the copies of ``batch`` are done."""

@@ -1,13 +1,24 @@
 """The snapshot of the counters."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from lab import Lab
-from models import build, loss_of, offloading
+from models import Save, build, loss_of, offloading, save
+from torch import nn
 
-from offload import OffloadStats
+import offload
+from offload import OffloadStats, Schedule, stalls
+from offload.backend import Wait
+from offload.stalls import Stalls
 from offload.stats import Counters
+from offload.waste import maker_of, operation_name
+
+SLOW_S = 0.1
+ELEMENTS = 256
 
 
 def test_names_of_the_stats_hold_their_units() -> None:
@@ -20,6 +31,8 @@ def test_names_of_the_stats_hold_their_units() -> None:
         "pinned_bytes",
         "peak_resident_bytes",
         "wasted_bytes",
+        "wasted",
+        "stall_s",
     }
 
 
@@ -44,11 +57,16 @@ def test_peak_of_resident_bytes() -> None:
 
 
 def test_shown_with_units() -> None:
-    shown = str(OffloadStats(offloaded_bytes=3 << 20, offloaded_tensors=2, skipped={"parameter": 4}))
+    stats = OffloadStats(
+        offloaded_bytes=3 << 20, offloaded_tensors=2, skipped={"parameter": 4}, wasted={"Exp": 1 << 20}, stall_s=0.0123
+    )
+    shown = str(stats)
     lines = dict(line.split(maxsplit=1) for line in shown.splitlines())
     assert lines["offloaded_bytes"] == "3.0 MiB"
     assert lines["offloaded_tensors"] == "2"
     assert lines["skipped"] == "{'parameter': 4}"
+    assert lines["wasted"] == "{'Exp': '1.0 MiB'}"
+    assert lines["stall_s"] == "12.3 ms"
 
 
 def test_counts_grow_alike_from_step_to_step(lab: Lab) -> None:
@@ -64,3 +82,237 @@ def test_counts_grow_alike_from_step_to_step(lab: Lab) -> None:
         assert counts[1] > 0
     assert snapshots[1].peak_resident_bytes == snapshots[3].peak_resident_bytes > 0
     assert snapshots[1].pinned_bytes == snapshots[3].pinned_bytes >= snapshots[1].peak_resident_bytes
+
+
+# What was copied for nothing.
+
+
+def test_operations_are_named_as_users_know_them() -> None:
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    named = {
+        "Exp": x.exp(),
+        "Sin": x.sin().transpose(0, 1)[1:],
+        "Mm": nn.Linear(4, 4, bias=False)(x),
+        "Addmm": nn.Linear(4, 4)(x[0]),
+        "Save": Save.apply(x, lambda _: None),
+    }
+    assert {name: operation_name(maker_of(tensor)) for name, tensor in named.items()} == {name: name for name in named}
+    for leaf in (x, x[1:], torch.ones(3)):
+        assert operation_name(maker_of(leaf)) == "leaf"
+
+
+class Hoarder(nn.Module):
+    """Saves the results of an exponential, a sine and a cosine, and keeps what it is told to keep."""
+
+    def __init__(self, keep: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` is of any shape; the result has the same."""
+        exponential, sine = x.exp(), x.sin()
+        self.keep(exponential, sine)
+        return (exponential * sine).cos()
+
+
+def hoard(lab: Lab, keep: Callable[[torch.Tensor, torch.Tensor], object], rounds: int = 1) -> OffloadStats:
+    x = torch.rand(ELEMENTS, device=lab.device, requires_grad=True)
+    offloaded = offloading(2, 6, lab.device)
+    for _ in range(rounds):
+        offloaded.forward([Hoarder(keep)] * 6, x).sum().backward()
+    return offloaded.stats
+
+
+def test_wasted_bytes_are_told_by_operation(lab: Lab) -> None:
+    kept: list[torch.Tensor] = []
+    stats = hoard(lab, lambda exponential, sine: kept.extend((exponential.detach(), sine.detach()[1:])))
+    tensor_bytes = 4 * ELEMENTS
+    assert stats.wasted == {"Exp": 2 * tensor_bytes, "Sin": 2 * tensor_bytes, "leaf": tensor_bytes}
+    assert stats.wasted_bytes == sum(stats.wasted.values()) < stats.offloaded_bytes
+
+
+def test_warns_once_when_more_than_a_tenth_was_wasted(lab: Lab) -> None:
+    kept: list[torch.Tensor] = []
+    message = (
+        r"2\.00 KiB of the 8\.00 KiB that a round of layers copied .* by the operation that made them: "
+        r"Exp \(2\.00 KiB\)\. Drop them before the layer is released"
+    )
+    with pytest.warns(UserWarning, match=message) as warned:
+        hoard(lab, lambda exponential, _: kept.append(exponential), rounds=4)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__.replace("test_stats", "models")  # where the context was entered
+
+
+def test_one_round_says_nothing_yet(lab: Lab) -> None:
+    kept: list[torch.Tensor] = []
+    assert hoard(lab, lambda exponential, _: kept.append(exponential)).wasted_bytes > 0
+
+
+def test_input_of_the_first_layer_is_no_reason_to_warn(lab: Lab) -> None:
+    x = torch.rand(ELEMENTS, device=lab.device, requires_grad=True)
+    offloaded = offloading(1, 3, lab.device)
+    layers: list[Any] = [torch.sin, torch.neg, torch.neg]
+    for _ in range(3):
+        y = x.exp()  # an embedding, say, which the model's forward still holds
+        offloaded.forward(layers, y).sum().backward()
+    assert offloaded.stats.wasted == {"Exp": offloaded.stats.offloaded_bytes}
+
+
+def test_what_the_next_layer_keeps_is_no_reason_to_warn(lab: Lab) -> None:
+    """The result of layer 0 is saved by layer 0, which is offloaded, and by layer 1, which is not."""
+    x = torch.rand(ELEMENTS, device=lab.device, requires_grad=True)
+    offloaded = offloading(1, 3, lab.device)
+    for _ in range(3):
+        offloaded.forward([torch.tanh, torch.sin, torch.neg], x).sum().backward()
+    assert offloaded.stats.wasted == {"Tanh": offloaded.stats.offloaded_bytes}
+
+
+def test_what_is_dropped_in_time_is_not_wasted(lab: Lab) -> None:
+    assert hoard(lab, lambda *_: None, rounds=3).wasted.keys() == {"leaf"}
+
+
+def test_storage_is_wasted_once(lab: Lab) -> None:
+    """Layer 0 was released in vain, then layer 2, which stays, saves the same storage."""
+    schedule = Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 4)
+    offloaded = offloading(1, 4, lab.device, schedule=schedule)
+    shared = torch.rand(ELEMENTS, device=lab.device)
+    y = torch.ones((), device=lab.device, requires_grad=True)
+    saves: list[Any] = [lambda y: save(y, lambda _: None, shared), torch.neg]
+    offloaded.forward(2 * saves, y).backward()
+    assert offloaded.stats.wasted_bytes == offloaded.stats.offloaded_bytes == 4 * ELEMENTS
+
+
+# How long compute waited.
+
+
+def step_that_saves(lab: Lab, receive: Callable[[Any], object], in_between: Callable[[], object]) -> OffloadStats:
+    """Layer 0 of three saves two tensors; ``in_between`` is before its release, and once its reload has begun."""
+    offloaded = offloading(1, 3, lab.device)
+
+    def pause(y: torch.Tensor) -> torch.Tensor:
+        in_between()
+        return y.neg()
+
+    x = torch.ones((), device=lab.device, requires_grad=True)
+    y = offloaded.layer(
+        lambda y: save(y, receive, *(torch.full((ELEMENTS,), value, device=lab.device) for value in (3.0, 5.0))), x
+    )
+    y.register_hook(lambda _: in_between())
+    offloaded.forward([pause, torch.neg], y).backward()
+    lab.drain()
+    return offloaded.stats
+
+
+def test_stalls_of_releases_are_measured(lab: Lab) -> None:
+    lab.slow(d2h_s=SLOW_S)  # each of two copies
+    assert step_that_saves(lab, lambda _: None, lambda: None).stall_s >= SLOW_S
+
+
+def test_stalls_of_reloads_are_measured(lab: Lab) -> None:
+    lab.slow(h2d_s=SLOW_S)
+    assert step_that_saves(lab, lambda _: None, lambda: None).stall_s >= SLOW_S
+
+
+def test_no_stall_where_the_copies_were_done(lab: Lab) -> None:
+    lab.slow(d2h_s=0.01, h2d_s=0.01)
+    assert step_that_saves(lab, lambda _: None, lab.drain).stall_s == 0.0
+
+
+def test_measuring_does_not_change_the_values(lab: Lab) -> None:
+    lab.adverse()
+    found: list[float] = []
+    step_that_saves(lab, lambda saved: found.extend(float(t.mean()) for t in saved), lambda: None)
+    assert found == [3.0, 5.0]
+
+
+def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
+    counters = Counters()
+    open_gate = lab.hold(lab.d2h_stream)
+    copied = lab.backend.record_timed(lab.d2h_stream)
+    counters.stalls.expect(lab.backend, lab.backend.compute_stream(), copied)
+    assert counters.snapshot(0).stall_s == 0.0
+    assert not copied.query()
+    open_gate()
+    lab.drain()
+    assert counters.snapshot(0).stall_s > 0.0
+
+
+def test_only_the_first_wait_for_an_event_is_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that were reloaded together share an event."""
+    waits: list[Any] = []
+    monkeypatch.setattr(
+        Stalls, "expect", lambda self, _, __, copied: (waits.append(copied), setattr(self, "last", copied))
+    )
+    made = lab.count_waits()
+    step_that_saves(lab, lambda _: None, lambda: None)
+    assert made.count(Wait.RELOADED) == 2
+    assert len(waits) == len(set(waits)) == 2  # the release's and the reload's
+
+
+class FakeBackend:
+    """Events are times; what is not reached by ``now`` is still to come."""
+
+    capturing = False
+    now = 0.0
+
+    def record_timed(self, stream: float) -> float:
+        return stream
+
+    def elapsed_s(self, begin: float, end: float) -> float | None:
+        return end - begin if max(begin, end) <= self.now else None
+
+
+class Copied(float):
+    """When a copy will be done; it is not yet."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_stalls_are_the_time_from_the_wait_to_the_copys_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "MOST_PENDING", 3)
+    backend: Any = FakeBackend()
+    measured = Stalls()
+    measured.expect(backend, 3.0, Copied(5.0))
+    measured.expect(backend, 7.0, Copied(6.0))  # done before compute got there
+    measured.expect(backend, 8.0, Copied(12.0))
+    measured.expect(backend, 0.0, Copied(99.0))  # one too many
+    for backend.now, seconds in ((4.0, 0.0), (11.0, 2.0), (12.0, 6.0), (99.0, 6.0)):
+        measured.collect()
+        assert measured.seconds == seconds
+    backend.capturing = True
+    measured.expect(backend, 99.0, Copied(100.0))
+    backend.capturing, backend.now = False, 100.0
+    measured.collect()
+    assert measured.seconds == 6.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_captured_step_is_not_measured(lab: Lab) -> None:
+    x = torch.ones(ELEMENTS, device=lab.device, requires_grad=True)
+    layers = nn.ModuleList(nn.Linear(ELEMENTS, ELEMENTS, device=lab.device) for _ in range(4))
+    with offload.offload_layers(layers, num_layers=2, min_bytes=1) as handle:
+
+        def step() -> None:
+            y = x.expand(2, -1)
+            for layer in layers:
+                y = layer(y).sin()
+            y.sum().backward()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        lab.drain()
+        before = handle.stats()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+        lab.drain()
+        after = handle.stats()
+    assert after.offloaded_bytes > before.offloaded_bytes
+    assert after.stall_s == before.stall_s

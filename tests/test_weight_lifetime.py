@@ -367,7 +367,7 @@ def twice() -> list[nn.Module]:
     [
         (lambda: nn.Linear(3, 3), TypeError, "layers must be several modules, got one Linear"),
         (lambda: [nn.Linear(3, 3), "x"], TypeError, "layers must hold modules, got str at 1"),
-        (list, ValueError, "layers must hold parameters, got 0 modules"),
+        (list, ValueError, "layers must hold at least one module, got none"),
         (lambda: [nn.GELU()], ValueError, "layers must hold parameters, got 1 modules"),
         (nested, ValueError, "layer 1 is a part of layer 0"),
         (twice, ValueError, "layers must hold each module once"),

@@ -1,0 +1,123 @@
+"""Copies that freed nothing, because something else kept the device memory alive: which, and a warning."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter, deque
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+
+from offload.units import format_bytes
+
+WORTH_A_WARNING = 0.1
+"""Of the bytes that a round copied."""
+ROUNDS_WATCHED = 16
+"""Rounds whose copies may still be released while later ones run."""
+NAMED = 3
+"""Operations in the warning."""
+
+_Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
+"""How a matrix product's result gets its shape; not the operation that users would look for."""
+
+
+_Leaf: Any = vars(torch._C._functions)["AccumulateGrad"]
+
+
+def maker_of(tensor: torch.Tensor) -> type | None:
+    """The type of the autograd node whose operation made the tensor's memory; ``None`` if it needs no gradient.
+
+    It costs little, and holds no node, which would hold the tensor in turn.
+    """
+    base = tensor._base
+    if base is None:
+        base = tensor
+    node: Any = base.grad_fn
+    if node is None:
+        return _Leaf if base.requires_grad else None
+    maker = type(node)
+    return type(node.next_functions[0][0]) if maker is _Reshaped else maker
+
+
+def operation_name(maker: type | None) -> str:
+    """``"Addmm"`` for ``AddmmBackward0``; ``"leaf"`` for what autograd has seen no operation make, such as inputs."""
+    if maker is None or maker is _Leaf:
+        return "leaf"
+    return maker.__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def was_there(tensor: torch.Tensor, first_node: int) -> bool:
+    """Whether the tensor's memory was made before the node of that number, as far as autograd tells."""
+    node: Any = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+    return node is None or node._sequence_nr() < first_node
+
+
+def next_node() -> int:
+    """The number of the node that autograd makes next on this thread; earlier nodes have smaller ones."""
+    return _get_sequence_nr()
+
+
+class RoundCopies:
+    """What one round of layers has copied to the host, and what of it freed nothing.
+
+    Of the latter, only what is a surprise: not leaves, which autograd itself holds to add their gradients up, not what
+    the program gave to the first layer, and not what a layer that stays on the device saved as well.
+    """
+
+    def __init__(self) -> None:
+        self.offloaded_bytes = 0
+        self.wasted: Counter[str] = Counter()
+
+    @property
+    def wasteful(self) -> bool:
+        """Whether too much of it freed nothing."""
+        return self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes
+
+
+class Waste:
+    """The copies that freed nothing, and whether the user has been told."""
+
+    def __init__(self) -> None:
+        self.wasted: Counter[str] = Counter()
+        self._rounds: deque[RoundCopies] = deque(maxlen=ROUNDS_WATCHED)
+        self._warned = False
+
+    def begin_round(self, copies: RoundCopies) -> None:
+        """A round begins, so the earlier ones have queued all that they copy: warn, once, if one was wasteful."""
+        wasteful = next((earlier for earlier in self._rounds if earlier.wasteful), None)
+        if wasteful is not None:
+            self._rounds.clear()
+            self._warned = True
+            _warn(wasteful)
+        if not self._warned:
+            self._rounds.append(copies)
+
+    def add(self, copies: RoundCopies, nbytes: int, maker: type | None, *, surprising: bool) -> None:
+        """Bytes that were copied in vain, in the round that ``copies`` counts."""
+        name = operation_name(maker)
+        self.wasted[name] += nbytes
+        if surprising and maker is not _Leaf:
+            copies.wasted[name] += nbytes
+
+
+def _warn(copies: RoundCopies) -> None:
+    named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in copies.wasted.most_common(NAMED)]
+    more = ", ..." if len(copies.wasted) > NAMED else ""
+    warnings.warn(
+        f"{format_bytes(copies.wasted.total())} of the {format_bytes(copies.offloaded_bytes)} that a round of layers "
+        "copied to the host freed no device memory, because something else holds the tensors, by the operation that "
+        f"made them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list "
+        "or by a hook, tensors stored on a module, a variable that wants `del`), or pass what must stay to "
+        "mark_not_offload; see stats().wasted.",
+        stacklevel=_level_of_caller(),
+    )
+
+
+def _level_of_caller() -> int:
+    """Which frame, counted from the function that warns, is the program's own."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
