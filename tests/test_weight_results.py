@@ -41,7 +41,7 @@ def test_says_whether_losses_are_identical():
     record["loss_curves"] = [{**one, "identical": True}, {**one, "identical": False, "largest_difference": 0.0123}]
     assert [row[-1] for row in cells(weight_results.weight_losses_table(record))[2:]] == [
         "identical",
-        "differ by up to 1.2%",
+        "differ by up to 0.012",
     ]
 
 
@@ -57,20 +57,29 @@ def test_draws_each_step_and_the_limits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("read", "change", "message"),
     [
-        (lambda record: record.update(blocking_calls_few={"cudaMalloc": 1}), "few: nothing must block .*'cudaMalloc'"),
-        (lambda record: record["rows"][1].update(fsdp_s=None), "many: FSDP2 must have finished"),
         (
+            weight_results.read_record,
+            lambda record: record.update(blocking_calls_few={"cudaMalloc": 1}),
+            "few: nothing must block .*'cudaMalloc'",
+        ),
+        (
+            weight_results.read_record,
+            lambda record: record["rows"][1].update(fsdp_s=None),
+            "many: FSDP2 must have finished",
+        ),
+        (
+            weight_results.read_losses,
             lambda record: record["loss_curves"][0].update(optimizer="X, both stepped on the host", identical=False),
             "X, both stepped on the host: losses must be identical",
         ),
     ],
 )
-def test_refuses_a_record_that_does_not_show_what_the_pages_say(change, message, tmp_path):
+def test_refuses_a_record_that_does_not_show_what_the_pages_say(read, change, message, tmp_path):
     record = copy.deepcopy(RECORD)
     change(record)
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record), "utf-8")
     with pytest.raises(ValueError, match=message):
-        weight_results.read_record(path)
+        read(path)
