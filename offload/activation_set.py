@@ -49,13 +49,14 @@ class ActivationSet:
         self._early: list[SavedStorage] = []
         self.alive: object | None = _Alive()
         self._graph = weakref.ref(self.alive)
-        self._saved_any = False
+        self.in_graph = False
+        """Whether a graph has come to hold ``alive``."""
         self.backward_begun = False
 
     @property
     def gone(self) -> bool:
         """Whether the graph let go of everything that the layer saved."""
-        return self._saved_any and self._graph() is None
+        return self.in_graph and self._graph() is None
 
     @property
     def abandoned(self) -> bool:
@@ -91,7 +92,7 @@ class ActivationSet:
             tensor: The tensor.
             changes: How often wrappers around it were changed in place, which its own version does not tell.
         """
-        self._saved_any = True
+        self.in_graph = True
         if self._nothing_moves and self._is_new(tensor):
             return KeptHandle(tensor, self)
         reason = self.reason_to_stay(tensor)

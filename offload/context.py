@@ -41,6 +41,16 @@ class _Entry(NamedTuple):
     hooks: AbstractContextManager[Any] | None
 
 
+class _Closed(NamedTuple):
+    microbatch: Round
+    opened: ActivationSet
+    alive: object | None
+    """What the graph shall hold of a layer whose saved tensors have no handles."""
+
+    def begin_backward(self, _: object) -> None:
+        self.microbatch.begin_backward(self.opened.layer)
+
+
 class OffloadContext(ContextDecorator):
     """Wraps each layer's forward; what autograd saves inside follows the schedule.
 
@@ -77,7 +87,7 @@ class OffloadContext(ContextDecorator):
         self._round = self._new_round()
         self._entered: list[_Entry | None] = []
         self._open: ActivationSet | None = None
-        self._closed: tuple[Round, int] | None = None
+        self._closed: _Closed | None = None
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
         self._ever_entered = False
         self._warned = False
@@ -118,7 +128,7 @@ class OffloadContext(ContextDecorator):
             )
         self._open = self._begin_layer(layer)
         hooks = None
-        if not _in_checkpoint():
+        if not (self._round.passes_by(self._open.layer) or _in_checkpoint()):
             hooks = torch.autograd.graph.saved_tensors_hooks(self._open.pack, unpack)
             hooks.__enter__()
         self._entered.append(_Entry(self._open, hooks))
@@ -135,12 +145,13 @@ class OffloadContext(ContextDecorator):
         trace.point("other")
         self._open = None
         _open_sets.remove(entry.opened)
+        alive = entry.opened.alive if self._round.passes_by(entry.opened.layer) else None
         entry.opened.close()
         if failed:
             self._transfers.join()
             self.reset()
             return
-        self._closed = (self._round, entry.opened.layer)
+        self._closed = _Closed(self._round, entry.opened, alive)
         if entry.opened.layer == self.model_layers - 1:
             self._transfers.join()
             self._warn_if_nothing_moved()
@@ -175,10 +186,10 @@ class OffloadContext(ContextDecorator):
                 "`with context:` first."
             )
         if self._closed is not None:
-            microbatch, layer = self._closed
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: microbatch.begin_backward(layer))
+                    tensor.grad_fn.register_prehook(self._closed.begin_backward)
+                    self._closed.opened.in_graph |= self._closed.alive is not None
         return output
 
     def stats(self) -> OffloadStats:

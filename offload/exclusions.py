@@ -98,7 +98,7 @@ def _remember_parameter(tensor: torch.Tensor) -> None:
 
 def _is_from_parameter(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, torch.nn.Parameter):
+    if type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):  # the second asks in Python
         return True
     if tensor.requires_grad and not base.requires_grad:
         return _is_inside_parameter(tensor)

@@ -57,6 +57,13 @@ class Round:
         """Whether the sets of this layer and of all later ones stay on the device."""
         return layer >= self._first_to_stay
 
+    def passes_by(self, layer: int) -> bool:
+        """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.
+
+        The first layer that stays sees what it saves of the last ones that travel, and keeps that on the device.
+        """
+        return layer > self._first_to_stay
+
     def begin_forward(self, layer: int) -> ActivationSet:
         """The layer's forward begins: act on the schedule, then open its activation set."""
         if not self.sets:

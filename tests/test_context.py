@@ -328,3 +328,33 @@ def test_no_warning_where_nothing_was_to_move() -> None:
     context.enter(2)  # the round's last layer: the others were skipped
     context.exit()
     run_round(*make(), x)
+
+
+# Layers that stay
+
+
+def test_layers_after_the_first_that_stays_are_left_to_autograd(lab: Lab) -> None:
+    layers, x = build("decoder", 4, lab.device)
+    running: list[int] = []
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.add(running[-1])
+        return tensor.detach()
+
+    offloaded = offloading(1, 4, lab.device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for number, layer in enumerate(layers):
+            running.append(number)
+            x = offloaded.layer(layer, x)
+    assert seen == {2, 3}
+
+
+def test_a_forward_that_ends_among_layers_that_stay_does_not_shift_the_next(lab: Lab) -> None:
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(1, 5, lab.device)
+    offloaded.forward(layers[:4], x)  # and nobody holds its graph
+    loss = loss_of(offloaded.forward(layers, x))
+    assert [offloaded.context.set_of(1, layer) is not None for layer in range(5)] == [True] * 5
+    loss.backward()
+    assert offloaded.stats.late_reloads == 0
