@@ -12,9 +12,10 @@ from offload.measure import measure_link, profile_layers
 from offload.memory import MemoryMeter, memory_meter
 from offload.pinned import HostMemoryError
 from offload.plan import Plan, plan
+from offload.points import Move, Point
 from offload.profile import LayerProfile, Profile
 from offload.record import record_timeline
-from offload.schedule import Move, Point, Schedule
+from offload.schedule import Schedule
 from offload.simulate import simulate
 from offload.states import OffloadState, OffloadStateError
 from offload.stats import OffloadStats

@@ -7,7 +7,6 @@ that the context learns when the layer's backward begins.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
@@ -19,6 +18,7 @@ import torch
 from offload import trace
 from offload.activation_set import ActivationSet
 from offload.backend import get_backend
+from offload.caller import warn_caller
 from offload.host_memory import NO_HOST_MEMORY, HostMemory
 from offload.host_pool import get_host_pool
 from offload.round import Round
@@ -242,11 +242,10 @@ class OffloadContext(ContextDecorator):
             return  # layers were skipped, perhaps those that offload
         self._warned = True
         reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
-        warnings.warn(
+        warn_caller(
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
-            f"the context's device {self._transfers.backend.device}; see context.stats().skipped.",
-            stacklevel=4,
+            f"the context's device {self._transfers.backend.device}; see context.stats().skipped."
         )
 
 

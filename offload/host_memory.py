@@ -6,12 +6,12 @@ begun should still end, so by default what finds no room stays on the device, wi
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal, get_args
 
 import torch
 
 from offload.backend import get_backend
+from offload.caller import warn_caller
 from offload.host_pool import HostBuffer, HostPool, get_host_pool
 from offload.pinned import HostMemoryError, pageable
 from offload.units import parse_bytes
@@ -67,7 +67,7 @@ class HostMemory:
         if not self._warned:
             self._warned = True
             instead = "stays on the device" if self._when_full == "keep" else "goes to pageable memory, which is slow"
-            warnings.warn(f"{what} What finds no room {instead}.", stacklevel=2)
+            warn_caller(f"{what} What finds no room {instead}.")
 
 
 def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:

@@ -28,8 +28,9 @@ from typing import Any
 from offload.link import Link
 from offload.pipeline_order import Action, Chunk, read_actions
 from offload.pipeline_walk import StageProfile, Stay, Walk, number_chunks
+from offload.points import Move
 from offload.profile import Profile
-from offload.schedule import Move, Schedule
+from offload.schedule import Schedule
 from offload.simulate import simulate
 from offload.timeline import Timeline
 from offload.units import format_bytes, format_s, parse_bytes

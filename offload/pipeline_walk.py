@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from offload.link import Link
 from offload.pipeline_order import Action, Chunk
+from offload.points import Point, backward, forward
 from offload.profile import LayerProfile
-from offload.schedule import Point, backward, forward
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import weakref
 
 from offload import trace
 from offload.activation_set import ActivationSet
+from offload.points import Point, backward, forward
 from offload.saved import SavedStorage
-from offload.schedule import Point, Schedule, backward, forward
+from offload.schedule import Schedule
 from offload.states import OffloadState
 from offload.transfers import Transfers
 from offload.waste import RoundCopies

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.link import Link
+from offload.points import Point
 from offload.profile import Profile
-from offload.schedule import Point, Schedule
+from offload.schedule import Schedule
 from offload.timeline import COPY_LANES, Kind, Lane, Span, Timeline
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import Counter, deque
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from offload.caller import warn_caller
 from offload.units import format_bytes
 
 WORTH_A_WARNING = 0.1
@@ -105,19 +104,10 @@ class Waste:
 def _warn(copies: RoundCopies) -> None:
     named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in copies.wasted.most_common(NAMED)]
     more = ", ..." if len(copies.wasted) > NAMED else ""
-    warnings.warn(
+    warn_caller(
         f"{format_bytes(copies.wasted.total())} of the {format_bytes(copies.offloaded_bytes)} that a round of layers "
         "copied to the host freed no device memory, because something else holds the tensors, by the operation that "
         f"made them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list "
         "or by a hook, tensors stored on a module, a variable that wants `del`), or pass what must stay to "
-        "mark_not_offload; see stats().wasted.",
-        stacklevel=_level_of_caller(),
+        "mark_not_offload; see stats().wasted."
     )
-
-
-def _level_of_caller() -> int:
-    """Which frame, counted from the function that warns, is the program's own."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
 from models import assert_same, build, gradients, leaves_of, loss_of, offloading, step_gradients
+from torch import nn
 
 import offload
 from offload import OffloadStateError, Schedule, get_cpu_offload_context
@@ -358,3 +360,21 @@ def test_a_forward_that_ends_among_layers_that_stay_does_not_shift_the_next(lab:
     assert [offloaded.context.set_of(1, layer) is not None for layer in range(5)] == [True] * 5
     loss.backward()
     assert offloaded.stats.late_reloads == 0
+
+
+# Warnings
+
+
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        lambda: get_cpu_offload_context(True, 2, 3, device="cpu"),
+        lambda: offload.offload_layers(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), 2, device="cpu").remove(),
+        lambda: Schedule.default(2, 3),
+    ],
+    ids=["get_cpu_offload_context", "offload_layers", "Schedule.default"],
+)
+def test_a_warning_points_at_the_programs_line(make_one: Callable[[], object]) -> None:
+    with pytest.warns(UserWarning, match="num_layers = model_layers - 1 = 2 keeps one activation set") as caught:
+        make_one()
+    assert [found.filename for found in caught] == [__file__]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offload.schedule import Move, Point, Schedule, backward, forward
+from offload.points import Move, Point, backward, forward
+from offload.schedule import Schedule
 
 
 def points(text: str) -> list[str]:
