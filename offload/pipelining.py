@@ -12,7 +12,7 @@ from that when the second step begins. With a ``profile``, or with a ``fraction`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
@@ -20,25 +20,18 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.backend import Backend, get_backend
 from offload.chunk import ChunkPass, unpack
-from offload.context import DEFAULT_MIN_BYTES, tensors_in
+from offload.context import DEFAULT_MIN_BYTES
 from offload.host_pool import get_host_pool
 from offload.link import Link
 from offload.measure import measure_link
-from offload.pipeline_order import (
-    Action,
-    Chunk,
-    gpipe_order,
-    one_f_one_b_order,
-    read_actions,
-    without_idle_inputs,
-)
+from offload.pipeline_order import Action, Chunk, read_actions
 from offload.pipeline_probe import Probe
 from offload.pipeline_schedule import PipelinePlan, check_options, plan_pipeline
+from offload.pipeline_stages import held_by, known_order, skips_inputs, stages_of
 from offload.pipeline_walk import StageProfile
 from offload.round import Round
 from offload.schedule import Schedule
@@ -104,7 +97,7 @@ def attach(
         TypeError: ``schedule`` is no pipeline schedule of PyTorch.
         ValueError: It is attached already, or an option is out of range.
     """
-    stages = _stages_of(schedule)
+    stages = stages_of(schedule)
     for stage in stages:
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
@@ -124,7 +117,7 @@ def attach(
             parts=parts or max(1, min(PARTS, LAYERS // chunks)),
         )
 
-    order = _known_order(schedule, stages)
+    order = known_order(schedule, stages)
     plan = None
     if order is not None and profile is not None:
         plan = make_plan(order, profile)
@@ -218,7 +211,7 @@ class PipelineOffload:
         if self.plan is not None:
             parts = self.plan.parts
             part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
-        passing = ChunkPass(self._round, number, parts, part_bytes, _held_by(stage, fwd_chunk_id, args, kwargs))
+        passing = ChunkPass(self._round, number, parts, part_bytes, held_by(stage, fwd_chunk_id, args, kwargs))
         try:
             with torch.autograd.graph.saved_tensors_hooks(passing.pack, unpack):
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
@@ -237,7 +230,7 @@ class PipelineOffload:
         call = partial(method, bwd_chunk_id, *args, **kwargs)
         chunk = Chunk(stage.stage_index, bwd_chunk_id)
         passing = self._passes.get(chunk)
-        if passing is None or (not full and _skips_inputs(stage)):
+        if passing is None or (not full and skips_inputs(stage)):
             return call()
         passing.reach(passing.parts - 1)
         result = self._watched(Action(chunk.stage, "B" if full else "I", chunk.microbatch), call)
@@ -249,7 +242,7 @@ class PipelineOffload:
     def _backward_weight(
         self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if _skips_inputs(stage):
+        if skips_inputs(stage):
             return self._backward(stage, method, bwd_chunk_id, *args, **kwargs)
         call = partial(method, bwd_chunk_id, *args, **kwargs)
         if self._passes.pop(Chunk(stage.stage_index, bwd_chunk_id), None) is None:
@@ -309,47 +302,6 @@ class _Wrapper:
             delattr(self._stage, self._name)
         else:
             setattr(self._stage, self._name, self._own)
-
-
-def _stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
-    if isinstance(schedule, PipelineScheduleSingle):
-        return [schedule._stage]
-    if isinstance(schedule, PipelineScheduleMulti):
-        return list(schedule._stages)
-    raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
-
-
-def _known_order(
-    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: list[Any]
-) -> tuple[Action, ...] | None:
-    """What this rank will run, if the schedule says so.
-
-    GPipe and 1F1B are loops of their own, and the order that 1F1B lists is not the one it runs on the last rank.
-    """
-    if isinstance(schedule, PipelineScheduleMulti):
-        order = read_actions(schedule.pipeline_order[schedule.rank])
-        for stage in stages:
-            if _skips_inputs(stage):
-                order = without_idle_inputs(order, stage.stage_index)
-        return order
-    microbatches = schedule._n_microbatches
-    if isinstance(schedule, ScheduleGPipe):
-        return gpipe_order(stages[0].stage_index, microbatches)
-    if isinstance(schedule, Schedule1F1B):
-        return one_f_one_b_order(stages[0].stage_index, stages[0].num_stages, microbatches)
-    return None
-
-
-def _skips_inputs(stage: Any) -> bool:
-    """Whether the stage's backward for the inputs does nothing, and that for the weights everything."""
-    return bool(stage.is_first) and stage.dw_builder is None
-
-
-def _held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterator[torch.Tensor]:
-    """What the stage keeps on the device until the chunk's backward anyway: its inputs."""
-    yield from tensors_in((args, kwargs))
-    for info in stage.args_recv_info.get(microbatch, ()):
-        yield from tensors_in(getattr(info, "buffer", None))
 
 
 def _whole_step(ran: list[Action]) -> tuple[Action, ...] | None:
