@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "docs" / "examples").glob("*.py"))
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def needs_cuda(example: Path) -> bool:
@@ -24,10 +26,11 @@ def needs_cuda(example: Path) -> bool:
 
 
 def run(example: Path, folder: Path, **hidden: str) -> None:
+    outside = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example)],
         cwd=folder,
-        env={**os.environ, "MPLBACKEND": "agg", **hidden},
+        env={**outside, "MPLBACKEND": "agg", **hidden},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,6 +55,13 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
 )
 def test_on_gpus(example: Path, tmp_path: Path) -> None:
     run(example, tmp_path)
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *NOTEBOOKS], ids=lambda path: path.name)
+def test_what_asks_for_determinism_sets_up_cublas_for_it(path):
+    """On a GPU it would be an error otherwise, which no run on the CPU shows."""
+    text = path.read_text("utf-8")
+    assert "use_deterministic_algorithms(True)" not in text or "CUBLAS_WORKSPACE_CONFIG" in text
 
 
 def test_there_are_examples():

@@ -31,6 +31,13 @@ def test_executes(path, tmp_path):
         assert all(row.keys() == rows[0].keys() for row in rows)
 
 
+@pytest.mark.gpu
+def test_the_tutorial_executes_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # as a user has it
+    variables = {"OFFLOAD_TUTORIAL_RESULT": str(tmp_path / "result.json")}
+    assert not errors(execute(NOTEBOOKS[0], env=variables, cell_timeout_s=240))
+
+
 @each_notebook
 def test_is_committed_as_executed(path):
     notebook = nbformat.read(path, as_version=4)
