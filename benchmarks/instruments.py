@@ -84,6 +84,20 @@ class SavedTensors:
         return tensor if tensor.is_leaf else tensor.detach()
 
 
+BLOCKING_CALLS = frozenset(
+    {
+        "cudaDeviceSynchronize",
+        "cudaEventSynchronize",
+        "cudaStreamSynchronize",
+        "cudaMalloc",
+        "cudaFree",
+        "cudaHostAlloc",
+        "cudaHostRegister",
+        "cudaMemcpy",
+    }
+)
+"""Calls of CUDA's runtime that block the host, or the device."""
+
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 

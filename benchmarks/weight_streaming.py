@@ -31,22 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from benchmarks.instruments import BLOCKING_CALLS
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.backend import get_backend, resolve_device
 
 GB = 1e9
-SYNCHRONIZING = {
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaStreamSynchronize",
-    "cudaMemcpy",
-    "cudaMalloc",
-    "cudaFree",
-    "cudaHostAlloc",
-    "cudaHostRegister",
-}
-"""Calls into CUDA that block the host, or the device."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +222,7 @@ def blocking_calls(step: Step) -> dict[str, int]:
     end = min(event.time_range.start for event in events if event.name == "end of backward")
     found: dict[str, int] = {}
     for event in events:
-        if event.name in SYNCHRONIZING and event.time_range.start < end:
+        if event.name in BLOCKING_CALLS and event.time_range.start < end:
             found[event.name] = found.get(event.name, 0) + 1
     return found
 

@@ -12,21 +12,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.instruments import BLOCKING_CALLS
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload import offload_layers
 
 LAYERS = 8
 STEPS = 10
-BLOCKING = {
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaStreamSynchronize",
-    "cudaMalloc",
-    "cudaFree",
-    "cudaHostAlloc",
-    "cudaHostRegister",
-    "cudaMemcpy",
-}
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +61,7 @@ def runtime_calls(step: Callable[[], None]) -> Counter[str]:
 
 
 def blocking(calls: Counter[str]) -> dict[str, int]:
-    return {name: count for name, count in calls.items() if name in BLOCKING}
+    return {name: count for name, count in calls.items() if name in BLOCKING_CALLS}
 
 
 @pytest.mark.parametrize("block", [DecoderBlock, Checkpointed])

@@ -14,21 +14,12 @@ from models import loss_of
 from torch import nn
 
 import offload
+from benchmarks.instruments import BLOCKING_CALLS
 from offload import stream_weights
 
 SIDE = 2048
 LAYER_BYTES = 4 * SIDE * SIDE * 2
 LAYERS = 12
-BLOCKING = {
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaStreamSynchronize",
-    "cudaMalloc",
-    "cudaFree",
-    "cudaHostAlloc",
-    "cudaHostRegister",
-    "cudaMemcpy",
-}
 
 
 class Mlp(nn.Module):
@@ -120,7 +111,7 @@ def calls_before_the_end_of_backward(layers: nn.ModuleList, x: torch.Tensor) -> 
     handle.remove()
     events: Any = profiler.events()
     end = min(event.time_range.start for event in events if event.name == "end of backward")
-    return [event.name for event in events if event.name in BLOCKING and event.time_range.start < end]
+    return [event.name for event in events if event.name in BLOCKING_CALLS and event.time_range.start < end]
 
 
 @pytest.mark.gpu
