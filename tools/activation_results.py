@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from page_tables import markdown_table
 from tabulate import tabulate
 
 from offload.plot import COLORS, INK, new_figure, style_axes
@@ -160,7 +161,7 @@ def _table(rows: list[Row]) -> str:
         }
         for row in rows
     ]
-    return tabulate(shown, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=("right",) * len(shown[0]))
+    return markdown_table(shown)
 
 
 def _ms(row: Row) -> str:

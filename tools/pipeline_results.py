@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.lines import Line2D
-from tabulate import tabulate
+from page_tables import markdown_table
 
 from benchmarks.pipeline import BOUND, FREE, GIB, HALF, NOTHING, prediction_rows
 from offload.plot import COLORS, INK, new_figure, style_axes
@@ -123,7 +123,7 @@ def half_table(records: list[Row]) -> str:
         if all(row["bit_identical"] for row in rows)
         else "Gradients differ from those without offloading."
     )
-    return f"{_setting(records)}\n\n{_table(shown, left=2)}\n\n{same} {said}\n"
+    return f"{_setting(records)}\n\n{markdown_table(shown, left=2)}\n\n{same} {said}\n"
 
 
 def ways_table(records: list[Row]) -> str:
@@ -141,7 +141,7 @@ def ways_table(records: list[Row]) -> str:
         for record in records
         for found in measured(record, FREE, BOUND)
     ]
-    return f"{_table(shown, left=4)}\n\n{_errors(records)}\n"
+    return f"{markdown_table(shown, left=4)}\n\n{_errors(records)}\n"
 
 
 def widths_table(records: list[Row]) -> str:
@@ -171,7 +171,7 @@ def widths_table(records: list[Row]) -> str:
         for asked in (0, 1)
     )
     said = f"Derived to cost nothing: half of the sets from width {half_from} on, fewer from width {aimed_from} on."
-    return f"{_table(shown, left=2)}\n\n{said}\n"
+    return f"{markdown_table(shown, left=2)}\n\n{said}\n"
 
 
 def links_table(records: list[Row]) -> str:
@@ -189,7 +189,7 @@ def links_table(records: list[Row]) -> str:
         for record in records
         for rank, links in enumerate(record["links"])
     ]
-    return "GB/s; both: the sum while copies go in both directions.\n\n" + _table(shown) + "\n"
+    return "GB/s; both: the sum while copies go in both directions.\n\n" + markdown_table(shown) + "\n"
 
 
 def bound_table(records: list[Row]) -> str:
@@ -208,7 +208,7 @@ def bound_table(records: list[Row]) -> str:
         if found.way["steady_bytes_per_s"] is not None
     ]
     said = f"The limit asked for: a step counts as bound from {BOUND_SHARE} of the link alone on."
-    return f"{_table(shown, left=2)}\n\n{said}\n"
+    return f"{markdown_table(shown, left=2)}\n\n{said}\n"
 
 
 def ranks_table(records: list[Row]) -> str:
@@ -226,7 +226,7 @@ def ranks_table(records: list[Row]) -> str:
         for found in measured(record, HALF, rank=None)
         if found.way["width"] == widest(record)
     ]
-    return f"{_table(shown, left=2)}\n\n{_largest(records)}\n"
+    return f"{markdown_table(shown, left=2)}\n\n{_largest(records)}\n"
 
 
 def picture(records: list[Row], page: Path) -> str:
@@ -378,11 +378,6 @@ def _percent(share: float) -> str:
 def _range(shares: Iterable[float]) -> str:
     shown = list(shares)
     return f"{_percent(min(shown))} to {_percent(max(shown))}"
-
-
-def _table(rows: list[Row], *, left: int = 0) -> str:
-    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
-    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
 def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tabulate import tabulate
+from page_tables import markdown_table
 
 from offload.plot import COLORS, INK, new_figure, style_axes
 from offload.units import format_bytes
@@ -80,7 +80,7 @@ def workload_table(record: Row, workload: str) -> str:
     kept = next((row for row in rows if row["family"] == "nothing" and "step_s" in row), None)
     missing = [f"{row['contender']} ({row['error']})" for row in rows if "error" in row]
     said = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
-    return _table([_shown(row, kept) for row in rows if "error" not in row]) + "\n" + said
+    return markdown_table([_shown(row, kept) for row in rows if "error" not in row], left=1) + "\n" + said
 
 
 def _shown(row: Row, kept: Row | None) -> Row:
@@ -126,7 +126,7 @@ def verdicts_table(record: Row) -> str:
     """Which of the claims hold in this record."""
     words = {True: "yes", False: "**no**", None: ""}
     return (
-        _table(
+        markdown_table(
             [
                 {"claim": said["claim"], "measured": said["measured"], "holds": words[said["holds"]]}
                 for said in record["verdicts"]
@@ -147,7 +147,12 @@ def host_cost_table(record: Row) -> str:
         "travels": "the library, for a tensor that travels",
     }
     cost = record["host_cost"]
-    return _table([{"": text, "host time, µs": f"{cost[f'{name}_s'] * 1e6:.1f}"} for name, text in what.items()]) + "\n"
+    return (
+        markdown_table(
+            [{"": text, "host time, µs": f"{cost[f'{name}_s'] * 1e6:.1f}"} for name, text in what.items()], left=1
+        )
+        + "\n"
+    )
 
 
 def small_copies_table(record: Row) -> str:
@@ -162,7 +167,7 @@ def small_copies_table(record: Row) -> str:
         }
         for row in record.get("small_copies", [])
     ]
-    return _table(rows) + "\n" + _small_share(record) if rows else ""
+    return markdown_table(rows, left=1) + "\n" + _small_share(record) if rows else ""
 
 
 def _small_share(record: Row) -> str:
@@ -244,11 +249,6 @@ def _panels(record: Row) -> list[str]:
 
 def _points(record: Row, workload: str) -> list[Row]:
     return [row for row in record["rows"] if row["workload"] == workload and "step_s" in row]
-
-
-def _table(rows: list[Row], *, left: int = 1) -> str:
-    align = ["left"] * left + ["right"] * (len(rows[0]) - left) if rows else []
-    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
 def _if_measured(text: Callable[..., str], *arguments: Any) -> str:

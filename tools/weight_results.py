@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
+from page_tables import markdown_table
 
 from offload.plot import COLORS, INK, new_figure, style_axes, text_color
 
@@ -81,7 +81,7 @@ def weight_streaming_table(record: Row) -> str:
     return (
         f"{record['hardware']['gpu']}, torch {torch_version}, {date}: "
         f"{record['parameters'] / GB:.1f} billion parameters in bfloat16, {_gb(record['weight_bytes'])}, on a device "
-        f"limited to {_gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{_table(shown)}\n"
+        f"limited to {_gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{markdown_table(shown)}\n"
     )
 
 
@@ -98,7 +98,7 @@ def weight_memory_table(record: Row) -> str:
         "sum": _gb(sum(counted.values())),
         "process grew by": f"{_gb(record['host_bytes'])} ({record['host_ratio']:.3f} ×)",
     }
-    return _table([shown]) + "\n"
+    return markdown_table([shown]) + "\n"
 
 
 def weight_seconds_table(record: Row) -> str:
@@ -116,7 +116,7 @@ def weight_seconds_table(record: Row) -> str:
             ("a step with SGD on the host beside backward", many, record["optimizer_beside_s"]),
         )
     ]
-    return _table(shown, left=1) + "\n"
+    return markdown_table(shown, left=1) + "\n"
 
 
 def weight_losses_table(record: Row) -> str:
@@ -132,7 +132,7 @@ def weight_losses_table(record: Row) -> str:
         }
         for row in record["loss_curves"]
     ]
-    return _table(shown, left=1) + "\n"
+    return markdown_table(shown, left=1) + "\n"
 
 
 def weight_streaming_picture(record: Row, page: Path) -> str:
@@ -199,11 +199,6 @@ def _ms(seconds: float) -> str:
 
 def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:.1f} GB"
-
-
-def _table(rows: list[Row], *, left: int = 0) -> str:
-    align = ["left"] * left + ["right"] * (len(rows[0]) - left)
-    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
