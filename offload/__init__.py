@@ -1,5 +1,7 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
+from torch._dynamo import trace_rules
+
 from offload.context import OffloadContext, start_offload
 from offload.cpu_offload import get_cpu_offload_context
 from offload.exclusions import mark_not_offload
@@ -24,6 +26,9 @@ from offload.weight_stats import WeightStats
 from offload.weights import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
+
+# Where a compiled layer breaks its graph, the compiler would take our hooks for the program's code, and compile them.
+trace_rules.add(__name__)
 
 __all__ = [
     "CaptureError",

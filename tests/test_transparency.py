@@ -15,6 +15,7 @@ import torch
 from lab import Lab
 from models import (
     NOTHING,
+    WIDTH,
     DecoderBlock,
     Offloading,
     assert_same,
@@ -26,6 +27,7 @@ from models import (
     step_gradients,
 )
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from offload import offload_layers
 
@@ -409,6 +411,27 @@ def test_compiled_layers(device: torch.device) -> None:
         gradients(leaves, lambda: loss_of(offloaded.forward(compiled, x)).backward()),
     )
     assert_on_time(offloaded)
+
+
+def test_hooks_are_not_compiled(device: torch.device) -> None:
+    """The compiler leaves PyTorch's own modules to the interpreter, and looks at all that is called from there."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)).to(device)
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    for layer in layers:
+        layer.compile(backend=count, dynamic=False)
+    expected = step_gradients(layers, x)
+    graphs = len(compiled)
+    with offload_layers(layers, 1, min_bytes=0) as handle:
+        assert_same(expected, step_gradients(layers, x))
+    assert handle.stats().reloaded_bytes > 0
+    assert len(compiled) == graphs
 
 
 def test_compiled_layers_with_hooks(device: torch.device) -> None:
