@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import offload
 from benchmarks.cases import Case
 from benchmarks.contenders import Attached, Contender, contenders
 from benchmarks.instruments import (
@@ -96,14 +97,14 @@ class Comparison:
         give_memory_back(self._device)
         with contender.attach(self._model) as attached:
             row["first_s"] = timed(attached.step, self._device)
-            before = attached.stats().offloaded_bytes if attached.stats else 0
+            before = attached.stats() if attached.stats else offload.OffloadStats()
             row["peak_bytes"], step_s = metered(attached.step, self._device)
             if attached.stats:
                 stats = attached.stats()
                 row |= {
-                    "copied_bytes": stats.offloaded_bytes - before,
+                    "copied_bytes": stats.offloaded_bytes - before.offloaded_bytes,
                     "pinned_bytes": stats.pinned_bytes,
-                    "wasted_bytes": stats.wasted_bytes,
+                    "wasted_bytes": stats.wasted_bytes - before.wasted_bytes,
                     "late_reloads": stats.late_reloads,
                 }
             else:

@@ -86,7 +86,15 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     if _is_from_parameter(tensor):
         _remember_parameter(tensor)
         return "parameter"
+    if _is_from_leaf(tensor):
+        return "leaf"
     return None
+
+
+def _is_from_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autograd itself holds the tensor until backward, to add up its gradient."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.requires_grad and base.is_leaf
 
 
 def _remember_parameter(tensor: torch.Tensor) -> None:

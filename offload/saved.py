@@ -96,8 +96,6 @@ class SavedStorage:
         if self.host is None or self.device is None:
             return
         self._discard()
-        if not self.original.expired():
-            self._waste(surprising=not self.given)
 
     @property
     def away(self) -> bool:
@@ -108,6 +106,8 @@ class SavedStorage:
         """Queue the copy back into ``landing``, memory of ``compute_stream`` that the h2d stream has waited for."""
         if self.host is None:
             return
+        if not self.original.expired():
+            self._waste(surprising=not self.given)
         self.set.transfers.to_device(landing, self.host, self.set.layer)
         self.device = landing
         self.stream = compute_stream

@@ -29,7 +29,7 @@ class OffloadStats:
     peak_resident_bytes: int = 0
     """The most device bytes that the activation sets of offloaded layers held at once."""
     wasted_bytes: int = 0
-    """Copied, but something else kept the device memory alive, so that nothing was freed."""
+    """Copied, but something else kept the device memory alive until the reload, so that nothing was freed."""
     wasted: dict[str, int] = field(default_factory=dict)
     """Operation → those of the wasted bytes that it had made; ``"leaf"`` for what no operation made, such as inputs."""
     late_reloads: int = 0

@@ -22,11 +22,8 @@ _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
 """How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
-_Leaf: Any = vars(torch._C._functions)["AccumulateGrad"]
-
-
 def maker_of(tensor: torch.Tensor) -> type | None:
-    """The type of the autograd node whose operation made the tensor's memory; ``None`` if it needs no gradient.
+    """The type of the autograd node whose operation made the tensor's memory; ``None`` if there is none.
 
     It costs little, and holds no node, which would hold the tensor in turn.
     """
@@ -35,14 +32,14 @@ def maker_of(tensor: torch.Tensor) -> type | None:
         base = tensor
     node: Any = base.grad_fn
     if node is None:
-        return _Leaf if base.requires_grad else None
+        return None
     maker = type(node)
     return type(node.next_functions[0][0]) if maker is _Reshaped else maker
 
 
 def operation_name(maker: type | None) -> str:
     """``"Addmm"`` for ``AddmmBackward0``; ``"leaf"`` for what autograd has seen no operation make, such as inputs."""
-    if maker is None or maker is _Leaf:
+    if maker is None:
         return "leaf"
     return maker.__name__.rstrip("0123456789").removesuffix("Backward")
 
@@ -61,8 +58,8 @@ def next_node() -> int:
 class RoundCopies:
     """What one round of layers has copied to the host, and what of it freed nothing.
 
-    Of the latter, only what is a surprise: not leaves, which autograd itself holds to add their gradients up, not what
-    the program gave to the first layer, and not what a layer that stays on the device saved as well.
+    Of the latter, only what is a surprise: not what the program gave to the first layer, and not what a layer that
+    stays on the device saved as well.
     """
 
     def __init__(self) -> None:
@@ -97,7 +94,7 @@ class Waste:
         """Bytes that were copied in vain, in the round that ``copies`` counts."""
         name = operation_name(maker)
         self.wasted[name] += nbytes
-        if surprising and maker is not _Leaf:
+        if surprising:
             copies.wasted[name] += nbytes
 
 

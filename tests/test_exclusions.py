@@ -23,8 +23,17 @@ def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | None:
 
 def test_ordinary_tensor_travels() -> None:
     assert why(torch.ones(4)) is None
-    assert why(torch.ones(4, requires_grad=True)) is None
     assert why(torch.ones(4, requires_grad=True) * 2) is None
+
+
+@pytest.mark.parametrize(
+    "look", [lambda t: t, lambda t: t.view(2, 2), lambda t: t[1:]], ids=["itself", "view", "slice"]
+)
+def test_leaf_that_wants_a_gradient_stays(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Autograd holds it until its gradient has been added up, so a copy frees nothing."""
+    assert why(look(torch.ones(4, requires_grad=True))) == "leaf"
+    assert why(look(torch.ones(4))) is None
+    assert why(look(torch.ones(4, requires_grad=True)).detach()) is None
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_two_handles_in_one_model(device: torch.device) -> None:
     expected = step_gradients(layers, x)
     with handle_for(layers[:3], 1) as first, handle_for(layers[3:], 1) as second:
         assert_same(expected, step_gradients(layers, x))
-        assert first.stats().reloaded_bytes == second.stats().reloaded_bytes > 0
+        # The very first input is a leaf, which stays.
+        assert first.stats().reloaded_bytes == second.stats().reloaded_bytes - x.nbytes > 0
 
 
 def test_schedule_of_ones_own(device: torch.device) -> None:

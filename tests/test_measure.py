@@ -143,7 +143,7 @@ class TestBytes:
 
     def test_parameters_and_small_tensors_do_not_count(self):
         linear = nn.Linear(64, 64)
-        x = torch.randn(32, 64, requires_grad=True)
+        x = torch.randn(32, 64)
         step = training_step(linear, x)
         (layer,) = profile_layers([linear], step, min_bytes=MIN_BYTES, steps=1).layers
         assert layer.tensors == (32 * 64 * 4,)

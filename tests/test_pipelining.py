@@ -489,6 +489,7 @@ def test_all_schedules(ranks, name):
             assert result["ran"] == result["actions"], where
             assert stats.offloaded_bytes == stats.reloaded_bytes, where
             assert stats.late_reloads == 0, where
+            assert stats.wasted_bytes == 0, where
             long_lived = not (name == "Schedule1F1B" and rank == len(ranks) - 1)
             if long_lived:
                 assert result["planned_bytes"] >= 0.5 * result["saved_bytes"], where
