@@ -72,7 +72,7 @@ def test_no_allocation_and_no_wait(block: type[DecoderBlock]) -> None:
         assert blocking(calls) == {}
         stats = handle.stats()
     assert stats.offloaded_bytes == stats.reloaded_bytes > 0
-    assert calls["cudaMemcpyAsync"] >= 2 * STEPS * 5
+    assert calls["cudaMemcpyAsync"] >= 2 * STEPS * 4  # the first layer's input is a leaf
 
 
 def test_the_count_sees_what_blocks() -> None:
