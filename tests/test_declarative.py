@@ -119,7 +119,7 @@ def test_states_are_those_of_the_grid(model, microbatches):
 
 
 def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
-    """The most memory at once from the beginning of F4 to that of B4."""
+    """The most memory at once from the beginning of F4 to that of F7, the last forward, whose set stays."""
     live_bytes = 0
     peak_bytes = 0
     steady = False
@@ -132,7 +132,7 @@ def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
 
     def check(point):
         nonlocal steady
-        steady = ORDER.index("F4") <= ORDER.index(point) < ORDER.index("B4")
+        steady = ORDER.index("F4") <= ORDER.index(point) < ORDER.index("F7")
 
     if context is None:
         context, sync = declarative(synchronization_dict={})
@@ -145,7 +145,7 @@ def test_memory_is_lower(model, microbatches):
     # The dictionary lets nothing go before B0, so the first four forwards need what they need without it.
     without = steady_peak_bytes(model, microbatches)
     offloaded = steady_peak_bytes(model, microbatches, *declarative())
-    assert offloaded < 0.9 * without
+    assert offloaded < 0.75 * without  # three sets of four, and what forward and backward need beside them
 
 
 def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
