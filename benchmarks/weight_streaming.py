@@ -1,26 +1,29 @@
 """Weight streaming: a decoder that does not fit, against the limits of the device and of the link.
 
     python -m benchmarks.weight_streaming --out results/weight_streaming.json
+    python -m benchmarks.weight_streaming --losses-only --out results/weight_losses.json
 
 First the step with all weights on the device, which gives the compute time of each phase. Then the device's memory is
 limited to less than half of the weights, and the same step runs streamed, for a number of tokens where compute
 binds and for one where the link binds. A step's limit is, for forward and backward by themselves, the larger of the
 compute time and the time in which the link alone moves the same bytes in both directions; all three are measured in
-this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memory limit. At the end, a
-model that fits is trained for 20 steps both ways and the losses are compared. The optimizer's step is computed by the
-host in one and by the device in the other, so there is a third way: weights on the device, step on the host.
+this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memory limit. At the end, the same model
+and a small one are trained for 20 steps both ways, without a limit, and the losses are compared. The optimizer's step
+is computed by the host in one and by the device in the other, so there is a third way: weights on the device, step on
+the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from benchmarks.instruments import BLOCKING_CALLS
+from benchmarks.instruments import BLOCKING_CALLS, give_memory_back
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.backend import get_backend, resolve_device
@@ -71,6 +74,10 @@ class Size:
 
 LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, (1, 2048), (4, 4096), 40)
 SMALL = Size(64, 172, 4, 6, torch.float32, (1, 32), (2, 64), 3)
+TRAINED = Size(512, 1376, 8, 6, torch.bfloat16, (2, 128), (2, 128), 0)
+"""What most loss curves are of."""
+TRAINED_TOKENS = (1, 256)
+"""Batch and tokens of the loss curve of the model that the times are of."""
 
 
 @dataclass
@@ -300,7 +307,7 @@ def limit_memory(device: torch.device, nbytes: float) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(nbytes / total, device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
 def accumulating_s(step: Step, device: torch.device) -> float:
@@ -381,7 +388,7 @@ class Curve:
 
     name: str
     make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-    dtype: torch.dtype = torch.bfloat16
+    size: Size = TRAINED
     host_step: bool = False
     """Whether the weights are on the device and the host computes the optimizer's step, as it does when streaming."""
 
@@ -400,16 +407,18 @@ CURVES = (
     Curve("SGD", sgd),
     Curve("SGD with momentum", partial(sgd, momentum=0.9)),
     Curve("AdamW", adamw),
-    Curve("AdamW, float32", adamw, torch.float32),
+    Curve("AdamW, float32", adamw, replace(TRAINED, dtype=torch.float32)),
     Curve("AdamW, both stepped on the host", adamw, host_step=True),
-    Curve("AdamW, float32, both stepped on the host", adamw, torch.float32, host_step=True),
+    Curve("AdamW, float32, both stepped on the host", adamw, replace(TRAINED, dtype=torch.float32), host_step=True),
 )
 
 
-def loss_curves(device: torch.device, steps: int) -> list[dict[str, Any]]:
+def loss_curves(size: Size, device: torch.device, steps: int) -> list[dict[str, Any]]:
     """Losses over optimizer steps, on the device and streamed, with the same input each step."""
+    limit_memory(device, math.inf)
     rows = []
-    for curve in CURVES:
+    for curve in (*CURVES, Curve("SGD, the large model", sgd, replace(size, few=TRAINED_TOKENS))):
+        give_memory_back(device)
         on_device = losses_of(curve, device, steps, streamed=False)
         streamed = losses_of(curve, device, steps, streamed=True)
         rows.append(
@@ -431,9 +440,8 @@ def loss_curves(device: torch.device, steps: int) -> list[dict[str, Any]]:
 
 def losses_of(curve: Curve, device: torch.device, steps: int, *, streamed: bool) -> list[float]:
     """The loss before each step."""
-    size = Size(512, 1376, 8, 6, curve.dtype, (2, 128), (2, 128), 0)
-    layers = size.build(device)
-    x = size.inputs(size.few, device)
+    layers = curve.size.build(device)
+    x = curve.size.inputs(curve.size.few, device)
     with ExitStack() as stack:
         if streamed:
             stack.enter_context(offload.stream_weights(layers, device))
@@ -478,9 +486,15 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.45, help="device memory, as a fraction of the weights")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--no-fsdp", action="store_true")
+    parser.add_argument("--losses-only", action="store_true", help="compare losses, and measure no times")
     arguments = parser.parse_args()
     device = resolve_device(None)
     size = SMALL if arguments.small else LARGE
+    if arguments.losses_only:
+        curves = loss_curves(size, device, 20)
+        print(_losses_shown(curves))
+        write(arguments.out, {**environment(device), "loss_curves": curves})
+        return
     link = offload.measure_link(device)
     print(link)
 
@@ -505,12 +519,12 @@ def main() -> None:
         row["fsdp_s"] = other.get("step_s")
         row["faster_than_fsdp"] = row["fsdp_s"] / row["step_s"] if row["fsdp_s"] else None
     del model
-    curves = loss_curves(device, 20)
+    curves = loss_curves(size, device, 20)
     print(table([_shown(row) for row in rows]))
     for row in fsdp:
         if "error" in row:
             print(f"FSDP2, {row['case']}: {row['error']}")
-    print(table([{key: value for key, value in row.items() if key != "losses"} for row in curves]))
+    print(_losses_shown(curves))
     for key, value in extra.items():
         print(f"{key}: {value}")
     write(
@@ -527,6 +541,10 @@ def main() -> None:
             **extra,
         },
     )
+
+
+def _losses_shown(curves: list[dict[str, Any]]) -> str:
+    return table([{key: value for key, value in row.items() if key != "losses"} for row in curves])
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
