@@ -393,9 +393,9 @@ class Curve:
     """Whether the weights are on the device and the host computes the optimizer's step, as it does when streaming."""
 
 
-def sgd(parameters: Sequence[nn.Parameter], momentum: float = 0.0) -> torch.optim.Optimizer:
+def sgd(parameters: Sequence[nn.Parameter], lr: float = 2.0**-1, momentum: float = 0.0) -> torch.optim.Optimizer:
     """With a power of two as its learning rate the product is exact, so it makes no difference where it is computed."""
-    return torch.optim.SGD(parameters, lr=2.0**-4 if momentum else 2.0**-1, momentum=momentum)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -405,7 +405,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 CURVES = (
     Curve("SGD", sgd),
-    Curve("SGD with momentum", partial(sgd, momentum=0.9)),
+    Curve("SGD with momentum", partial(sgd, lr=2.0**-4, momentum=0.9)),
     Curve("AdamW", adamw),
     Curve("AdamW, float32", adamw, replace(TRAINED, dtype=torch.float32)),
     Curve("AdamW, both stepped on the host", adamw, host_step=True),
@@ -417,7 +417,8 @@ def loss_curves(size: Size, device: torch.device, steps: int) -> list[dict[str, 
     """Losses over optimizer steps, on the device and streamed, with the same input each step."""
     limit_memory(device, math.inf)
     rows = []
-    for curve in (*CURVES, Curve("SGD, the large model", sgd, replace(size, few=TRAINED_TOKENS))):
+    large = Curve("SGD, the large model", partial(sgd, lr=2.0**-10), replace(size, few=TRAINED_TOKENS))
+    for curve in (*CURVES, large):
         give_memory_back(device)
         on_device = losses_of(curve, device, steps, streamed=False)
         streamed = losses_of(curve, device, steps, streamed=True)

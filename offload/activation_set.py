@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload import trace
+from offload import packing, trace
 from offload.backend import Wait
 from offload.exclusions import reason_to_stay
+from offload.packing import Pack, PackedStorage
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
@@ -41,12 +42,14 @@ class ActivationSet:
         self.copies = microbatch.copies
         self.first_node = None if microbatch.sets else next_node()
         self.stays = not microbatch.may_offload(layer)
+        self._device = self.transfers.backend.device
         self._compute_stream = self.transfers.backend.compute_stream()
         self.min_bytes = microbatch.min_bytes
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._early: list[SavedStorage] = []
+        self._early: list[SavedStorage | PackedStorage] = []
+        self._pack = Pack()
         self.alive: object | None = _Alive()
         self._graph = weakref.ref(self.alive)
         self.in_graph = False
@@ -63,27 +66,30 @@ class ActivationSet:
         """Whether the graph that held this set has gone without a backward."""
         return self.gone and not self.backward_begun
 
-    def close(self) -> None:
-        """End of the layer's forward: from now on only the graph's handles keep the set alive."""
+    def close(self, *, failed: bool = False) -> None:
+        """End of the layer's forward: from now on only the graph's handles keep the set alive.
+
+        Args:
+            failed: No backward will come, so small storages that wait for others need not move.
+        """
         self.alive = None
         self._early.clear()
+        if failed:
+            self._pack = Pack()
         if self.state is OffloadState.OFFLOADING:
+            self._end_pack()
             self.transfers.end_batch()
 
     def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
         if self.state is not OffloadState.OFFLOADING:
             return
-        reason = self.reason_to_stay(tensor)
+        reason = reason_to_stay(tensor, self._device, self.min_bytes)
         if reason == "subclass" and (parts := parts_of(tensor)):
             for inner in parts.inner:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
-            self._early.append(self._storage_of(tensor, changes))
-
-    def reason_to_stay(self, tensor: torch.Tensor) -> str | None:
-        """Why ``tensor`` does not travel with this set, if it does not."""
-        return reason_to_stay(tensor, self.transfers.backend.device, self.min_bytes)
+            self._early.append(self._storage_of(tensor, changes, alone=True))
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         """The pack hook: a handle for a tensor that autograd saves.
@@ -95,10 +101,10 @@ class ActivationSet:
         self.in_graph = True
         if self._nothing_moves and self._is_new(tensor):
             return KeptHandle(tensor, self)
-        reason = self.reason_to_stay(tensor)
-        if reason == "subclass" and (parts := parts_of(tensor)):
-            return SubclassHandle(tensor, parts, self, changes)
+        reason = reason_to_stay(tensor, self._device, self.min_bytes)
         if reason is not None:
+            if reason == "subclass" and (parts := parts_of(tensor)):
+                return SubclassHandle(tensor, parts, self, changes)
             if self.state is not OffloadState.RESIDENT:
                 self.transfers.counters.skipped[reason] += 1
             return KeptHandle(tensor, self)
@@ -114,30 +120,65 @@ class ActivationSet:
             return False
         return tensor.untyped_storage()._cdata not in self._known
 
-    def _storage_of(self, tensor: torch.Tensor, changes: int = 0) -> SavedStorage:
+    def _storage_of(
+        self, tensor: torch.Tensor, changes: int = 0, *, alone: bool = False
+    ) -> SavedStorage | PackedStorage:
         version = (tensor._version, changes)
-        key = tensor.untyped_storage()._cdata
+        memory = tensor.untyped_storage()
+        key = memory._cdata
         reference = self._known.get(key)
         storage = reference() if reference is not None else None
         if storage is None or storage.version != version:
-            storage = SavedStorage(tensor, self, version)
-            self._known[key] = weakref.ref(storage)
-            self._storages.append(weakref.ref(storage))
+            storage = None
         elif storage.set is not self:
-            self._take_over(storage, tensor)
-        if self.state is OffloadState.OFFLOADING:
+            storage = self._taken_over(storage, tensor)
+        if storage is None:
+            if alone or not self._packs(memory):
+                storage = SavedStorage(tensor, self, version)
+                self._storages.append(weakref.ref(storage))
+            else:
+                storage = PackedStorage(tensor, memory, self, version)
+                self._pack.add(storage)
+                if self._pack.full:
+                    self._end_pack()
+            self._known[key] = weakref.ref(storage)
+        if self.state is OffloadState.OFFLOADING and isinstance(storage, SavedStorage):
             storage.count()
             storage.start_offload()
         return storage
 
-    def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """An earlier layer saved the same storage: from now on it moves with this set, which backward needs first."""
+    def _packs(self, memory: torch.UntypedStorage) -> bool:
+        """Whether a storage moves together with others: a small one, of the stream that the layer began in."""
+        return (
+            self.state is OffloadState.OFFLOADING
+            and memory.nbytes() < packing.SMALL_BYTES
+            and bool(self.transfers.backend.compute_stream() == self._compute_stream)
+        )
+
+    def _end_pack(self) -> None:
+        """Let the small storages that were collected move."""
+        whole = self._pack.close(self)
+        if whole is not None:
+            self._storages.append(weakref.ref(whole))
+            whole.count()
+            whole.start_offload()
+
+    def _taken_over(self, storage: SavedStorage | PackedStorage, tensor: torch.Tensor) -> SavedStorage | None:
+        """What an earlier layer saved as well moves with this set from now on, which backward needs first.
+
+        ``None`` if it cannot, because it is in a pack: then there will be a second copy of those few bytes.
+        """
+        if isinstance(storage, PackedStorage):
+            if self.stays:
+                storage.keep()
+            return None
         storage.set._storages.remove(weakref.ref(storage))
         storage.set = self
         self._storages.insert(0, weakref.ref(storage))
         storage.adopt(tensor)
         if self.stays:
             storage.keep()
+        return storage
 
     def start_offload(self, call: str | None = None) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once.
@@ -161,6 +202,7 @@ class ActivationSet:
             OffloadStateError: The set is not OFFLOADING.
         """
         self.state = next_state("release", self.layer, self.state, call=call)
+        self._end_pack()
         moved = [storage for storage in self._live() if storage.host is not None]
         batches = [storage.batch for storage in moved if storage.batch is not None]
         if not batches:

@@ -146,10 +146,13 @@ class OffloadContext(ContextDecorator):
         self._open = None
         _open_sets.remove(entry.opened)
         alive = entry.opened.alive if self._round.passes_by(entry.opened.layer) else None
-        entry.opened.close()
+        try:
+            entry.opened.close(failed=failed)
+        except BaseException:
+            self._give_up_round()
+            raise
         if failed:
-            self._transfers.join()
-            self.reset()
+            self._give_up_round()
             return
         self._closed = _Closed(self._round, entry.opened, alive)
         if entry.opened.layer == self.model_layers - 1:
@@ -229,6 +232,10 @@ class OffloadContext(ContextDecorator):
         opened = self._round.begin_forward(number)
         self._sets[self.microbatch, number] = opened
         return opened
+
+    def _give_up_round(self) -> None:
+        self._transfers.join()
+        self.reset()
 
     def _new_round(self) -> Round:
         return Round(self.schedule, self._transfers, self._min_bytes)

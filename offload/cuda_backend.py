@@ -34,17 +34,13 @@ _FORKS = (Wait.READY, Wait.LANDING)
 class CudaBackend(AcceleratorBackend):
     """One CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._anchor = torch.zeros(1, device=device)
-
     @property
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def wait(self, stream: Any, event: Any, why: Enum) -> None:
         if why in _FORKS and self.capturing:
-            self._anchor.zero_()
+            self.filling.zero_()
         stream.wait_event(event)
 
     def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import weakref
 
 from offload import trace
 from offload.activation_set import ActivationSet
+from offload.packing import PackedStorage
 from offload.points import Point, backward, forward
 from offload.saved import SavedStorage
 from offload.schedule import Schedule
@@ -35,7 +36,7 @@ class Round:
         self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
         self.copies = RoundCopies()
-        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage | PackedStorage]] = {}
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 

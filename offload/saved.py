@@ -12,7 +12,7 @@ tensor's geometry, and gives it back over whatever device memory holds the bytes
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
-from offload.waste import maker_of, was_there
+from offload.waste import Origin, origin_of
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
     from offload.host_pool import HostBuffer
+    from offload.packing import PackedStorage
     from offload.transfers import CopyBatch
 
 
@@ -32,22 +33,28 @@ class SavedStorage:
     """One storage that autograd saved, wherever its bytes are now.
 
     ``device`` and ``host`` say where: a tensor over the device memory, a host buffer, or both while a copy is in
-    flight. The activation set it belongs to decides when it moves.
+    flight. The activation set it belongs to decides when it moves. ``storages`` and ``payload`` are how many of the
+    program's storages, and how many bytes of them, move with it.
     """
+
+    offset = 0
+    """Where its bytes begin in the memory that :meth:`read` gives."""
 
     __slots__ = (
         "__weakref__",
+        "awaited_by",
         "batch",
         "counted",
         "device",
-        "given",
         "host",
-        "maker",
         "nbytes",
+        "origin",
         "original",
+        "payload",
         "ready",
         "reload_done",
         "set",
+        "storages",
         "stream",
         "tensors",
         "unread",
@@ -61,16 +68,18 @@ class SavedStorage:
         self.device: torch.Tensor | None = tensor.detach()
         self.nbytes = storage.nbytes()
         self.version = version
-        self.maker = maker_of(tensor)
-        self.given = owner.first_node is not None and was_there(tensor, owner.first_node)
+        self.origin = origin_of(tensor, owner.first_node)
         self.host: HostBuffer | None = None
         self.batch: CopyBatch | None = None
         # While the weak reference lives, no other storage can have the same address.
         self.original = StorageWeakRef(storage)
         self.reload_done: Any = None
+        self.awaited_by: Stream | None = None
         self.stream: Any = None
         self.unread = False
         self.tensors = 0
+        self.storages = 1
+        self.payload = self.nbytes
         self.counted = False
         self.wasted = False
         self.ready = owner.transfers.backend.compute_stream().record_event()
@@ -82,13 +91,15 @@ class SavedStorage:
         transfers = self.set.transfers
         self.host = transfers.take_host(self.nbytes)
         if self.host is None:
-            transfers.counters.skipped[NO_HOST_MEMORY] += 1
+            transfers.counters.skipped[NO_HOST_MEMORY] += self.storages
             return
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
-        self.set.copies.offloaded_bytes += self.nbytes
+        transfers.counters.offloaded_storages += self.storages
+        transfers.counters.offloaded_bytes += self.payload
+        self.set.copies.offloaded_bytes += self.payload
         self.wasted = False
 
     def release(self) -> None:
@@ -106,9 +117,9 @@ class SavedStorage:
         """Queue the copy back into ``landing``, memory of ``compute_stream`` that the h2d stream has waited for."""
         if self.host is None:
             return
-        if not self.original.expired():
-            self._waste(surprising=not self.given)
+        self._look_for_waste()
         self.set.transfers.to_device(landing, self.host, self.set.layer)
+        self.set.transfers.counters.reloaded_bytes += self.payload
         self.device = landing
         self.stream = compute_stream
         self.count()
@@ -116,6 +127,7 @@ class SavedStorage:
     def end_reload(self, done: Any) -> None:
         """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer."""
         self.reload_done = done
+        self.awaited_by = None
         self.unread = True
         if self.host is not None:
             self.set.transfers.pool.give(self.host, done)
@@ -139,12 +151,19 @@ class SavedStorage:
         if self.device is None:
             self.set.reload_late()
         if self.reload_done is not None:
-            transfers = self.set.transfers
-            trace.point("wait", self.set.layer)
-            transfers.wait_for_copies(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
-            self.unread = False
-            self.set.mark_read()
+            self._await_reload()
         return cast("torch.Tensor", self.device).untyped_storage()
+
+    def _await_reload(self) -> None:
+        transfers = self.set.transfers
+        stream = transfers.backend.compute_stream()
+        if stream == self.awaited_by:
+            return
+        trace.point("wait", self.set.layer)
+        transfers.wait_for_copies(stream, self.reload_done, Wait.RELOADED)
+        self.awaited_by = stream
+        self.unread = False
+        self.set.mark_read()
 
     def count(self) -> None:
         """Add the device memory to the resident bytes of offloaded layers."""
@@ -152,11 +171,21 @@ class SavedStorage:
             self.set.transfers.counters.hold(self.nbytes)
             self.counted = True
 
+    def version_counter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory that shares the version counter of ``tensor``, which looks into this storage."""
+        return version_counter(tensor)
+
+    def _look_for_waste(self) -> None:
+        if not self.original.expired():
+            self._waste(surprising=not self.origin.given)
+
     def _waste(self, *, surprising: bool) -> None:
-        if self.wasted:
-            return
-        self.wasted = True
-        self.set.transfers.counters.waste(self.nbytes, self.set.copies, self.maker, surprising=surprising)
+        if not self.wasted:
+            self.wasted = True
+            self._count_waste(self.origin, self.nbytes, surprising=surprising)
+
+    def _count_waste(self, origin: Origin, nbytes: int, *, surprising: bool) -> None:
+        self.set.transfers.counters.waste(nbytes, self.set.copies, origin.maker, surprising=surprising)
 
     def _uncount(self) -> None:
         if self.counted:
@@ -184,46 +213,17 @@ class SavedStorage:
             self._discard()
 
 
-class Geometry(NamedTuple):
-    """How a tensor looks into its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    conj: bool
-    neg: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tensor.size(),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same view over ``storage``."""
-        view = nothing(self.dtype, storage.device).new_empty(0)
-        view.set_(storage, self.offset, self.size, self.stride)
-        if self.conj:
-            view = view.conj()
-        return torch._neg_view(view) if self.neg else view
-
-
 class Handle:
     """What the autograd graph holds instead of a tensor."""
 
     __slots__ = ("alive", "layer", "version", "versions")
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
-        self.alive = owner.alive
-        self.layer = owner.layer
-        self.version = tensor._version
-        self.versions = _version_counter(tensor)
+    alive: object | None
+    layer: int
+    version: int
+    """The tensor's when it was saved."""
+    versions: torch.Tensor
+    """What tells the tensor's version now."""
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on the device and ready for the current stream."""
@@ -263,18 +263,33 @@ class KeptHandle(Handle):
 
 
 class MovedHandle(Handle):
-    """A saved tensor whose storage travels."""
+    """A saved tensor whose storage travels, and how the tensor looks into it."""
 
-    __slots__ = ("geometry", "storage")
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "storage", "stride")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, owner: ActivationSet) -> None:
-        super().__init__(tensor, owner)
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | PackedStorage, owner: ActivationSet) -> None:
+        self.alive = owner.alive
+        self.layer = owner.layer
+        self.version = tensor._version
+        self.versions = storage.version_counter(tensor)
         self.storage = storage
-        self.geometry = Geometry.of(tensor)
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
 
     def unpack(self) -> torch.Tensor:
-        self.check_version(self.geometry.dtype, self.geometry.size)
-        return self.geometry.over(self.storage.read())
+        if self.versions._version != self.version:
+            self.check_version(self.dtype, self.size)
+        storage = self.storage
+        memory = storage.read()
+        view = nothing(self.dtype, memory.device).new_empty(0)
+        view.set_(memory, self.offset + storage.offset // self.dtype.itemsize, self.size, self.stride)
+        if self.conj:
+            view = view.conj()
+        return torch._neg_view(view) if self.neg else view
 
 
 def unpack(handle: Handle) -> torch.Tensor:
@@ -282,7 +297,7 @@ def unpack(handle: Handle) -> torch.Tensor:
     return handle.unpack()
 
 
-def _version_counter(tensor: torch.Tensor) -> torch.Tensor:
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of ``tensor`` and all its views."""
     counter = tensor.detach()
     counter.data = nothing(tensor.dtype, tensor.device)

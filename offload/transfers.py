@@ -71,8 +71,6 @@ class Transfers:
         """Queue the copy of the storage of ``device`` into ``host`` on the d2h stream."""
         with trace.mark("d2h", layer):
             self.backend.to_host(self.d2h_stream, host, device)
-        self.counters.offloaded_bytes += host.nbytes
-        self.counters.offloaded_storages += 1
         self._batch.empty = False
         return self._batch
 
@@ -94,4 +92,3 @@ class Transfers:
         self.pool.read(host)
         with trace.mark("h2d", layer):
             self.backend.to_device(self.h2d_stream, device, host)
-        self.counters.reloaded_bytes += host.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -22,19 +22,25 @@ _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
 """How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
-def maker_of(tensor: torch.Tensor) -> type | None:
-    """The type of the autograd node whose operation made the tensor's memory; ``None`` if there is none.
+class Origin(NamedTuple):
+    """Where a saved tensor's memory comes from, as far as autograd tells."""
 
-    It costs little, and holds no node, which would hold the tensor in turn.
-    """
+    maker: type | None
+    """The type of the autograd node whose operation made it, if any; the node itself would hold the tensor."""
+    given: bool
+    """Whether it was there before the round began."""
+
+
+def origin_of(tensor: torch.Tensor, first_node: int | None) -> Origin:
+    """Where the memory of ``tensor`` comes from; ``first_node`` is the first node of its round, if known."""
     base = tensor._base
-    if base is None:
-        base = tensor
-    node: Any = base.grad_fn
+    node: Any = tensor.grad_fn if base is None else base.grad_fn
     if node is None:
-        return None
+        return Origin(None, first_node is not None)
     maker = type(node)
-    return type(node.next_functions[0][0]) if maker is _Reshaped else maker
+    if maker is _Reshaped:
+        maker = type(node.next_functions[0][0])
+    return Origin(maker, first_node is not None and node._sequence_nr() < first_node)
 
 
 def operation_name(maker: type | None) -> str:
@@ -42,12 +48,6 @@ def operation_name(maker: type | None) -> str:
     if maker is None:
         return "leaf"
     return maker.__name__.rstrip("0123456789").removesuffix("Backward")
-
-
-def was_there(tensor: torch.Tensor, first_node: int) -> bool:
-    """Whether the tensor's memory was made before the node of that number, as far as autograd tells."""
-    node: Any = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
-    return node is None or node._sequence_nr() < first_node
 
 
 def next_node() -> int:

@@ -90,12 +90,12 @@ def innermost(tensor):
 
 
 def saved_by(layer, x):
-    """What autograd saves in a layer's forward, but for its parameters."""
+    """What autograd saves in a layer's forward, but for its parameters and ``x``, which is a leaf."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
         layer(x)
-    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in layer.parameters()}
-    return [tensor for tensor in saved if innermost(tensor)[0].untyped_storage().data_ptr() not in parameters]
+    leaves = {local(leaf).untyped_storage().data_ptr() for leaf in (x, *layer.parameters())}
+    return [tensor for tensor in saved if innermost(tensor)[0].untyped_storage().data_ptr() not in leaves]
 
 
 def compare(name, mesh):

@@ -598,7 +598,8 @@ def float8_bytes(cast_first: bool, device: torch.device) -> int:
 
     offloaded = offloading(1, 3, device)
     assert_same(step(NOTHING), step(offloaded))
-    assert set(offloaded.stats.skipped) == {"parameter"}
+    # Whether the first layer's input is saved, which is a leaf, depends on the device's RMSNorm.
+    assert set(offloaded.stats.skipped) - {"leaf"} == {"parameter"}
     return offloaded.stats.offloaded_bytes
 
 
@@ -728,6 +729,7 @@ def test_gradients_of_dtensors(mesh: Any) -> None:
         loss_of(y).backward()
 
     expected = [tensor.clone() for tensor in local_gradients([x, *layers.parameters()], step)]
+    gc.collect()  # what tests before this one have left in cycles
     with offload.offload_layers(blocks, num_layers=1, min_bytes=0, device=mesh.device_type) as handle:
         assert_same(expected, local_gradients([x, *layers.parameters()], step))
     assert handle.stats().skipped == {"leaf": 1, "parameter": 1}  # the input, the weight

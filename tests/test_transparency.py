@@ -31,6 +31,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from offload import offload_layers
 
+pytestmark = pytest.mark.parametrize("packed", [False, True], indirect=True, ids=["alone", "packed"])
+
 LAYERS = 5
 
 
@@ -413,8 +415,9 @@ def test_compiled_layers(device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
-def test_hooks_are_not_compiled(device: torch.device) -> None:
+def test_hooks_are_not_compiled(device: torch.device, lab: Lab) -> None:
     """The compiler leaves PyTorch's own modules to the interpreter, and looks at all that is called from there."""
+    lab.slow()  # else it finds the delays of the tests
     compiled: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -427,11 +430,12 @@ def test_hooks_are_not_compiled(device: torch.device) -> None:
     for layer in layers:
         layer.compile(backend=count, dynamic=False)
     expected = step_gradients(layers, x)
-    graphs = len(compiled)
     with offload_layers(layers, 1, min_bytes=0) as handle:
         assert_same(expected, step_gradients(layers, x))
     assert handle.stats().reloaded_bytes > 0
-    assert len(compiled) == graphs
+    # With hooks on it, some releases of PyTorch compile the layer once more; its own operations must be all.
+    called = {node.target for graph in compiled for node in graph.graph.nodes if node.op == "call_function"}
+    assert called <= {torch._C._nn.linear, torch._C._nn.gelu}
 
 
 def test_compiled_layers_with_hooks(device: torch.device) -> None:

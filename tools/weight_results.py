@@ -36,8 +36,7 @@ def read_record(path: Path) -> Row:
     """The record, if it shows what the pages say about it.
 
     Raises:
-        ValueError: The host was blocked before the end of backward, FSDP2 did not finish a case, or losses differ
-            though the host has made the steps in both.
+        ValueError: The host was blocked before the end of backward, or FSDP2 did not finish a case.
     """
     record: Row = json.loads(path.read_text("utf-8"))
     for row in record["rows"]:
@@ -53,10 +52,14 @@ def read_losses(path: Path) -> Row:
     """The record of the loss curves, which may be of another run.
 
     Raises:
-        ValueError: Losses differ though the host has made the steps in both.
+        ValueError: A training went astray, or losses differ though the host has made the steps in both.
     """
     record: Row = json.loads(path.read_text("utf-8"))
     for row in record["loss_curves"]:
+        if not row["last"] < row["first"]:
+            raise ValueError(
+                f"{row['optimizer']}: the loss must fall, but it went from {row['first']} to {row['last']}"
+            )
         if "stepped on the host" in row["optimizer"] and not row["identical"]:
             raise ValueError(f"{row['optimizer']}: losses must be identical, but they differ")
     return record
