@@ -1,7 +1,6 @@
 """Weight streaming: a decoder that does not fit, against the limits of the device and of the link.
 
     python -m benchmarks.weight_streaming --out results/weight_streaming.json
-    python -m benchmarks.weight_streaming --losses-only --out results/weight_losses.json
 
 First the step with all weights on the device, which gives the compute time of each phase. Then the device's memory is
 limited to less than half of the weights, and the same step runs streamed, for a number of tokens where compute
@@ -487,15 +486,9 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.45, help="device memory, as a fraction of the weights")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--no-fsdp", action="store_true")
-    parser.add_argument("--losses-only", action="store_true", help="compare losses, and measure no times")
     arguments = parser.parse_args()
     device = resolve_device(None)
     size = SMALL if arguments.small else LARGE
-    if arguments.losses_only:
-        curves = loss_curves(size, device, 20)
-        print(_losses_shown(curves))
-        write(arguments.out, {**environment(device), "loss_curves": curves})
-        return
     link = offload.measure_link(device)
     print(link)
 

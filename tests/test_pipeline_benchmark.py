@@ -48,8 +48,8 @@ def test_all_ways_on_all_ranks_give_the_same_gradients(record_path):
 def test_the_first_ranks_peak_shrinks(record_path):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
     halves = [row for row in rows if row["rank"] == 0 and row["offload"] == pipeline.HALF]
-    # A part is as large as a tensor here, so that the half is missed by some of them.
-    assert [row["peak_saved"] > 0.4 for row in halves] == [True, True]
+    # All that a part saves fits into one pack here, which is there beside it for a moment.
+    assert [row["peak_saved"] > 0.3 for row in halves] == [True, True]
 
 
 def test_steady_state_is_recorded_on_the_first_rank(record_path):

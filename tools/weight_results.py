@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "weight_streaming.json"
-LOSSES = ROOT / "results" / "weight_losses.json"
 PICTURE = Path("docs/_static/results/weight_streaming.svg")
 
 GB = 1e9
@@ -36,7 +35,8 @@ def read_record(path: Path) -> Row:
     """The record, if it shows what the pages say about it.
 
     Raises:
-        ValueError: The host was blocked before the end of backward, or FSDP2 did not finish a case.
+        ValueError: The host was blocked before the end of backward, FSDP2 did not finish a case, a training went
+            astray, or losses differ though the host has made the steps in both.
     """
     record: Row = json.loads(path.read_text("utf-8"))
     for row in record["rows"]:
@@ -45,23 +45,12 @@ def read_record(path: Path) -> Row:
             raise ValueError(f"{row['case']}: nothing must block host or device, but there were {blocking}")
         if row["fsdp_s"] is None:
             raise ValueError(f"{row['case']}: FSDP2 must have finished, to be compared with")
-    return record
-
-
-def read_losses(path: Path) -> Row:
-    """The record of the loss curves, which may be of another run.
-
-    Raises:
-        ValueError: A training went astray, or losses differ though the host has made the steps in both.
-    """
-    record: Row = json.loads(path.read_text("utf-8"))
     for row in record["loss_curves"]:
-        if not row["last"] < row["first"]:
-            raise ValueError(
-                f"{row['optimizer']}: the loss must fall, but it went from {row['first']} to {row['last']}"
-            )
-        if "stepped on the host" in row["optimizer"] and not row["identical"]:
-            raise ValueError(f"{row['optimizer']}: losses must be identical, but they differ")
+        name, first, last = row["optimizer"], row["first"], row["last"]
+        if not last < first:
+            raise ValueError(f"{name}: the loss must fall, but it went from {first} to {last}")
+        if "stepped on the host" in name and not row["identical"]:
+            raise ValueError(f"{name}: losses must be identical, but they differ")
     return record
 
 
@@ -208,7 +197,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "weight_streaming"): lambda _: weight_streaming_table(read_record(RECORD)),
     ("table", "weight_memory"): lambda _: weight_memory_table(read_record(RECORD)),
     ("table", "weight_seconds"): lambda _: weight_seconds_table(read_record(RECORD)),
-    ("table", "weight_losses"): lambda _: weight_losses_table(read_losses(LOSSES)),
+    ("table", "weight_losses"): lambda _: weight_losses_table(read_record(RECORD)),
     ("picture", "weight_streaming"): lambda page: weight_streaming_picture(read_record(RECORD), page),
 }
 """A block's kind and name → its text, for a page at this path."""
