@@ -9,15 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 import offload
 from offload.backend import get_backend
 from offload.link import Link
 
 LAYERS = 3
-OPERATIONS = 200
-"""Of each layer; every one saves a tensor."""
+OPERATIONS = 400
+"""Of the layer that has any; every one saves a tensor."""
 ELEMENTS = 256
 
 SIZES = tuple(1 << power for power in range(16, 27))
@@ -27,70 +26,77 @@ RUN_BYTES = 1 << 30
 FEWEST, MOST = 8, 256
 
 
-class ManyOperations(nn.Module):
-    """Operations so small that the host's work for them is all there is."""
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Step = Callable[[list[Layer], torch.Tensor], torch.Tensor]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: any shape; the result has the same."""
-        for _ in range(OPERATIONS):
-            x = torch.sin(x)
-        return x
+
+def many_operations(x: torch.Tensor) -> torch.Tensor:
+    """Operations so small that the host's work for them is all there is. Any shape; the result has the same."""
+    for _ in range(OPERATIONS):
+        x = torch.sin(x)
+    return x
 
 
 def host_cost(device: torch.device, *, repeats: int = 15) -> dict[str, Any]:
-    """Host seconds per saved tensor that travels and per one that stays, pack, unpack and all else included.
+    """Host seconds per saved tensor, pack, unpack and all else included, by where it is and whether it travels.
 
-    Three steps take turns: without a context, with one that moves nothing, and with one that moves what the first
-    layer saves. A step's time is the host's, until backward has returned. The differences are divided by the number of
-    tensors; the median of the repeats counts.
+    One of three layers has operations that save tensors. Its steps take turns: without anything, under hooks that do
+    nothing, which is the least that PyTorch asks for, and in contexts. A step's time is the host's, until backward has
+    returned; what it takes longer than without anything is divided by the number of tensors. The median of the repeats
+    counts.
     """
     x = torch.randn(ELEMENTS, device=device, requires_grad=True)
-    layers = [ManyOperations() for _ in range(LAYERS)]
-    stays = offload.get_cpu_offload_context(True, 1, LAYERS, min_bytes=1 << 40, device=device)
-    travels = offload.get_cpu_offload_context(True, 1, LAYERS, min_bytes=1, device=device)
+    layers: dict[str, tuple[int, Step]] = {
+        "operation": (0, _plain),
+        "hooks": (0, _hooked),
+        "stays": (0, _offloaded(device, 1 << 40)),
+        "stays_later": (LAYERS - 1, _offloaded(device, 1)),
+        "travels": (0, _offloaded(device, 1)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in layers}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a whole round")  # some contexts are to move nothing
+        for repeat in range(repeats + 2):
+            plain_s = 0.0
+            for name, (place, step) in layers.items():
+                model = [many_operations if number == place else torch.neg for number in range(LAYERS)]
+                step(model, x).backward()  # what ran before leaves the processor's caches cold
+                _wait(device)
+                begin = time.perf_counter()
+                step(model, x).backward()
+                step_s = time.perf_counter() - begin
+                if repeat >= 2:
+                    found[name].append((step_s - plain_s) / OPERATIONS)
+                if step is _plain:
+                    plain_s = step_s
+    _wait(device)
+    medians = {f"{name}_s": statistics.median(costs) for name, costs in found.items()}
+    spreads = {f"{name}_spread_s": max(costs) - min(costs) for name, costs in found.items()}
+    return {**medians, **spreads, "repeats": repeats}
 
-    def plain() -> torch.Tensor:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        return y
 
-    def within(context: offload.OffloadContext, sync: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        y = x
+def _plain(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x.sum()
+
+
+def _hooked(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return _plain(layers, x)
+
+
+def _offloaded(device: torch.device, min_bytes: int) -> Step:
+    context, sync = offload.get_cpu_offload_context(True, 1, LAYERS, min_bytes=min_bytes, device=device)
+
+    def step(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             with context:
-                y = layer(y)
-            y = sync(y)
-        return y
+                x = layer(x)
+            x = sync(x)
+        return x.sum()
 
-    def host_s(forward: Callable[[], torch.Tensor]) -> float:
-        _wait(device)
-        begin = time.perf_counter()
-        forward().sum().backward()
-        return time.perf_counter() - begin
-
-    saved = LAYERS * OPERATIONS
-    per_operation, per_kept, per_moved = [], [], []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a whole round")  # one context is to move nothing
-        for repeat in range(repeats + 2):
-            before = travels[0].stats().offloaded_tensors
-            plain_s, kept_s, moved_s = host_s(plain), host_s(lambda: within(*stays)), host_s(lambda: within(*travels))
-            moved = travels[0].stats().offloaded_tensors - before
-            if repeat < 2:
-                continue
-            per_operation.append(plain_s / saved)
-            per_kept.append((kept_s - plain_s) / saved)
-            per_moved.append((moved_s - plain_s - (saved - moved) * per_kept[-1]) / moved)
-    _wait(device)
-    return {
-        "operation_s": statistics.median(per_operation),
-        "stays_s": statistics.median(per_kept),
-        "travels_s": statistics.median(per_moved),
-        "stays_spread_s": max(per_kept) - min(per_kept),
-        "travels_spread_s": max(per_moved) - min(per_moved),
-        "repeats": repeats,
-    }
+    return step
 
 
 class SaveThese(torch.autograd.Function):

@@ -44,6 +44,7 @@ class ActivationSet:
         self.stays = not microbatch.may_offload(layer)
         self._device = self.transfers.backend.device
         self._compute_stream = self.transfers.backend.compute_stream()
+        self._compute_stream_id = self.transfers.backend.compute_stream_id()
         self.min_bytes = microbatch.min_bytes
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
@@ -109,8 +110,9 @@ class ActivationSet:
                 self.transfers.counters.skipped[reason] += 1
             return KeptHandle(tensor, self)
         storage = self._storage_of(tensor, changes)
-        storage.tensors += 1
-        if self.state is not OffloadState.RESIDENT:
+        if self.state is OffloadState.RESIDENT:
+            storage.tensors += 1
+        else:
             self.transfers.counters.offloaded_tensors += 1
         return MovedHandle(tensor, storage, self)
 
@@ -138,8 +140,7 @@ class ActivationSet:
                 self._storages.append(weakref.ref(storage))
             else:
                 storage = PackedStorage(tensor, memory, self, version)
-                self._pack.add(storage)
-                if self._pack.full:
+                if self._pack.add(storage):
                     self._end_pack()
             self._known[key] = weakref.ref(storage)
         if self.state is OffloadState.OFFLOADING and isinstance(storage, SavedStorage):
@@ -152,7 +153,7 @@ class ActivationSet:
         return (
             self.state is OffloadState.OFFLOADING
             and memory.nbytes() < packing.SMALL_BYTES
-            and bool(self.transfers.backend.compute_stream() == self._compute_stream)
+            and self.transfers.backend.compute_stream_id() == self._compute_stream_id
         )
 
     def _end_pack(self) -> None:

@@ -79,6 +79,10 @@ class Backend(ABC):
     def compute_stream(self) -> Any:
         """The stream that the caller's operations go to."""
 
+    def compute_stream_id(self) -> object:
+        """What tells the compute stream from others, and is quick to ask for."""
+        return self.compute_stream()
+
     @abstractmethod
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between device and pinned host memory on ``stream``; both stay alive until it ran."""

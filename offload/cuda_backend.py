@@ -34,6 +34,9 @@ _FORKS = (Wait.READY, Wait.LANDING)
 class CudaBackend(AcceleratorBackend):
     """One CUDA device."""
 
+    def compute_stream_id(self) -> object:
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
     @property
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,7 @@ whatever else looks into the same memory is recognised too.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,6 +37,9 @@ class _Exclusions(dict[int, _Exclusion]):
 
 
 _excluded = _Exclusions()
+
+_Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
+"""What autocast does to a parameter."""
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> None:
@@ -86,15 +89,15 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     if _is_from_parameter(tensor):
         _remember_parameter(tensor)
         return "parameter"
-    if _is_from_leaf(tensor):
-        return "leaf"
-    return None
+    return "leaf" if _is_from_leaf(tensor) else None
 
 
 def _is_from_leaf(tensor: torch.Tensor) -> bool:
     """Whether autograd itself holds the tensor until backward, to add up its gradient."""
-    base = tensor if tensor._base is None else tensor._base
-    return base.requires_grad and base.is_leaf
+    base = tensor._base
+    if base is None:
+        base = tensor
+    return base.is_leaf and base.requires_grad
 
 
 def _remember_parameter(tensor: torch.Tensor) -> None:
@@ -105,13 +108,15 @@ def _remember_parameter(tensor: torch.Tensor) -> None:
 
 
 def _is_from_parameter(tensor: torch.Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    if base is None:
+        base = tensor
+    elif tensor.requires_grad and not base.requires_grad:
+        return isinstance(base, torch.nn.Parameter) or _is_inside_parameter(tensor)
     if type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):  # the second asks in Python
         return True
-    if tensor.requires_grad and not base.requires_grad:
-        return _is_inside_parameter(tensor)
     cast = base.grad_fn
-    if cast is None or cast.name() != "ToCopyBackward0":
+    if cast is None or type(cast) is not _Cast:
         return False
     source = cast.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), torch.nn.Parameter)

@@ -24,7 +24,7 @@ SMALL_BYTES = 1 << 22
 """Storages below this size travel together."""
 PACK_BYTES = 1 << 23
 """A pack of this size is full."""
-_JOINED_AS_THEY_ARE = frozenset(
+_JOINED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
 """Tensors of other types are joined byte by byte."""
@@ -39,7 +39,7 @@ class PackedStorage:
     __slots__ = (
         "__weakref__",
         "_counter",
-        "alias",
+        "bytes",
         "nbytes",
         "offset",
         "origin",
@@ -55,8 +55,6 @@ class PackedStorage:
     ) -> None:
         self.set = owner
         self.nbytes = memory.nbytes()
-        self.alias = _flat_alias(tensor, self.nbytes)
-        self._counter: torch.Tensor | None = self.alias
         self.version = version
         self.origin = origin_of(tensor, owner.first_node)
         # While the weak reference lives, no other storage can have the same address.
@@ -64,13 +62,19 @@ class PackedStorage:
         self.whole: WholePack | None = None
         self.offset = 0
         self.tensors = 0
+        alias = tensor.detach()
+        self._counter: torch.Tensor | None = alias
+        if tensor.nbytes != self.nbytes or not tensor.is_contiguous() or tensor.dtype not in _JOINED or tensor.is_neg():
+            alias, self._counter = flat_view(tensor), None
+        self.bytes = alias
+        """A contiguous tensor over the whole storage; of no size once the bytes are in a pack."""
 
     def read(self) -> torch.UntypedStorage:
         """The memory that holds the bytes from ``offset`` on, ready for the current stream's next operation."""
-        return self.alias.untyped_storage() if self.whole is None else self.whole.read()
+        return self.bytes.untyped_storage() if self.whole is None else self.whole.read()
 
     def version_counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What shares the version counter of ``tensor``, which looks into this storage."""
+        """See :meth:`SavedStorage.version_counter`. The first handle is made from the tensor that this is made from."""
         counter, self._counter = self._counter, None
         return version_counter(tensor) if counter is None else counter
 
@@ -78,11 +82,6 @@ class PackedStorage:
         """A layer that is not offloaded saved the same storage, and keeps it on the device."""
         if self.whole is not None:
             self.whole.keep_part(self.offset)
-
-    def move_into(self, whole: WholePack, offset: int) -> None:
-        """The bytes are in ``whole``, from ``offset`` on: let the own memory go."""
-        self.whole, self.offset = whole, offset
-        self.alias.data = nothing(torch.uint8, self.alias.device)
 
 
 class Pack:
@@ -92,14 +91,10 @@ class Pack:
         self._members: list[PackedStorage] = []
         self._nbytes = 0
 
-    def add(self, storage: PackedStorage) -> None:
-        """One storage more."""
+    def add(self, storage: PackedStorage) -> bool:
+        """One storage more; whether the pack is now large enough to move at the link's speed."""
         self._members.append(storage)
         self._nbytes += storage.nbytes
-
-    @property
-    def full(self) -> bool:
-        """Whether it is large enough to move at the link's speed."""
         return self._nbytes >= PACK_BYTES
 
     def close(self, owner: ActivationSet) -> WholePack | None:
@@ -110,10 +105,11 @@ class Pack:
         backend = owner.transfers.backend
         joined, offsets = _join(members, backend.filling)
         whole = WholePack(joined, owner)
-        freed = [member.alias.data for member in members] if backend.poison else []
+        freed = [member.bytes.data for member in members] if backend.poison else []
         for member, offset in offsets:
-            whole.add(member, offset)
-            member.move_into(whole, offset)
+            member.whole, member.offset = whole, offset
+            member.bytes.data = nothing(member.bytes.dtype, backend.device)
+        whole.hold(members)
         while freed:
             backend.discard(freed.pop())
         return whole
@@ -126,14 +122,13 @@ class WholePack(SavedStorage):
 
     def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
         super().__init__(tensor, owner, (0, 0))
-        self.storages = self.payload = 0
         self._parts: dict[int, tuple[StorageWeakRef, Origin, int]] = {}
 
-    def add(self, storage: PackedStorage, offset: int) -> None:
-        """This storage's bytes begin at ``offset``."""
-        self._parts[offset] = (storage.original, storage.origin, storage.nbytes)
-        self.storages += 1
-        self.payload += storage.nbytes
+    def hold(self, parts: list[PackedStorage]) -> None:
+        """These are in it."""
+        self._parts = {part.offset: (part.original, part.origin, part.nbytes) for part in parts}
+        self.storages = len(parts)
+        self.payload = sum(part.nbytes for part in parts)
 
     def keep_part(self, offset: int) -> None:
         """A layer that is not offloaded saved the same storage as the part at ``offset``, and keeps it."""
@@ -151,10 +146,10 @@ class WholePack(SavedStorage):
 def _join(members: list[PackedStorage], filling: torch.Tensor) -> tuple[torch.Tensor, list[tuple[PackedStorage, int]]]:
     """One flat tensor of all bytes, in which each member begins at a multiple of :data:`ALIGNMENT`, and where."""
     if len(members) == 1:
-        return members[0].alias.view(-1).view(torch.uint8), [(members[0], 0)]
+        return flat_view(members[0].bytes), [(members[0], 0)]
     groups: defaultdict[torch.dtype, list[PackedStorage]] = defaultdict(list)
     for member in members:
-        groups[member.alias.dtype].append(member)
+        groups[member.bytes.dtype].append(member)
     offsets = []
     end = 0
     flats = []
@@ -162,19 +157,10 @@ def _join(members: list[PackedStorage], filling: torch.Tensor) -> tuple[torch.Te
         pieces = []
         for member in group:
             offsets.append((member, end))
-            pieces.append(member.alias)
+            pieces.append(member.bytes)
             end += member.nbytes
             if gap := -end % ALIGNMENT:
                 pieces.append(filling[:gap].view(dtype))
                 end += gap
         flats.append(torch._C._nn.flatten_dense_tensors(pieces).view(torch.uint8))
     return torch.cat(flats) if len(flats) > 1 else flats[0], offsets
-
-
-def _flat_alias(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """All bytes of the tensor's storage in a row, and the tensor's version counter."""
-    alias = tensor.detach()
-    whole = tensor.is_contiguous() and tensor.nbytes == nbytes and tensor.dtype in _JOINED_AS_THEY_ARE
-    if not whole or tensor.is_neg():
-        alias.data = flat_view(alias)
-    return alias

@@ -12,7 +12,7 @@ tensor's geometry, and gives it back over whatever device memory holds the bytes
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -74,7 +74,7 @@ class SavedStorage:
         # While the weak reference lives, no other storage can have the same address.
         self.original = StorageWeakRef(storage)
         self.reload_done: Any = None
-        self.awaited_by: Stream | None = None
+        self.awaited_by: object = None
         self.stream: Any = None
         self.unread = False
         self.tensors = 0
@@ -152,15 +152,15 @@ class SavedStorage:
             self.set.reload_late()
         if self.reload_done is not None:
             self._await_reload()
-        return cast("torch.Tensor", self.device).untyped_storage()
+        return self.device.untyped_storage()  # type: ignore[union-attr]  # reload_late has set it
 
     def _await_reload(self) -> None:
         transfers = self.set.transfers
-        stream = transfers.backend.compute_stream()
+        stream = transfers.backend.compute_stream_id()
         if stream == self.awaited_by:
             return
         trace.point("wait", self.set.layer)
-        transfers.wait_for_copies(stream, self.reload_done, Wait.RELOADED)
+        transfers.wait_for_copies(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
         self.awaited_by = stream
         self.unread = False
         self.set.mark_read()
@@ -172,7 +172,7 @@ class SavedStorage:
             self.counted = True
 
     def version_counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without memory that shares the version counter of ``tensor``, which looks into this storage."""
+        """An otherwise unused tensor with the dtype and the version counter of ``tensor``, a view of this storage."""
         return version_counter(tensor)
 
     def _look_for_waste(self) -> None:
@@ -284,9 +284,8 @@ class MovedHandle(Handle):
         if self.versions._version != self.version:
             self.check_version(self.dtype, self.size)
         storage = self.storage
-        memory = storage.read()
-        view = nothing(self.dtype, memory.device).new_empty(0)
-        view.set_(memory, self.offset + storage.offset // self.dtype.itemsize, self.size, self.stride)
+        view = self.versions.new_empty(0)
+        view.set_(storage.read(), self.offset + storage.offset // self.dtype.itemsize, self.size, self.stride)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view

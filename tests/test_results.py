@@ -205,7 +205,13 @@ SUITE = {
         {"claim": "two", "measured": "1.20", "holds": False},
         {"claim": "three", "measured": "not measured", "holds": None},
     ],
-    "host_cost": {"operation_s": 10e-6, "stays_s": 2.04e-6, "travels_s": 20e-6},
+    "host_cost": {
+        "operation_s": 10e-6,
+        "hooks_s": 1e-6,
+        "stays_s": 2.04e-6,
+        "stays_later_s": 0.0,
+        "travels_s": 20e-6,
+    },
     "small_copies": [
         {
             "size_bytes": 1 << 16,
@@ -243,7 +249,9 @@ def test_what_it_was_measured_on_is_said():
 
 
 def test_what_a_tensor_costs_is_shown():
-    assert [cells[1] for cells in cells_of(suite_results.host_cost_table(SUITE))[2:]] == ["10.0", "2.0", "20.0"]
+    assert [cells[1] for cells in cells_of(suite_results.host_cost_table(SUITE))[2:]] == [
+        *("10.0", "1.0", "0.0", "2.0", "20.0")
+    ]
     assert cells_of(suite_results.small_copies_table(SUITE))[2:] == [["64 KiB", "5.0", "10%", "5.1", "10%"]]
 
 

@@ -143,8 +143,10 @@ def host_cost_table(record: Row) -> str:
         return ""
     what = {
         "operation": "an elementwise operation, forward and backward",
-        "stays": "the library, for a tensor that stays",
-        "travels": "the library, for a tensor that travels",
+        "hooks": "PyTorch's hooks for saved tensors, doing nothing",
+        "stays_later": "the library, for a tensor in a layer after the first that stays",
+        "stays": "the library, for a tensor that stays in a layer that is offloaded, and the hooks",
+        "travels": "the library, for a tensor that travels, and the hooks",
     }
     cost = record["host_cost"]
     return (
