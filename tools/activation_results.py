@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = (ROOT / "results/suite.json", ROOT / "results/activations.json")
-"""The first that has a workload counts."""
+RECORD = ROOT / "results" / "suite.json"
 PICTURE = Path("docs/_static/results/tradeoff.svg")
 
 GIB = 1 << 30
@@ -32,17 +31,10 @@ FREE = 1.02
 Row = dict[str, Any]
 
 
-def read_record(workload: str = "decoder") -> Row:
-    """The record of a workload.
-
-    Raises:
-        ValueError: There is none.
-    """
-    for path in RECORDS:
-        record: Row = json.loads(path.read_text("utf-8")) if path.exists() else {"rows": []}
-        if any(row["workload"] == workload for row in record["rows"]):
-            return record
-    raise ValueError(f"one of {[path.name for path in RECORDS]} must have the workload {workload!r}")
+def read_record() -> Row:
+    """The record of the benchmark suite."""
+    record: Row = json.loads(RECORD.read_text("utf-8"))
+    return record
 
 
 def rows_of(record: Row, workload: str) -> list[Row]:
@@ -179,7 +171,7 @@ def _change(ratio: float) -> str:
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "activations"): lambda _: activations_table(read_record()),
-    ("table", "norm_mlp"): lambda _: norm_mlp_table(read_record("LayerNorm-MLP")),
+    ("table", "norm_mlp"): lambda _: norm_mlp_table(read_record()),
     ("table", "link"): lambda _: link_table(read_record()),
     ("picture", "tradeoff"): lambda page: tradeoff_picture(read_record(), page),
 }

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from page_tables import markdown_table
 
+from offload.context import DEFAULT_MIN_BYTES
+from offload.packing import SMALL_BYTES
 from offload.plot import COLORS, INK, new_figure, style_axes
 from offload.units import format_bytes
 
@@ -173,18 +175,20 @@ def small_copies_table(record: Row) -> str:
 
 
 def _small_share(record: Row) -> str:
-    """What it costs the reference decoder that small copies are slow: one tensor of each layer is below 4 MiB."""
-    layer_bytes = [row["copied_bytes"] / row["k"] for row in _points(record, "decoder") if row["family"] == "offload"]
-    mib = next((row for row in record["small_copies"] if row["size_bytes"] == 1 << 20), None)
-    if not layer_bytes or mib is None:
+    """How near to large copies small ones come, and what keeps the smallest away from the link."""
+    rows = record["small_copies"]
+    large, smallest = rows[-1], rows[0]
+    packed = [row for row in rows if DEFAULT_MIN_BYTES <= row["size_bytes"] < SMALL_BYTES]
+    if not packed:
         return ""
-    d2h = record["link"]["d2h_bytes_per_s"]
-    late_s = (1 << 20) * (1 / mib["out_bytes_per_s"] - 1 / d2h)
+    shares = [min(row[way] / large[way] for row in packed) for way in ("out_bytes_per_s", "back_bytes_per_s")]
+    host_s = smallest["size_bytes"] / smallest["out_bytes_per_s"]
+    sizes = (SMALL_BYTES, DEFAULT_MIN_BYTES, large["size_bytes"], smallest["size_bytes"])
+    below, least, most, tiny = (format_bytes(nbytes).replace(".00", "") for nbytes in sizes)
     return (
-        f"\nPacking several into one copy would gain little: of the {format_bytes(layer_bytes[0])} that a layer of the "
-        "decoder saves, one tensor is smaller than 4 MiB, attention's 1 MiB of row sums. It travels "
-        f"{late_s * 1e6:.0f} µs longer than the link needs: {late_s * d2h / layer_bytes[0]:.2%} of the layer's time "
-        "on the link.\n"
+        f"\nBelow {below} they travel in packs: from {least} on, which is what `min_bytes` lets through by default, at "
+        f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: it needs "
+        f"{host_s * 1e6:.0f} µs for each one of {tiny}, in which the layer also allocates it.\n"
     )
 
 
