@@ -7,7 +7,9 @@ one piece of device memory, which then moves as any other storage does. Their ow
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.backend import ALIGNMENT, flat_view
 from offload.saved import SavedStorage, nothing, version_counter
-from offload.waste import Origin, origin_of
+from offload.waste import origin_of
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
@@ -79,37 +81,40 @@ class PackedStorage:
         return version_counter(tensor) if counter is None else counter
 
     def keep(self) -> None:
-        """A layer that is not offloaded saved the same storage, and keeps it on the device."""
-        if self.whole is not None:
-            self.whole.keep_part(self.offset)
+        """A layer that is not offloaded saved the same storage, and keeps it on the device: that is no surprise."""
+        maker, _ = self.origin
+        self.origin = maker, True
 
 
 class Pack:
     """Small storages of one activation set, collected until they are worth a copy."""
 
     def __init__(self) -> None:
-        self._members: list[PackedStorage] = []
+        self._groups: defaultdict[torch.dtype, list[PackedStorage]] = defaultdict(list)
         self._nbytes = 0
 
     def add(self, storage: PackedStorage) -> bool:
         """One storage more; whether the pack is now large enough to move at the link's speed."""
-        self._members.append(storage)
+        self._groups[storage.bytes.dtype].append(storage)
         self._nbytes += storage.nbytes
         return self._nbytes >= PACK_BYTES
 
     def close(self, owner: ActivationSet) -> WholePack | None:
         """Begin a new pack. What was collected is one storage of ``owner`` now; ``None`` if it was nothing."""
-        members, self._members, self._nbytes = self._members, [], 0
-        if not members:
+        if not self._groups:
             return None
+        groups = list(self._groups.values())
+        self._groups.clear()
+        self._nbytes = 0
         backend = owner.transfers.backend
-        joined, offsets = _join(members, backend.filling)
-        whole = WholePack(joined, owner)
-        freed = [member.bytes.data for member in members] if backend.poison else []
-        for member, offset in offsets:
-            member.whole, member.offset = whole, offset
-            member.bytes.data = nothing(member.bytes.dtype, backend.device)
-        whole.hold(members)
+        joined, offsets = _join(groups, backend.filling)
+        whole = WholePack(joined, owner, groups)
+        freed = [member.bytes.data for group in groups for member in group] if backend.poison else []
+        for group in groups:
+            empty = nothing(group[0].bytes.dtype, backend.device)
+            for member in group:
+                member.whole, member.offset = whole, next(offsets)
+                member.bytes.data = empty
         while freed:
             backend.discard(freed.pop())
         return whole
@@ -118,49 +123,37 @@ class Pack:
 class WholePack(SavedStorage):
     """The storage that small ones were put together in."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_members",)
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[PackedStorage]]) -> None:
         super().__init__(tensor, owner, (0, 0))
-        self._parts: dict[int, tuple[StorageWeakRef, Origin, int]] = {}
-
-    def hold(self, parts: list[PackedStorage]) -> None:
-        """These are in it."""
-        self._parts = {part.offset: (part.original, part.origin, part.nbytes) for part in parts}
-        self.storages = len(parts)
-        self.payload = sum(part.nbytes for part in parts)
-
-    def keep_part(self, offset: int) -> None:
-        """A layer that is not offloaded saved the same storage as the part at ``offset``, and keeps it."""
-        if part := self._parts.pop(offset, None):
-            _, origin, nbytes = part
-            self._count_waste(origin, nbytes, surprising=False)
+        members = [member for group in groups for member in group]
+        self._members = [weakref.ref(member) for member in members]
+        self.storages = len(members)
+        self.payload = sum([member.nbytes for member in members])
 
     def _look_for_waste(self) -> None:
-        parts, self._parts = self._parts, {}
-        for original, origin, nbytes in parts.values():
-            if not original.expired():
-                self._count_waste(origin, nbytes, surprising=not origin.given)
+        for reference in self._members if not self.wasted else ():
+            member = reference()
+            if member is not None and not member.original.expired():
+                _, given = member.origin
+                self._count_waste(member.origin, member.nbytes, surprising=not given)
+        self.wasted = True
 
 
-def _join(members: list[PackedStorage], filling: torch.Tensor) -> tuple[torch.Tensor, list[tuple[PackedStorage, int]]]:
-    """One flat tensor of all bytes, in which each member begins at a multiple of :data:`ALIGNMENT`, and where."""
-    if len(members) == 1:
-        return flat_view(members[0].bytes), [(members[0], 0)]
-    groups: defaultdict[torch.dtype, list[PackedStorage]] = defaultdict(list)
-    for member in members:
-        groups[member.bytes.dtype].append(member)
-    offsets = []
+def _join(groups: list[list[PackedStorage]], filling: torch.Tensor) -> tuple[torch.Tensor, Iterator[int]]:
+    """One flat tensor of all bytes, and where in it each storage begins: at a multiple of :data:`ALIGNMENT`."""
+    offsets: list[int] = []
     end = 0
     flats = []
-    for dtype, group in groups.items():
+    for group in groups:
         pieces = []
         for member in group:
-            offsets.append((member, end))
+            offsets.append(end)
             pieces.append(member.bytes)
             end += member.nbytes
             if gap := -end % ALIGNMENT:
-                pieces.append(filling[:gap].view(dtype))
+                pieces.append(filling[:gap].view(member.bytes.dtype))
                 end += gap
         flats.append(torch._C._nn.flatten_dense_tensors(pieces).view(torch.uint8))
-    return torch.cat(flats) if len(flats) > 1 else flats[0], offsets
+    return torch.cat(flats) if len(flats) > 1 else flats[0], iter(offsets)

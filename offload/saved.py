@@ -12,6 +12,7 @@ tensor's geometry, and gives it back over whatever device memory holds the bytes
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +178,8 @@ class SavedStorage:
 
     def _look_for_waste(self) -> None:
         if not self.original.expired():
-            self._waste(surprising=not self.origin.given)
+            _, given = self.origin
+            self._waste(surprising=not given)
 
     def _waste(self, *, surprising: bool) -> None:
         if not self.wasted:
@@ -185,7 +187,8 @@ class SavedStorage:
             self._count_waste(self.origin, self.nbytes, surprising=surprising)
 
     def _count_waste(self, origin: Origin, nbytes: int, *, surprising: bool) -> None:
-        self.set.transfers.counters.waste(nbytes, self.set.copies, origin.maker, surprising=surprising)
+        maker, _ = origin
+        self.set.transfers.counters.waste(nbytes, self.set.copies, maker, surprising=surprising)
 
     def _uncount(self) -> None:
         if self.counted:
@@ -291,9 +294,8 @@ class MovedHandle(Handle):
         return torch._neg_view(view) if self.neg else view
 
 
-def unpack(handle: Handle) -> torch.Tensor:
-    """The unpack hook."""
-    return handle.unpack()
+unpack = operator.methodcaller("unpack")
+"""The unpack hook."""
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -22,13 +22,9 @@ _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
 """How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
-class Origin(NamedTuple):
-    """Where a saved tensor's memory comes from, as far as autograd tells."""
-
-    maker: type | None
-    """The type of the autograd node whose operation made it, if any; the node itself would hold the tensor."""
-    given: bool
-    """Whether it was there before the round began."""
+Origin = tuple[type | None, bool]
+"""Where a saved tensor's memory comes from, as far as autograd tells: the type of the node whose operation made it, if
+any, and whether it was there before the round began. The node itself would hold the tensor."""
 
 
 def origin_of(tensor: torch.Tensor, first_node: int | None) -> Origin:
@@ -36,11 +32,11 @@ def origin_of(tensor: torch.Tensor, first_node: int | None) -> Origin:
     base = tensor._base
     node: Any = tensor.grad_fn if base is None else base.grad_fn
     if node is None:
-        return Origin(None, first_node is not None)
+        return None, first_node is not None
     maker = type(node)
     if maker is _Reshaped:
         maker = type(node.next_functions[0][0])
-    return Origin(maker, first_node is not None and node._sequence_nr() < first_node)
+    return maker, first_node is not None and node._sequence_nr() < first_node
 
 
 def operation_name(maker: type | None) -> str:

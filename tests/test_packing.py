@@ -250,14 +250,14 @@ def test_an_explicit_start_copies_at_once(lab: Lab, x: torch.Tensor, copied: lis
     seen: list[list[int]] = []
 
     def layer(y: torch.Tensor) -> torch.Tensor:
-        early, late = normal(32).to(lab.device), normal(16).to(lab.device)
+        early, late = normal(32).to(lab.device), normal(256).to(lab.device)
         start_offload(early)
         seen.append(list(copied))
         return save(y, lambda _: None, late, early)
 
     offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
     assert seen == [[128]]
-    assert copied == [128, 64]
+    assert copied == [128, 1024]
 
 
 @pytest.mark.gpu

@@ -187,8 +187,8 @@ def _small_share(record: Row) -> str:
     below, least, most, tiny = (format_bytes(nbytes).replace(".00", "") for nbytes in sizes)
     return (
         f"\nBelow {below} they travel in packs: from {least} on, which is what `min_bytes` lets through by default, at "
-        f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: it needs "
-        f"{host_s * 1e6:.0f} µs for each one of {tiny}, in which the layer also allocates it.\n"
+        f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: "
+        f"it needs {host_s * 1e6:.0f} µs for each one of {tiny}, in which the layer also allocates it.\n"
     )
 
 
