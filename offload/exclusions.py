@@ -72,10 +72,10 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     ``"subclass"`` means that its inner tensors are to be asked, where it has any.
     """
     if type(tensor) is not torch.Tensor:
-        if not isinstance(tensor, torch.nn.Parameter) and not _is_from_parameter(tensor):
-            return "subclass"
-        _remember_parameter(tensor)
-        return "parameter"
+        if isinstance(tensor, torch.nn.Parameter) or _is_from_parameter(tensor):
+            _remember_parameter(tensor)
+            return "parameter"
+        return "leaf" if _is_from_leaf(tensor) else "subclass"
     if tensor.layout is not torch.strided:
         return "layout"
     storage = tensor.untyped_storage()

@@ -82,4 +82,5 @@ def test_the_count_sees_what_blocks() -> None:
         with save_on_cpu(pin_memory=True):
             run(model, x)
 
-    assert blocking(runtime_calls(step))["cudaStreamSynchronize"] >= STEPS
+    # Which of them it needs changes from one PyTorch to the next.
+    assert sum(blocking(runtime_calls(step)).values()) >= STEPS

@@ -209,8 +209,8 @@ def test_gradients_of_subclasses(depth: int, lab: Lab) -> None:
 
     offloaded = offloading(1, 3, lab.device)
     assert_same(step(NOTHING), step(offloaded))
-    assert offloaded.stats.skipped == {"parameter": 1}
-    assert offloaded.stats.offloaded_bytes == 3 * 8 * 12 * 4  # the input, and what tanh and exp return
+    assert offloaded.stats.skipped == {"leaf": 1, "parameter": 1}  # the input, the weight
+    assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4  # what tanh and exp return
 
 
 def test_profile_counts_what_travels(lab: Lab) -> None:
@@ -271,7 +271,7 @@ def test_parameters_that_are_subclasses_stay(look: str) -> None:
 
 
 def test_activations_that_are_subclasses_are_no_parameters() -> None:
-    activation = Boxed(torch.ones(4, 4, requires_grad=False)).requires_grad_()
+    activation = Boxed(torch.ones(4, 4, requires_grad=False)).requires_grad_().exp()
     for seen in (activation, activation.t(), activation.to(torch.bfloat16)):
         assert reason_to_stay(seen, torch.device("cpu"), 0) == "subclass"
 
@@ -753,6 +753,14 @@ def test_parameters_that_are_dtensors_stay(look: str, mesh: Any) -> None:
     seen = LOCAL_LOOKS[look](distributed_layers(mesh)[0].weight)
     device = seen.device
     assert reason_to_stay(seen, device, 0) == "parameter"
+
+
+def test_leaves_that_are_dtensors_stay(mesh: Any) -> None:
+    """Autograd holds them until it has added up their gradient."""
+    leaf = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
+    device = leaf.to_local().device
+    assert reason_to_stay(leaf, device, 0) == reason_to_stay(leaf.view(96), device, 0) == "leaf"
+    assert reason_to_stay(leaf.detach(), device, 0) == reason_to_stay(leaf.exp(), device, 0) == "subclass"
 
 
 def test_local_tensors_of_activations_travel(mesh: Any) -> None:
