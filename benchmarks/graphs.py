@@ -1,7 +1,6 @@
 """Offloading inside CUDA graphs: time and memory of {eager, graph} × {kept, offloaded}, on two models.
 
     python -m benchmarks.graphs --out results/graphs.json
-    python -m benchmarks.graphs --show results/graphs.json    a record as a table for the documentation
 
 The reference decoder keeps a GPU busy, so a graph changes nothing there, and offloading inside one must not either. A
 small model's step is bound by what the host does to launch it; there a graph also hides what offloading adds to that.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 import offload
 from benchmarks.instruments import timed
@@ -182,23 +179,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return said
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """The rows of a record as a table in Markdown, with what it was measured on."""
-    columns = {
-        "model": lambda row: row["workload"],
-        "layers offloaded": lambda row: row["k"],
-        "mode": lambda row: row["mode"],
-        "step, ms": lambda row: f"{row['step_s'] * 1e3:.2f}",
-        "activation peak, GiB": lambda row: f"{row['peak_bytes'] / GIB:.2f}",
-    }
-    rows = [{title: of(row) for title, of in columns.items()} for row in record["rows"]]
-    link, torch_version = record["link"], record["versions"]["torch"].partition("+")[0]
-    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
-    where = f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), torch {torch_version}"
-    aligned = ("left", "right", "left", "right", "right")
-    return f"{where}\n\n{tabulate(rows, headers='keys', tablefmt='pipe', disable_numparse=True, colalign=aligned)}"
-
-
 def main() -> None:
     """Measure, print the tables, write the record."""
     parser = argparse.ArgumentParser(description="Measure offloading inside CUDA graphs.")
@@ -216,11 +196,7 @@ def main() -> None:
         "--steps", type=int, default=5, help="steps in a row per repeat; five times as many where short"
     )
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--show", type=Path, help="print this record and measure nothing")
     arguments = parser.parse_args()
-    if arguments.show:
-        print(markdown(json.loads(arguments.show.read_text("utf-8"))))
-        return
     device = resolve_device(None)
     link = offload.measure_link(device)
     turns = {"repeats": arguments.repeats, "steps": arguments.steps}

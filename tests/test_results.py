@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 import activation_results
 import figures
+import graph_results
 import suite_results
 
 import results
@@ -278,6 +279,24 @@ def test_a_record_of_small_sizes_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(suite_results, "RECORD", path)
     with pytest.raises(ValueError, match=r"suite\.json must be of full size"):
         suite_results.BLOCKS["table", "suite_decoder"](results.ROOT / "README.md")
+
+
+def test_graphs_are_said_to_be_what_they_were_measured_to_be():
+    rows = [
+        {"workload": "decoder", "k": k, "mode": "graph", "step_s": 0.4 + k / 1000, "peak_bytes": (9 - k) * GIB}
+        for k in (0, 5)
+    ]
+    summary = {"graph_offload_to_graph": 1.0125, "graph_saved_bytes": 5 * GIB, "eager_saved_bytes": 4 * GIB}
+    said = graph_results.graphs_table(
+        {**RECORD, "rows": rows, "summary": {"decoder": summary, "launch_bound": {"graph_speedup_offloaded": 7.66}}}
+    )
+    assert cells_of(said)[2:] == [
+        ["decoder", "0", "graph", "400.00", "9.00"],
+        ["decoder", "5", "graph", "405.00", "4.00"],
+    ]
+    assert "1.012 times as long" in said
+    assert "saves 5.00 GiB; eager mode saves 4.00 GiB" in said
+    assert "7.7 times as fast" in said
 
 
 def test_every_family_looks_different():

@@ -1,0 +1,65 @@
+"""What offloading takes and saves inside CUDA graphs, for the pages: from ``results/graphs.json``.
+
+``tools/results.py`` writes it into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from page_tables import markdown_table
+
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECORD = Path(__file__).resolve().parent.parent / "results" / "graphs.json"
+
+GIB = 1 << 30
+
+Row = dict[str, Any]
+
+
+def read_record() -> Row:
+    """The record of the benchmark."""
+    record: Row = json.loads(RECORD.read_text("utf-8"))
+    return record
+
+
+def graphs_table(record: Row) -> str:
+    """Step and peak of both models, eager and as a graph, kept and offloaded, and what follows from them."""
+    shown = [
+        {
+            "model": row["workload"],
+            "layers offloaded": row["k"],
+            "mode": row["mode"],
+            "step, ms": f"{row['step_s'] * 1e3:.2f}",
+            "activation peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
+        }
+        for row in record["rows"]
+    ]
+    link, torch_version = record["link"], record["versions"]["torch"].partition("+")[0]
+    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
+    where = (
+        f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), torch {torch_version}, "
+        f"{record['date'].partition('T')[0]}"
+    )
+    decoder, launch_bound = record["summary"]["decoder"], record["summary"]["launch_bound"]
+    said = (
+        f"On the decoder, the graph with offloading takes {decoder['graph_offload_to_graph']:.3f} times as long as the "
+        f"graph without, and saves {format_bytes(decoder['graph_saved_bytes'])}; eager mode saves "
+        f"{format_bytes(decoder['eager_saved_bytes'])}. On the launch-bound model, the graph with offloading is "
+        f"{launch_bound['graph_speedup_offloaded']:.1f} times as fast as the eager step with offloading."
+    )
+    return f"{where}\n\n{markdown_table(shown, left=1)}\n\n{said}\n"
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {("table", "graphs"): lambda _: graphs_table(read_record())}
+"""A block's kind and name → its text, for a page at this path."""
+
+PICTURES: dict[Path, Callable[[], Figure]] = {}
+"""Path in the repository → what is drawn there."""
