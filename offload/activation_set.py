@@ -11,7 +11,7 @@ import torch
 from offload import packing, trace
 from offload.backend import Wait
 from offload.exclusions import reason_to_stay
-from offload.packing import Pack, PackedStorage
+from offload.packing import Pack, SmallTensor
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
@@ -49,7 +49,7 @@ class ActivationSet:
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._early: list[SavedStorage | PackedStorage] = []
+        self._early: list[SavedStorage | SmallTensor] = []
         self._pack = Pack()
         self.alive: object | None = _Alive()
         self._graph = weakref.ref(self.alive)
@@ -90,7 +90,10 @@ class ActivationSet:
             for inner in parts.inner:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
-            self._early.append(self._storage_of(tensor, changes, alone=True))
+            memory = tensor.untyped_storage()
+            self._early.append(
+                self._known_storage(tensor, memory, changes) or self._new_storage(tensor, memory, changes)
+            )
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         """The pack hook: a handle for a tensor that autograd saves.
@@ -109,12 +112,17 @@ class ActivationSet:
             if self.state is not OffloadState.RESIDENT:
                 self.transfers.counters.skipped[reason] += 1
             return KeptHandle(tensor, self)
-        storage = self._storage_of(tensor, changes)
-        if self.state is OffloadState.RESIDENT:
-            storage.tensors += 1
-        else:
+        memory = tensor.untyped_storage()
+        storage = self._known_storage(tensor, memory, changes)
+        if self.state is not OffloadState.RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        return MovedHandle(tensor, storage, self)
+        if storage is None and self._is_packed(tensor, memory):
+            small = SmallTensor(tensor, memory, self, changes)
+            self._known[memory._cdata] = weakref.ref(small)
+            if self._pack.add(small):
+                self._end_pack()
+            return small
+        return MovedHandle(tensor, storage or self._new_storage(tensor, memory, changes), self)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether no earlier layer has saved the storage of ``tensor``, as far as that is quick to say."""
@@ -122,38 +130,41 @@ class ActivationSet:
             return False
         return tensor.untyped_storage()._cdata not in self._known
 
-    def _storage_of(
-        self, tensor: torch.Tensor, changes: int = 0, *, alone: bool = False
-    ) -> SavedStorage | PackedStorage:
-        version = (tensor._version, changes)
-        memory = tensor.untyped_storage()
-        key = memory._cdata
-        reference = self._known.get(key)
-        storage = reference() if reference is not None else None
-        if storage is None or storage.version != version:
-            storage = None
-        elif storage.set is not self:
-            storage = self._taken_over(storage, tensor)
-        if storage is None:
-            if alone or not self._packs(memory):
-                storage = SavedStorage(tensor, self, version)
-                self._storages.append(weakref.ref(storage))
-            else:
-                storage = PackedStorage(tensor, memory, self, version)
-                if self._pack.add(storage):
-                    self._end_pack()
-            self._known[key] = weakref.ref(storage)
-        if self.state is OffloadState.OFFLOADING and isinstance(storage, SavedStorage):
-            storage.count()
-            storage.start_offload()
+    def _known_storage(
+        self, tensor: torch.Tensor, memory: torch.UntypedStorage, changes: int
+    ) -> SavedStorage | SmallTensor | None:
+        """What was saved over the same storage before, unchanged, if it can move with this set."""
+        reference = self._known.get(memory._cdata)
+        known = reference() if reference is not None else None
+        if known is None or known.version != tensor._version or known.changes != changes:
+            return None
+        if known.set is not self:
+            known = self._taken_over(known, tensor)
+        if isinstance(known, SavedStorage):
+            self._follow(known)
+        return known
+
+    def _new_storage(self, tensor: torch.Tensor, memory: torch.UntypedStorage, changes: int) -> SavedStorage:
+        storage = SavedStorage(tensor, self, changes)
+        self._storages.append(weakref.ref(storage))
+        self._known[memory._cdata] = weakref.ref(storage)
+        self._follow(storage)
         return storage
 
-    def _packs(self, memory: torch.UntypedStorage) -> bool:
-        """Whether a storage moves together with others: a small one, of the stream that the layer began in."""
+    def _follow(self, storage: SavedStorage) -> None:
+        """What is saved while the set is on its way goes with it at once."""
+        storage.tensors += 1
+        if self.state is OffloadState.OFFLOADING:
+            storage.count()
+            storage.start_offload()
+
+    def _is_packed(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> bool:
+        """Whether a tensor moves together with others: a small one, of the stream that the layer began in."""
         return (
             self.state is OffloadState.OFFLOADING
             and memory.nbytes() < packing.SMALL_BYTES
             and self.transfers.backend.compute_stream_id() == self._compute_stream_id
+            and not (tensor.is_complex() or tensor.is_neg())
         )
 
     def _end_pack(self) -> None:
@@ -164,12 +175,12 @@ class ActivationSet:
             whole.count()
             whole.start_offload()
 
-    def _taken_over(self, storage: SavedStorage | PackedStorage, tensor: torch.Tensor) -> SavedStorage | None:
+    def _taken_over(self, storage: SavedStorage | SmallTensor, tensor: torch.Tensor) -> SavedStorage | None:
         """What an earlier layer saved as well moves with this set from now on, which backward needs first.
 
         ``None`` if it cannot, because it is in a pack: then there will be a second copy of those few bytes.
         """
-        if isinstance(storage, PackedStorage):
+        if isinstance(storage, SmallTensor):
             if self.stays:
                 storage.keep()
             return None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from offload.activation_set import ActivationSet
-from offload.packing import PackedStorage
+from offload.packing import SmallTensor
 from offload.round import Round
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState
@@ -99,7 +99,7 @@ def unpack(packed: PackedTensor) -> torch.Tensor:
     return packed.handle.unpack()
 
 
-def _storages(handle: Handle) -> Iterator[SavedStorage | PackedStorage]:
+def _storages(handle: Handle) -> Iterator[SavedStorage | SmallTensor]:
     if isinstance(handle, MovedHandle):
         yield handle.storage
     elif isinstance(handle, SubclassHandle):

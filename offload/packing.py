@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.backend import ALIGNMENT, flat_view
-from offload.saved import SavedStorage, nothing, version_counter
+from offload.saved import Handle, SavedStorage, nothing, version_counter
 from offload.waste import origin_of
 
 if TYPE_CHECKING:
@@ -32,53 +32,62 @@ _JOINED = frozenset(
 """Tensors of other types are joined byte by byte."""
 
 
-class PackedStorage:
-    """One small storage that autograd saved, on its own until its pack is closed, then a part of the whole.
+class SmallTensor(Handle):
+    """A small saved tensor, and its storage: alone until its pack is closed, then a part of the whole.
 
-    To the handles it is what :class:`~offload.saved.SavedStorage` is.
+    It is the handle of the first tensor that was saved over the storage, and to those of others what
+    :class:`~offload.saved.SavedStorage` is.
     """
 
     __slots__ = (
         "__weakref__",
-        "_counter",
         "bytes",
+        "changes",
         "nbytes",
         "offset",
         "origin",
         "original",
         "set",
-        "tensors",
-        "version",
+        "size",
+        "start",
+        "stride",
         "whole",
     )
 
-    def __init__(
-        self, tensor: torch.Tensor, memory: torch.UntypedStorage, owner: ActivationSet, version: tuple[int, int]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, memory: torch.UntypedStorage, owner: ActivationSet, changes: int) -> None:
+        self.alive = owner.alive
+        self.layer = owner.layer
         self.set = owner
+        self.version = tensor._version
+        self.changes = changes
+        self.bytes = self.versions = tensor.detach()
+        """A contiguous tensor over the whole storage; of no size once the bytes are in a pack."""
         self.nbytes = memory.nbytes()
-        self.version = version
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.start = tensor.storage_offset()
+        if tensor.nbytes != self.nbytes or not tensor.is_contiguous() or tensor.dtype not in _JOINED:
+            self.bytes, self.versions = flat_view(tensor), version_counter(tensor)
         self.origin = origin_of(tensor, owner.first_node)
         # While the weak reference lives, no other storage can have the same address.
         self.original = StorageWeakRef(memory)
         self.whole: WholePack | None = None
         self.offset = 0
-        self.tensors = 0
-        alias = tensor.detach()
-        self._counter: torch.Tensor | None = alias
-        if tensor.nbytes != self.nbytes or not tensor.is_contiguous() or tensor.dtype not in _JOINED or tensor.is_neg():
-            alias, self._counter = flat_view(tensor), None
-        self.bytes = alias
-        """A contiguous tensor over the whole storage; of no size once the bytes are in a pack."""
+        """Where its bytes begin in the memory that :meth:`read` gives."""
+
+    def unpack(self) -> torch.Tensor:
+        versions = self.versions
+        if versions._version != self.version:
+            self.check_version(versions.dtype, self.size)
+        whole = self.whole
+        memory = self.read() if whole is None else whole.read()
+        view = versions.new_empty(0)
+        view.set_(memory, self.start + self.offset // versions.itemsize, self.size, self.stride)
+        return view
 
     def read(self) -> torch.UntypedStorage:
         """The memory that holds the bytes from ``offset`` on, ready for the current stream's next operation."""
         return self.bytes.untyped_storage() if self.whole is None else self.whole.read()
-
-    def version_counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :meth:`SavedStorage.version_counter`. The first handle is made from the tensor that this is made from."""
-        counter, self._counter = self._counter, None
-        return version_counter(tensor) if counter is None else counter
 
     def keep(self) -> None:
         """A layer that is not offloaded saved the same storage, and keeps it on the device: that is no surprise."""
@@ -90,13 +99,13 @@ class Pack:
     """Small storages of one activation set, collected until they are worth a copy."""
 
     def __init__(self) -> None:
-        self._groups: defaultdict[torch.dtype, list[PackedStorage]] = defaultdict(list)
+        self._groups: defaultdict[torch.dtype, list[SmallTensor]] = defaultdict(list)
         self._nbytes = 0
 
-    def add(self, storage: PackedStorage) -> bool:
+    def add(self, tensor: SmallTensor) -> bool:
         """One storage more; whether the pack is now large enough to move at the link's speed."""
-        self._groups[storage.bytes.dtype].append(storage)
-        self._nbytes += storage.nbytes
+        self._groups[tensor.bytes.dtype].append(tensor)
+        self._nbytes += tensor.nbytes
         return self._nbytes >= PACK_BYTES
 
     def close(self, owner: ActivationSet) -> WholePack | None:
@@ -125,8 +134,8 @@ class WholePack(SavedStorage):
 
     __slots__ = ("_members",)
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[PackedStorage]]) -> None:
-        super().__init__(tensor, owner, (0, 0))
+    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[SmallTensor]]) -> None:
+        super().__init__(tensor, owner)
         members = [member for group in groups for member in group]
         self._members = [weakref.ref(member) for member in members]
         self.storages = len(members)
@@ -141,7 +150,7 @@ class WholePack(SavedStorage):
         self.wasted = True
 
 
-def _join(groups: list[list[PackedStorage]], filling: torch.Tensor) -> tuple[torch.Tensor, Iterator[int]]:
+def _join(groups: list[list[SmallTensor]], filling: torch.Tensor) -> tuple[torch.Tensor, Iterator[int]]:
     """One flat tensor of all bytes, and where in it each storage begins: at a multiple of :data:`ALIGNMENT`."""
     offsets: list[int] = []
     end = 0

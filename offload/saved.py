@@ -26,7 +26,7 @@ from offload.waste import Origin, origin_of
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
     from offload.host_pool import HostBuffer
-    from offload.packing import PackedStorage
+    from offload.packing import SmallTensor
     from offload.transfers import CopyBatch
 
 
@@ -45,6 +45,7 @@ class SavedStorage:
         "__weakref__",
         "awaited_by",
         "batch",
+        "changes",
         "counted",
         "device",
         "host",
@@ -63,12 +64,13 @@ class SavedStorage:
         "wasted",
     )
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, version: tuple[int, int]) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, changes: int = 0) -> None:
         storage = tensor.untyped_storage()
         self.set = owner
         self.device: torch.Tensor | None = tensor.detach()
         self.nbytes = storage.nbytes()
-        self.version = version
+        self.version = tensor._version
+        self.changes = changes
         self.origin = origin_of(tensor, owner.first_node)
         self.host: HostBuffer | None = None
         self.batch: CopyBatch | None = None
@@ -151,18 +153,15 @@ class SavedStorage:
         """The memory on the device, ready for the current stream's next operation."""
         if self.device is None:
             self.set.reload_late()
-        if self.reload_done is not None:
+        if self.reload_done is not None and self.awaited_by != self.set.transfers.backend.compute_stream_id():
             self._await_reload()
         return self.device.untyped_storage()  # type: ignore[union-attr]  # reload_late has set it
 
     def _await_reload(self) -> None:
         transfers = self.set.transfers
-        stream = transfers.backend.compute_stream_id()
-        if stream == self.awaited_by:
-            return
         trace.point("wait", self.set.layer)
         transfers.wait_for_copies(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
-        self.awaited_by = stream
+        self.awaited_by = transfers.backend.compute_stream_id()
         self.unread = False
         self.set.mark_read()
 
@@ -171,10 +170,6 @@ class SavedStorage:
         if not self.counted and self.device is not None:
             self.set.transfers.counters.hold(self.nbytes)
             self.counted = True
-
-    def version_counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An otherwise unused tensor with the dtype and the version counter of ``tensor``, a view of this storage."""
-        return version_counter(tensor)
 
     def _look_for_waste(self) -> None:
         if not self.original.expired():
@@ -268,27 +263,26 @@ class KeptHandle(Handle):
 class MovedHandle(Handle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
 
-    __slots__ = ("conj", "dtype", "neg", "offset", "size", "storage", "stride")
+    __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | PackedStorage, owner: ActivationSet) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | SmallTensor, owner: ActivationSet) -> None:
         self.alive = owner.alive
         self.layer = owner.layer
         self.version = tensor._version
-        self.versions = storage.version_counter(tensor)
+        self.versions = version_counter(tensor)
         self.storage = storage
         self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
+        self.start = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
 
     def unpack(self) -> torch.Tensor:
-        if self.versions._version != self.version:
-            self.check_version(self.dtype, self.size)
-        storage = self.storage
+        self.check_version(self.dtype, self.size)
+        memory = self.storage.read()
         view = self.versions.new_empty(0)
-        view.set_(storage.read(), self.offset + storage.offset // self.dtype.itemsize, self.size, self.stride)
+        view.set_(memory, self.start + self.storage.offset // self.dtype.itemsize, self.size, self.stride)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view
