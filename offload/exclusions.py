@@ -72,10 +72,10 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     ``"subclass"`` means that its inner tensors are to be asked, where it has any.
     """
     if type(tensor) is not torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter) or _is_from_parameter(tensor):
+        if isinstance(tensor, torch.nn.Parameter):
             _remember_parameter(tensor)
             return "parameter"
-        return "leaf" if _is_from_leaf(tensor) else "subclass"
+        return _held_by_autograd(tensor) or "subclass"
     if tensor.layout is not torch.strided:
         return "layout"
     storage = tensor.untyped_storage()
@@ -84,20 +84,25 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
         return exclusion.reason
     if tensor.device != device:
         return "device"
-    if storage.nbytes() < max(min_bytes, 1):
+    if storage.nbytes() < min_bytes or not storage.nbytes():
         return "small"
-    if _is_from_parameter(tensor):
-        _remember_parameter(tensor)
-        return "parameter"
-    return "leaf" if _is_from_leaf(tensor) else None
+    return _held_by_autograd(tensor)
 
 
-def _is_from_leaf(tensor: torch.Tensor) -> bool:
-    """Whether autograd itself holds the tensor until backward, to add up its gradient."""
+def _held_by_autograd(tensor: torch.Tensor) -> str | None:
+    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
     base = tensor._base
     if base is None:
         base = tensor
-    return base.is_leaf and base.requires_grad
+    node = base.grad_fn
+    if node is not None:
+        is_parameter = type(node) is _Cast and _is_parameter_of(node.next_functions[0][0])
+    else:
+        is_parameter = isinstance(base, torch.nn.Parameter)
+    if is_parameter or (tensor.requires_grad and not base.requires_grad and _is_inside_parameter(tensor)):
+        _remember_parameter(tensor)
+        return "parameter"
+    return "leaf" if node is None and base.requires_grad else None
 
 
 def _remember_parameter(tensor: torch.Tensor) -> None:
@@ -107,19 +112,9 @@ def _remember_parameter(tensor: torch.Tensor) -> None:
             exclude(inner, "parameter")
 
 
-def _is_from_parameter(tensor: torch.Tensor) -> bool:
-    base = tensor._base
-    if base is None:
-        base = tensor
-    elif tensor.requires_grad and not base.requires_grad:
-        return isinstance(base, torch.nn.Parameter) or _is_inside_parameter(tensor)
-    if type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):  # the second asks in Python
-        return True
-    cast = base.grad_fn
-    if cast is None or type(cast) is not _Cast:
-        return False
-    source = cast.next_functions[0][0]
-    return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
+def _is_parameter_of(node: Any) -> bool:
+    """Whether a node is where the gradient of a parameter is added up."""
+    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
 
 
 def _is_inside_parameter(tensor: torch.Tensor) -> bool:
