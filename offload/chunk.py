@@ -100,7 +100,9 @@ def unpack(packed: PackedTensor) -> torch.Tensor:
 
 
 def _storages(handle: Handle) -> Iterator[SavedStorage | SmallTensor]:
-    if isinstance(handle, MovedHandle):
+    if isinstance(handle, SmallTensor):
+        yield handle
+    elif isinstance(handle, MovedHandle):
         yield handle.storage
     elif isinstance(handle, SubclassHandle):
         for inner in handle.inner:
