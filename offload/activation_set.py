@@ -91,9 +91,10 @@ class ActivationSet:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
             memory = tensor.untyped_storage()
-            self._early.append(
-                self._known_storage(tensor, memory, changes) or self._new_storage(tensor, memory, changes)
-            )
+            known = self._known_storage(tensor, memory, changes)
+            self._early.append(known or self._new_storage(tensor, memory, changes))
+            if isinstance(known, SmallTensor):
+                self._end_pack()
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         """The pack hook: a handle for a tensor that autograd saves.

@@ -2,15 +2,16 @@
 
 Each copy takes the host some microseconds, with its events, its host buffer and the memory to come back to; and a copy
 below 4 MiB is so short that the link idles between it and the next. So small storages are first put together into
-one piece of device memory, which then moves as any other storage does. Their own memory is free from then on.
+one piece of device memory, which then moves as any other storage does. Their own memory is free from then on. When
+backward reads the first of them, each gets memory of its own again: code may address a whole storage, by an offset from
+its begin.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +32,9 @@ _JOINED = frozenset(
 )
 """Tensors of other types are joined byte by byte."""
 
+_copies: Any = torch.split_with_sizes_copy
+"""PyTorch's types say that it returns nothing."""
+
 
 class SmallTensor(Handle):
     """A small saved tensor, and its storage: alone until its pack is closed, then a part of the whole.
@@ -44,7 +48,6 @@ class SmallTensor(Handle):
         "bytes",
         "changes",
         "nbytes",
-        "offset",
         "origin",
         "original",
         "set",
@@ -61,7 +64,7 @@ class SmallTensor(Handle):
         self.version = tensor._version
         self.changes = changes
         self.bytes = self.versions = tensor.detach()
-        """A contiguous tensor over the whole storage; of no size once the bytes are in a pack."""
+        """A contiguous tensor over the whole storage; of no size while the bytes are in a pack."""
         self.nbytes = memory.nbytes()
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -72,22 +75,20 @@ class SmallTensor(Handle):
         # While the weak reference lives, no other storage can have the same address.
         self.original = StorageWeakRef(memory)
         self.whole: WholePack | None = None
-        self.offset = 0
-        """Where its bytes begin in the memory that :meth:`read` gives."""
 
     def unpack(self) -> torch.Tensor:
         versions = self.versions
         if versions._version != self.version:
             self.check_version(versions.dtype, self.size)
-        whole = self.whole
-        memory = self.read() if whole is None else whole.read()
         view = versions.new_empty(0)
-        view.set_(memory, self.start + self.offset // versions.itemsize, self.size, self.stride)
+        view.set_(self.read(), self.start, self.size, self.stride)
         return view
 
     def read(self) -> torch.UntypedStorage:
-        """The memory that holds the bytes from ``offset`` on, ready for the current stream's next operation."""
-        return self.bytes.untyped_storage() if self.whole is None else self.whole.read()
+        """The memory on the device, ready for the current stream's next operation."""
+        if self.whole is not None:
+            self.whole.split()
+        return self.bytes.untyped_storage()
 
     def keep(self) -> None:
         """A layer that is not offloaded saved the same storage, and keeps it on the device: that is no surprise."""
@@ -116,13 +117,14 @@ class Pack:
         self._groups.clear()
         self._nbytes = 0
         backend = owner.transfers.backend
-        joined, offsets = _join(groups, backend.filling)
-        whole = WholePack(joined, owner, groups)
+        with torch._C._DisableAutocast():  # on the CPU it has a say in what is joined
+            joined, sizes = _join(groups, backend.filling)
+        whole = WholePack(joined, owner, groups, sizes)
         freed = [member.bytes.data for group in groups for member in group] if backend.poison else []
         for group in groups:
             empty = nothing(group[0].bytes.dtype, backend.device)
             for member in group:
-                member.whole, member.offset = whole, next(offsets)
+                member.whole = whole
                 member.bytes.data = empty
         while freed:
             backend.discard(freed.pop())
@@ -130,16 +132,51 @@ class Pack:
 
 
 class WholePack(SavedStorage):
-    """The storage that small ones were put together in."""
+    """The storage that small ones were put together in.
 
-    __slots__ = ("_members",)
+    Args:
+        tensor: All bytes, uint8 of one dimension.
+        owner: The activation set that it moves with.
+        groups: Whose bytes they are.
+        sizes: Bytes of each of these, and of the gap behind it.
+    """
 
-    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[SmallTensor]]) -> None:
+    __slots__ = ("_members", "_sizes", "is_split")
+
+    def __init__(
+        self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[SmallTensor]], sizes: list[tuple[int, int]]
+    ) -> None:
         super().__init__(tensor, owner)
-        members = [member for group in groups for member in group]
-        self._members = [weakref.ref(member) for member in members]
-        self.storages = len(members)
-        self.payload = sum([member.nbytes for member in members])
+        self._members = [weakref.ref(member) for group in groups for member in group]
+        self._sizes = sizes
+        self.storages = len(sizes)
+        self.payload = sum([nbytes for nbytes, _ in sizes])
+        self.is_split = False
+
+    def split(self) -> None:
+        """Give each storage memory of its own again, ready for the current stream's next operation."""
+        if not self.is_split:
+            self.read()
+            self._split()
+        elif self.awaited_by != self.set.transfers.backend.compute_stream_id():
+            self._await_reload()
+
+    def _split(self) -> None:
+        pieces = [nbytes for sizes in self._sizes for nbytes in sizes if nbytes]
+        copies = iter(_copies(self.device, pieces))
+        for reference, (_, gap) in zip(self._members, self._sizes, strict=True):
+            copy = next(copies)
+            if gap:
+                next(copies)
+            member = reference()
+            if member is not None:
+                member.bytes = copy
+        self.is_split = True
+        backend = self.set.transfers.backend
+        self.reload_done = backend.record_timed(backend.compute_stream())
+        self.awaited_by = backend.compute_stream_id()
+        if self.host is None:
+            self.leave()
 
     def _look_for_waste(self) -> None:
         for reference in self._members if not self.wasted else ():
@@ -150,19 +187,17 @@ class WholePack(SavedStorage):
         self.wasted = True
 
 
-def _join(groups: list[list[SmallTensor]], filling: torch.Tensor) -> tuple[torch.Tensor, Iterator[int]]:
-    """One flat tensor of all bytes, and where in it each storage begins: at a multiple of :data:`ALIGNMENT`."""
-    offsets: list[int] = []
-    end = 0
+def _join(groups: list[list[SmallTensor]], filling: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """One flat tensor of all bytes, in which each storage begins at a multiple of :data:`ALIGNMENT`, and the sizes."""
+    sizes: list[tuple[int, int]] = []
     flats = []
     for group in groups:
         pieces = []
         for member in group:
-            offsets.append(end)
             pieces.append(member.bytes)
-            end += member.nbytes
-            if gap := -end % ALIGNMENT:
+            gap = -member.nbytes % ALIGNMENT
+            if gap:
                 pieces.append(filling[:gap].view(member.bytes.dtype))
-                end += gap
+            sizes.append((member.nbytes, gap))
         flats.append(torch._C._nn.flatten_dense_tensors(pieces).view(torch.uint8))
-    return torch.cat(flats) if len(flats) > 1 else flats[0], iter(offsets)
+    return torch.cat(flats) if len(flats) > 1 else flats[0], sizes

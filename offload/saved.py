@@ -38,9 +38,6 @@ class SavedStorage:
     program's storages, and how many bytes of them, move with it.
     """
 
-    offset = 0
-    """Where its bytes begin in the memory that :meth:`read` gives."""
-
     __slots__ = (
         "__weakref__",
         "awaited_by",
@@ -97,6 +94,8 @@ class SavedStorage:
             transfers.counters.skipped[NO_HOST_MEMORY] += self.storages
             return
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
+        if self.reload_done is not None:  # it came back for one layer, and now goes with another that saved it too
+            transfers.wait(transfers.d2h_stream, self.reload_done, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
@@ -165,6 +164,12 @@ class SavedStorage:
         self.unread = False
         self.set.mark_read()
 
+    def leave(self) -> None:
+        """Let the device memory go: its bytes are elsewhere on the device, and still count."""
+        device, self.device = self.device, None
+        if device is not None and self.set.transfers.backend.poison:
+            self.set.transfers.backend.discard(device)
+
     def count(self) -> None:
         """Add the device memory to the resident bytes of offloaded layers."""
         if not self.counted and self.device is not None:
@@ -207,8 +212,7 @@ class SavedStorage:
             self.set.transfers.wait(self.stream, self.reload_done, Wait.UNREAD)
         if self.host is not None:
             self._give_host_back()
-        if self.device is not None:
-            self._discard()
+        self._discard()
 
 
 class Handle:
@@ -282,7 +286,7 @@ class MovedHandle(Handle):
         self.check_version(self.dtype, self.size)
         memory = self.storage.read()
         view = self.versions.new_empty(0)
-        view.set_(memory, self.start + self.storage.offset // self.dtype.itemsize, self.size, self.stride)
+        view.set_(memory, self.start, self.size, self.stride)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view

@@ -230,6 +230,36 @@ def test_copies_of_the_two_directions_pass_each_other(lab: Lab) -> None:
     assert trip.found == [1.0, 3.0, 5.0]
 
 
+def test_what_leaves_again_during_its_reload_waits_for_it(lab: Lab) -> None:
+    """Layer 0's storage comes back in forward, and leaves with layer 2, which saved it too."""
+    lab.backend.poison = True
+    lab.poison_new()
+    lab.slow(h2d_s=LATE_S)
+    taken = [lab.pool.take(NBYTES) for _ in range(4)]  # so that the second trip takes another buffer than the first
+    for buffer in taken:
+        lab.pool.give(buffer, lab.d2h_stream.record_event())
+    lab.drain()
+    moves = {0: (True, 1, True, 2), 2: (True, 3, False, 3)}
+    offloaded = offloading(1, 5, lab.device, schedule=Schedule.from_synchronization_dict(moves, 5))
+    shared = [torch.arange(float(ELEMENTS), device=lab.device)]
+    expected = shared[0].clone()
+    received: list[torch.Tensor] = []
+
+    def receive(saved: tuple[torch.Tensor, ...]) -> None:
+        received.append(saved[0].clone())
+
+    def first(y: torch.Tensor) -> torch.Tensor:
+        return save(y, receive, shared[0])
+
+    def again(y: torch.Tensor) -> torch.Tensor:
+        return save(y, receive, shared.pop())
+
+    x = torch.ones(1, device=lab.device, requires_grad=True)
+    offloaded.forward([first, torch.neg, again, torch.neg, torch.neg], x).sum().backward()
+    assert all(torch.equal(found, expected) for found in received)
+    assert len(received) == 2
+
+
 def test_last_saved_comes_back_first_and_only_what_is_read_is_waited_for(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

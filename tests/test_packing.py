@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from lab import Lab
-from models import Offloading, assert_same, build, loss_of, offloading, save, step_gradients
+from models import NOTHING, Offloading, assert_same, build, loss_of, offloading, save, step_gradients
 from test_saved import FLOAT8, GEOMETRIES, assert_identical, normal, nothing, run
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from offload import get_cpu_offload_context, packing, start_offload
 from offload.backend import ALIGNMENT
@@ -65,15 +67,79 @@ def test_all_kinds_come_back_out_of_one_copy(lab: Lab, x: torch.Tensor, copied: 
     assert stats.offloaded_bytes == stats.reloaded_bytes == sum(t.untyped_storage().nbytes() for t in expected)
 
 
-def test_each_begins_where_pytorch_would_let_it_begin(lab: Lab, x: torch.Tensor) -> None:
+def test_each_comes_back_in_a_storage_of_its_own(lab: Lab, x: torch.Tensor) -> None:
     sizes = (1, 7, 512, 515, 3)
+
+    def layer() -> Tensors:
+        return tuple(torch.arange(2 * n, device=lab.device).to(torch.uint8)[n:] for n in sizes)
+
+    (found, _, _) = run(offloading(1, 3, lab.device), x, [layer, nothing, nothing])
+    for size, tensor in zip(sizes, found, strict=True):
+        assert (tensor.untyped_storage().nbytes(), tensor.storage_offset()) == (2 * size, size)
+        assert tensor.untyped_storage().data_ptr() % min(ALIGNMENT, 64) == 0
+        assert torch.equal(torch.as_strided(tensor, (2 * size,), (1,), 0), torch.arange(2 * size).to(tensor))
+
+
+def test_each_is_freed_by_itself_during_backward(lab: Lab, x: torch.Tensor) -> None:
+    left: list[int] = []
+    storages: list[StorageWeakRef] = []
+
+    def look(saved: Tensors) -> None:
+        storages.append(StorageWeakRef(saved[0].untyped_storage()))
+        left.append(sum(not storage.expired() for storage in storages))
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            y = save(y, look, normal(64).to(lab.device))
+        return y
+
+    offloading(1, 3, lab.device).forward([layer, torch.neg, torch.neg], x).sum().backward()
+    assert left == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16])
+def test_under_autocast(autocast: torch.dtype, saved: torch.dtype, lab: Lab, x: torch.Tensor) -> None:
+    expected = [normal(8).to(lab.device, saved), normal(9).to(lab.device, saved)]
+    with torch.autocast(lab.device.type, autocast):
+        (found, _, _) = run(
+            offloading(1, 3, lab.device), x, [lambda: tuple(t.clone() for t in expected), nothing, nothing]
+        )
+    assert_same(expected, list(found))
+
+
+def test_subclasses_that_compare_their_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
+    expected = TwoTensor(normal(8).to(lab.device), normal(8).to(lab.device))
     (found, _, _) = run(
         offloading(1, 3, lab.device),
         x,
-        [lambda: tuple(torch.ones(n, dtype=torch.uint8, device=lab.device) for n in sizes), nothing, nothing],
+        [lambda: (TwoTensor(expected.a.clone(), expected.b.clone()),), nothing, nothing],
     )
-    base = found[0].untyped_storage().data_ptr()
-    assert [tensor.data_ptr() - base for tensor in found] == [0, *(ALIGNMENT * n for n in (1, 2, 3, 5))]
+    assert torch.equal(found[0].a, expected.a)
+    assert torch.equal(found[0].b, expected.b)
+
+
+def test_recomputation_that_addresses_a_whole_storage(lab: Lab) -> None:
+    """What a checkpointed layer got begins in the middle of a storage; it reads the storage from its begin."""
+    lab.adverse()
+    x = normal(4, 64).to(lab.device).requires_grad_()
+
+    def inside(y: torch.Tensor) -> torch.Tensor:
+        return (torch.as_strided(y, (64,), (1,), 0) * y).sin()
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        x.grad = None
+
+        def layer(y: torch.Tensor) -> torch.Tensor:
+            return checkpoint(inside, (y * 2).view(-1)[64:128], use_reentrant=False) + checkpoint(
+                inside, (y * 3).view(-1)[64:128], use_reentrant=False
+            )
+
+        offloaded.forward([layer, torch.neg, torch.neg], x).square().sum().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_same(step(NOTHING), step(offloading(1, 3, lab.device)))
 
 
 @pytest.mark.parametrize("block", ["decoder", "gpt", "conv", "encoder"])
@@ -243,6 +309,20 @@ def test_waste_is_named_by_storage(lab: Lab, x: torch.Tensor) -> None:
     for _ in range(2):
         offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
     assert offloaded.stats.wasted == {"Exp": 2 * 256}
+
+
+def test_an_explicit_start_of_a_packed_tensor_copies_its_pack(lab: Lab, x: torch.Tensor, copied: list[int]) -> None:
+    tensor = normal(128).to(lab.device)
+    seen: list[list[int]] = []
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        y = save(y, lambda _: None, tensor)
+        start_offload(tensor)
+        seen.append(list(copied))
+        return y
+
+    offloading(1, 3, lab.device).forward([layer, torch.neg, torch.neg], x).sum().backward()
+    assert seen == [[512]] == [copied]
 
 
 def test_an_explicit_start_copies_at_once(lab: Lab, x: torch.Tensor, copied: list[int]) -> None:

@@ -49,7 +49,7 @@ def test_the_first_ranks_peak_shrinks(record_path):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
     halves = [row for row in rows if row["rank"] == 0 and row["offload"] == pipeline.HALF]
     # All that a part saves fits into one pack here, which is there beside it for a moment.
-    assert [row["peak_saved"] > 0.3 for row in halves] == [True, True]
+    assert [row["peak_saved"] > 0.2 for row in halves] == [True, True]
 
 
 def test_steady_state_is_recorded_on_the_first_rank(record_path):
