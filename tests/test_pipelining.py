@@ -429,6 +429,8 @@ def test_the_races_that_the_tests_look_for_would_show(monkeypatch, dropped):
     schedule, stage = pipeline()
     expected = step(schedule, stage)
     backend = get_backend("cpu")
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.01  # longer than a busy machine takes for what should have waited
     wait = backend.wait
     monkeypatch.setattr(backend, "wait", lambda stream, event, why: why is dropped or wait(stream, event, why))
     with attach(schedule, fraction=1.0):
