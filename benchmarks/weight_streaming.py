@@ -518,7 +518,7 @@ def main() -> None:
     for row in fsdp:
         if "error" in row:
             print(f"FSDP2, {row['case']}: {row['error']}")
-    print(_losses_shown(curves))
+    print(table([{key: value for key, value in row.items() if key != "losses"} for row in curves]))
     for key, value in extra.items():
         print(f"{key}: {value}")
     write(
@@ -535,10 +535,6 @@ def main() -> None:
             **extra,
         },
     )
-
-
-def _losses_shown(curves: list[dict[str, Any]]) -> str:
-    return table([{key: value for key, value in row.items() if key != "losses"} for row in curves])
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class WholePack(SavedStorage):
         self.reload_done = backend.record_timed(backend.compute_stream())
         self.awaited_by = backend.compute_stream_id()
         if self.host is None:
-            self.leave()
+            self._let_go()  # the bytes are elsewhere on the device now, and still count
 
     def _look_for_waste(self) -> None:
         for reference in self._members if not self.wasted else ():

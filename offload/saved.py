@@ -56,7 +56,6 @@ class SavedStorage:
         "storages",
         "stream",
         "tensors",
-        "unread",
         "version",
         "wasted",
     )
@@ -76,7 +75,6 @@ class SavedStorage:
         self.reload_done: Any = None
         self.awaited_by: object = None
         self.stream: Any = None
-        self.unread = False
         self.tensors = 0
         self.storages = 1
         self.payload = self.nbytes
@@ -85,7 +83,7 @@ class SavedStorage:
         self.ready = owner.transfers.backend.compute_stream().record_event()
 
     def start_offload(self) -> None:
-        """Queue the copy to the host; it waits for the event recorded when the tensor was saved."""
+        """Queue the copy to the host; it waits for the event after which the device memory holds the bytes."""
         if self.host is not None or self.device is None:
             return
         transfers = self.set.transfers
@@ -94,8 +92,6 @@ class SavedStorage:
             transfers.counters.skipped[NO_HOST_MEMORY] += self.storages
             return
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
-        if self.reload_done is not None:  # it came back for one layer, and now goes with another that saved it too
-            transfers.wait(transfers.d2h_stream, self.reload_done, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
@@ -128,9 +124,8 @@ class SavedStorage:
 
     def end_reload(self, done: Any) -> None:
         """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer."""
-        self.reload_done = done
+        self.reload_done = self.ready = done
         self.awaited_by = None
-        self.unread = True
         if self.host is not None:
             self.set.transfers.pool.give(self.host, done)
             self.host = None
@@ -161,11 +156,9 @@ class SavedStorage:
         trace.point("wait", self.set.layer)
         transfers.wait_for_copies(transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
         self.awaited_by = transfers.backend.compute_stream_id()
-        self.unread = False
         self.set.mark_read()
 
-    def leave(self) -> None:
-        """Let the device memory go: its bytes are elsewhere on the device, and still count."""
+    def _let_go(self) -> None:
         device, self.device = self.device, None
         if device is not None and self.set.transfers.backend.poison:
             self.set.transfers.backend.discard(device)
@@ -196,10 +189,8 @@ class SavedStorage:
             self.counted = False
 
     def _discard(self) -> None:
-        device, self.device = self.device, None
+        self._let_go()
         self._uncount()
-        if device is not None and self.set.transfers.backend.poison:
-            self.set.transfers.backend.discard(device)
 
     def _give_host_back(self) -> None:
         host, self.host = self.host, None
@@ -208,7 +199,7 @@ class SavedStorage:
             transfers.pool.give(host, transfers.done(self.batch))
 
     def __del__(self) -> None:
-        if self.unread:
+        if self.reload_done is not None and self.awaited_by is None:
             self.set.transfers.wait(self.stream, self.reload_done, Wait.UNREAD)
         if self.host is not None:
             self._give_host_back()

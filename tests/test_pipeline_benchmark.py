@@ -24,7 +24,14 @@ def record_path(tmp_path_factory):
     """The record of a run of two processes on the CPU."""
     path = tmp_path_factory.mktemp("pipeline") / "record.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = ["-m", "benchmarks.pipeline", "--small", "--repeats", "1", "--out", str(path)]
+    options = [
+        str(Path(__file__).with_name("pipeline_benchmark_worker.py")),
+        "--small",
+        "--repeats",
+        "1",
+        "--out",
+        str(path),
+    ]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
@@ -48,8 +55,8 @@ def test_all_ways_on_all_ranks_give_the_same_gradients(record_path):
 def test_the_first_ranks_peak_shrinks(record_path):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
     halves = [row for row in rows if row["rank"] == 0 and row["offload"] == pipeline.HALF]
-    # All that a part saves fits into one pack here, which is there beside it for a moment.
-    assert [row["peak_saved"] > 0.2 for row in halves] == [True, True]
+    # A part is as large as a tensor here, so that the half is missed by some of them.
+    assert [row["peak_saved"] > 0.4 for row in halves] == [True, True]
 
 
 def test_steady_state_is_recorded_on_the_first_rank(record_path):

@@ -594,12 +594,12 @@ def float8_bytes(cast_first: bool, device: torch.device) -> int:
     x = normal(16, 32, dtype=torch.bfloat16).to(device).requires_grad_()
 
     def step(offloaded: Offloading) -> list[torch.Tensor]:
-        return gradients([x, *layers.parameters()], lambda: loss_of(offloaded.forward(layers, x)).backward())
+        # Whether RMSNorm saves the input depends on the device; as no leaf it would travel in any case.
+        return gradients([x, *layers.parameters()], lambda: loss_of(offloaded.forward(layers, x * 2)).backward())
 
     offloaded = offloading(1, 3, device)
     assert_same(step(NOTHING), step(offloaded))
-    # Whether the first layer's input is saved, which is a leaf, depends on the device's RMSNorm.
-    assert set(offloaded.stats.skipped) - {"leaf"} == {"parameter"}
+    assert set(offloaded.stats.skipped) == {"parameter"}
     return offloaded.stats.offloaded_bytes
 
 

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from page_tables import markdown_table
+from suite_results import read_record
 from tabulate import tabulate
 
 from offload.plot import COLORS, INK, new_figure, style_axes
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "results" / "suite.json"
 PICTURE = Path("docs/_static/results/tradeoff.svg")
 
 GIB = 1 << 30
@@ -29,12 +28,6 @@ FREE = 1.02
 """Up to this multiple of the step without offloading, the time counts as hardly changed."""
 
 Row = dict[str, Any]
-
-
-def read_record() -> Row:
-    """The record of the benchmark suite."""
-    record: Row = json.loads(RECORD.read_text("utf-8"))
-    return record
 
 
 def rows_of(record: Row, workload: str) -> list[Row]:
