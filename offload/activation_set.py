@@ -10,17 +10,18 @@ import torch
 
 from offload import packing, trace
 from offload.backend import Wait
-from offload.exclusions import reason_to_stay
+from offload.exclusions import held_by_autograd, is_plain, reason_of_memory, reason_of_other, reason_to_stay
 from offload.packing import Pack, SmallTensor
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
-from offload.waste import next_node
+from offload.waste import maker_of, next_node, origin_of
 
 if TYPE_CHECKING:
     from offload.round import Round
 
 
+_RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
 EVENT_BYTES = 1 << 22
 """Small tensors that are reloaded one after the other share an event: together they take the link less than 0.1 ms."""
 
@@ -44,7 +45,8 @@ class ActivationSet:
         self.stays = not microbatch.may_offload(layer)
         self._device = self.transfers.backend.device
         self._compute_stream = self.transfers.backend.compute_stream()
-        self._compute_stream_id = self.transfers.backend.compute_stream_id()
+        self._compute_stream_now = self.transfers.backend.compute_stream_id
+        self._compute_stream_id = self._compute_stream_now()
         self.min_bytes = microbatch.min_bytes
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
@@ -90,9 +92,9 @@ class ActivationSet:
             for inner in parts.inner:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
-            memory = tensor.untyped_storage()
-            known = self._known_storage(tensor, memory, changes)
-            self._early.append(known or self._new_storage(tensor, memory, changes))
+            key = tensor.untyped_storage()._cdata
+            known = self._known_storage(tensor, key, changes)
+            self._early.append(known or self._new_storage(tensor, key, changes))
             if isinstance(known, SmallTensor):
                 self._end_pack()
 
@@ -104,38 +106,50 @@ class ActivationSet:
             changes: How often wrappers around it were changed in place, which its own version does not tell.
         """
         self.in_graph = True
-        if self._nothing_moves and self._is_new(tensor):
-            return KeptHandle(tensor, self)
-        reason = reason_to_stay(tensor, self._device, self.min_bytes)
-        if reason is not None:
-            if reason == "subclass" and (parts := parts_of(tensor)):
-                return SubclassHandle(tensor, parts, self, changes)
-            if self.state is not OffloadState.RESIDENT:
-                self.transfers.counters.skipped[reason] += 1
-            return KeptHandle(tensor, self)
+        if not is_plain(tensor):
+            return self._pack_other(tensor, changes)
         memory = tensor.untyped_storage()
-        storage = self._known_storage(tensor, memory, changes)
-        if self.state is not OffloadState.RESIDENT:
+        key = memory._cdata
+        if self._nothing_moves and key not in self._known:
+            return KeptHandle(tensor, self)
+        nbytes = memory.nbytes()
+        reason = reason_of_memory(tensor, key, nbytes, self._device, self.min_bytes)
+        if reason is not None:
+            return self._keep(tensor, reason)
+        maker = maker_of(tensor)
+        reason = held_by_autograd(tensor, maker)
+        if reason is not None:
+            return self._keep(tensor, reason)
+        storage = self._known_storage(tensor, key, changes) if key in self._known else None
+        if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        if storage is None and self._is_packed(tensor, memory):
-            small = SmallTensor(tensor, memory, self, changes)
-            self._known[memory._cdata] = weakref.ref(small)
-            if self._pack.add(small):
-                self._end_pack()
-            return small
-        return MovedHandle(tensor, storage or self._new_storage(tensor, memory, changes), self)
+        if storage is not None:
+            return MovedHandle(tensor, storage, self)
+        # Nothing says that the layer's stream may read already what another one computes.
+        may_wait = self.state is _OFFLOADING and self._compute_stream_now() == self._compute_stream_id
+        if nbytes >= packing.SMALL_BYTES or not may_wait:
+            return MovedHandle(tensor, self._new_storage(tensor, key, changes), self)
+        small = SmallTensor(tensor, nbytes, self, changes, origin_of(maker, self.first_node))
+        self._known[key] = weakref.ref(small)
+        if self._pack.add(small):
+            self._end_pack()
+        return small
 
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether no earlier layer has saved the storage of ``tensor``, as far as that is quick to say."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage()._cdata not in self._known
+    def _pack_other(self, tensor: torch.Tensor, changes: int) -> Handle:
+        """A handle for a tensor without a storage of its own: its inner tensors travel, if it has any."""
+        reason = reason_of_other(tensor)
+        if reason == "subclass" and (parts := parts_of(tensor)):
+            return SubclassHandle(tensor, parts, self, changes)
+        return self._keep(tensor, reason)
 
-    def _known_storage(
-        self, tensor: torch.Tensor, memory: torch.UntypedStorage, changes: int
-    ) -> SavedStorage | SmallTensor | None:
+    def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
+        if self.state is not _RESIDENT:
+            self.transfers.counters.skipped[reason] += 1
+        return KeptHandle(tensor, self)
+
+    def _known_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage | SmallTensor | None:
         """What was saved over the same storage before, unchanged, if it can move with this set."""
-        reference = self._known.get(memory._cdata)
+        reference = self._known.get(key)
         known = reference() if reference is not None else None
         if known is None or known.version != tensor._version or known.changes != changes:
             return None
@@ -145,10 +159,10 @@ class ActivationSet:
             self._follow(known)
         return known
 
-    def _new_storage(self, tensor: torch.Tensor, memory: torch.UntypedStorage, changes: int) -> SavedStorage:
+    def _new_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage:
         storage = SavedStorage(tensor, self, changes)
         self._storages.append(weakref.ref(storage))
-        self._known[memory._cdata] = weakref.ref(storage)
+        self._known[key] = weakref.ref(storage)
         self._follow(storage)
         return storage
 
@@ -158,15 +172,6 @@ class ActivationSet:
         if self.state is OffloadState.OFFLOADING:
             storage.count()
             storage.start_offload()
-
-    def _is_packed(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> bool:
-        """Whether a tensor moves together with others: a small one, of the stream that the layer began in."""
-        return (
-            self.state is OffloadState.OFFLOADING
-            and memory.nbytes() < packing.SMALL_BYTES
-            and self.transfers.backend.compute_stream_id() == self._compute_stream_id
-            and not (tensor.is_complex() or tensor.is_neg())
-        )
 
     def _end_pack(self) -> None:
         """Let the small storages that were collected move."""

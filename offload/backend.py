@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +63,8 @@ class Backend(ABC):
         """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
         self.filling = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         """What lies between storages that were put together."""
+        self.compute_stream_id: Callable[[], object] = self.compute_stream
+        """What tells the compute stream from others, and is quick to call."""
         self._copy_streams: tuple[Any, Any] | None = None
 
     @property
@@ -78,10 +81,6 @@ class Backend(ABC):
     @abstractmethod
     def compute_stream(self) -> Any:
         """The stream that the caller's operations go to."""
-
-    def compute_stream_id(self) -> object:
-        """What tells the compute stream from others, and is quick to ask for."""
-        return self.compute_stream()
 
     @abstractmethod
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:

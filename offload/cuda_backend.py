@@ -34,8 +34,9 @@ _FORKS = (Wait.READY, Wait.LANDING)
 class CudaBackend(AcceleratorBackend):
     """One CUDA device."""
 
-    def compute_stream_id(self) -> object:
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
     @property
     def capturing(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.subclasses import inner_tensors
+from offload.waste import maker_of
 
 
 class _Exclusion(NamedTuple):
@@ -71,38 +72,56 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
 
     ``"subclass"`` means that its inner tensors are to be asked, where it has any.
     """
-    if type(tensor) is not torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter):
-            _remember_parameter(tensor)
-            return "parameter"
-        return _held_by_autograd(tensor) or "subclass"
-    if tensor.layout is not torch.strided:
+    if not is_plain(tensor):
+        return reason_of_other(tensor)
+    memory = tensor.untyped_storage()
+    reason = reason_of_memory(tensor, memory._cdata, memory.nbytes(), device, min_bytes)
+    return reason or held_by_autograd(tensor, maker_of(tensor))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no subclass and strided, and so has one storage."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def reason_of_other(tensor: torch.Tensor) -> str:
+    """Why a tensor that is not plain does not travel by itself."""
+    if type(tensor) is torch.Tensor:
         return "layout"
-    storage = tensor.untyped_storage()
-    exclusion = _excluded.get(storage._cdata)
-    if exclusion is not None:
-        return exclusion.reason
-    if tensor.device != device:
-        return "device"
-    if storage.nbytes() < min_bytes or not storage.nbytes():
-        return "small"
-    return _held_by_autograd(tensor)
-
-
-def _held_by_autograd(tensor: torch.Tensor) -> str | None:
-    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
-    base = tensor._base
-    if base is None:
-        base = tensor
-    node = base.grad_fn
-    if node is not None:
-        is_parameter = type(node) is _Cast and _is_parameter_of(node.next_functions[0][0])
-    else:
-        is_parameter = isinstance(base, torch.nn.Parameter)
-    if is_parameter or (tensor.requires_grad and not base.requires_grad and _is_inside_parameter(tensor)):
+    if isinstance(tensor, torch.nn.Parameter):
         _remember_parameter(tensor)
         return "parameter"
-    return "leaf" if node is None and base.requires_grad else None
+    return held_by_autograd(tensor, maker_of(tensor)) or "subclass"
+
+
+def reason_of_memory(tensor: torch.Tensor, key: int, nbytes: int, device: torch.device, min_bytes: int) -> str | None:
+    """Why a tensor does not travel, as far as its storage tells, which has ``nbytes`` and the address ``key``."""
+    if nbytes < min_bytes or not nbytes:
+        return "small"
+    exclusion = _excluded.get(key)
+    if exclusion is not None:
+        return exclusion.reason
+    return None if tensor.device == device else "device"
+
+
+def held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
+    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf.
+
+    Args:
+        tensor: A saved tensor.
+        maker: Its :func:`~offload.waste.maker_of`.
+    """
+    if maker is not None:
+        if type(maker) is not _Cast or not _is_parameter_of(maker.next_functions[0][0]):
+            return None
+        _remember_parameter(tensor)
+        return "parameter"
+    base = tensor if tensor._base is None else tensor._base
+    needs_none = tensor.requires_grad and not base.requires_grad
+    if isinstance(base, torch.nn.Parameter) or (needs_none and _is_inside_parameter(tensor)):
+        _remember_parameter(tensor)
+        return "parameter"
+    return "leaf" if base.requires_grad else None
 
 
 def _remember_parameter(tensor: torch.Tensor) -> None:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.backend import ALIGNMENT, flat_view
-from offload.saved import Handle, SavedStorage, nothing, version_counter
-from offload.waste import origin_of
+from offload.saved import Handle, SavedStorage, nothing
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
+    from offload.waste import Origin
 
 SMALL_BYTES = 1 << 22
 """Storages below this size travel together."""
@@ -32,63 +32,77 @@ _JOINED = frozenset(
 )
 """Tensors of other types are joined byte by byte."""
 
-_copies: Any = torch.split_with_sizes_copy
-"""PyTorch's types say that it returns nothing."""
-
 
 class SmallTensor(Handle):
     """A small saved tensor, and its storage: alone until its pack is closed, then a part of the whole.
 
     It is the handle of the first tensor that was saved over the storage, and to those of others what
-    :class:`~offload.saved.SavedStorage` is.
+    :class:`~offload.saved.SavedStorage` is. What a pack can do for all of them at once is done there: in the midst of a
+    program's operations each call takes several times as long.
     """
 
     __slots__ = (
         "__weakref__",
-        "bytes",
         "changes",
+        "conj",
         "nbytes",
+        "neg",
         "origin",
-        "original",
         "set",
         "size",
         "start",
         "stride",
+        "tensor",
         "whole",
     )
 
-    def __init__(self, tensor: torch.Tensor, memory: torch.UntypedStorage, owner: ActivationSet, changes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, nbytes: int, owner: ActivationSet, changes: int, origin: Origin) -> None:
         self.alive = owner.alive
         self.layer = owner.layer
         self.set = owner
         self.version = tensor._version
         self.changes = changes
-        self.bytes = self.versions = tensor.detach()
-        """A contiguous tensor over the whole storage; of no size while the bytes are in a pack."""
-        self.nbytes = memory.nbytes()
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.start = tensor.storage_offset()
-        if tensor.nbytes != self.nbytes or not tensor.is_contiguous() or tensor.dtype not in _JOINED:
-            self.bytes, self.versions = flat_view(tensor), version_counter(tensor)
-        self.origin = origin_of(tensor, owner.first_node)
-        # While the weak reference lives, no other storage can have the same address.
-        self.original = StorageWeakRef(memory)
+        self.tensor = self.versions = tensor.detach()
+        """An alias of the saved tensor; a copy of it after the pack has been split."""
+        self.nbytes = nbytes
+        self.origin = origin
         self.whole: WholePack | None = None
 
     def unpack(self) -> torch.Tensor:
-        versions = self.versions
-        if versions._version != self.version:
-            self.check_version(versions.dtype, self.size)
-        view = versions.new_empty(0)
-        view.set_(self.read(), self.start, self.size, self.stride)
-        return view
+        if self.versions._version != self.version:
+            self.check_version(self.tensor.dtype, self.tensor.size() if self.whole is None else self.size)
+        whole = self.whole
+        if whole is None:
+            return self.tensor.data
+        if whole.awaited_by != whole.compute_stream_now():
+            whole.split()
+        return self.tensor
 
     def read(self) -> torch.UntypedStorage:
         """The memory on the device, ready for the current stream's next operation."""
-        if self.whole is not None:
+        if self.whole is not None and self.whole.awaited_by != self.whole.compute_stream_now():
             self.whole.split()
-        return self.bytes.untyped_storage()
+        return self.tensor.untyped_storage()
+
+    def leave(self) -> torch.Tensor:
+        """Take down how the tensor looks at its storage, of which the result is all, contiguous, to be joined."""
+        tensor = self.tensor
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.start, self.conj, self.neg = 0, False, False
+        is_whole = tensor.nbytes == self.nbytes and tensor.is_contiguous()
+        if is_whole and tensor.dtype in _JOINED and not tensor.is_neg():
+            return tensor
+        self.start, self.conj, self.neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
+        return flat_view(tensor)
+
+    def come_back(self, flat: torch.Tensor) -> None:
+        """``flat`` has the bytes of the storage."""
+        tensor = self.versions.data
+        tensor.set_(flat.untyped_storage(), self.start, self.size, self.stride)
+        if self.conj:
+            tensor = tensor.conj()
+        self.tensor = torch._neg_view(tensor) if self.neg else tensor
 
     def keep(self) -> None:
         """A layer that is not offloaded saved the same storage, and keeps it on the device: that is no surprise."""
@@ -100,35 +114,70 @@ class Pack:
     """Small storages of one activation set, collected until they are worth a copy."""
 
     def __init__(self) -> None:
-        self._groups: defaultdict[torch.dtype, list[SmallTensor]] = defaultdict(list)
+        self._members: list[SmallTensor] = []
         self._nbytes = 0
 
     def add(self, tensor: SmallTensor) -> bool:
         """One storage more; whether the pack is now large enough to move at the link's speed."""
-        self._groups[tensor.bytes.dtype].append(tensor)
+        self._members.append(tensor)
         self._nbytes += tensor.nbytes
         return self._nbytes >= PACK_BYTES
 
     def close(self, owner: ActivationSet) -> WholePack | None:
         """Begin a new pack. What was collected is one storage of ``owner`` now; ``None`` if it was nothing."""
-        if not self._groups:
+        if not self._members:
             return None
-        groups = list(self._groups.values())
-        self._groups.clear()
-        self._nbytes = 0
+        collected, self._members, self._nbytes = self._members, [], 0
         backend = owner.transfers.backend
+        groups: defaultdict[torch.dtype, _Group] = defaultdict(_Group)
+        for member in collected:
+            piece = member.leave()
+            group = groups[piece.dtype]
+            group.members.append(member)
+            group.pieces.append(piece)
+            if gap := -member.nbytes % ALIGNMENT:
+                group.pieces.append(backend.filling[:gap].view(piece.dtype))
         with torch._C._DisableAutocast():  # on the CPU it has a say in what is joined
-            joined, sizes = _join(groups, backend.filling)
-        whole = WholePack(joined, owner, groups, sizes)
-        freed = [member.bytes.data for group in groups for member in group] if backend.poison else []
-        for group in groups:
-            empty = nothing(group[0].bytes.dtype, backend.device)
-            for member in group:
-                member.whole = whole
-                member.bytes.data = empty
+            flats = [torch._C._nn.flatten_dense_tensors(group.pieces).view(torch.uint8) for group in groups.values()]
+            joined = torch.cat(flats) if len(flats) > 1 else flats[0]
+        whole = WholePack(joined, owner, [member for group in groups.values() for member in group.members])
+        groups.clear()
+        freed = [member.tensor.data for member in collected] if backend.poison else []
+        for member in collected:
+            member.whole = whole
+            member.tensor.data = nothing(member.tensor.dtype, backend.device)
         while freed:
             backend.discard(freed.pop())
         return whole
+
+
+class _Group:
+    """Storages that are joined as tensors of one type."""
+
+    __slots__ = ("members", "pieces")
+
+    def __init__(self) -> None:
+        self.members: list[SmallTensor] = []
+        self.pieces: list[torch.Tensor] = []
+
+
+class WeakStorages:
+    """Weak references to storages. While they live, no other storage can have the same address."""
+
+    __slots__ = ("_references",)
+
+    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
+        self._references: list[Any] = [storage._weak_ref() for storage in storages]
+
+    def expired(self) -> Iterator[bool]:
+        """Of each storage, whether nobody holds it any more."""
+        has_expired: Any = torch.UntypedStorage._expired
+        return map(has_expired, self._references)
+
+    def __del__(self) -> None:
+        free = torch.UntypedStorage._free_weak_ref
+        for reference in self._references:
+            free(reference)
 
 
 class WholePack(SavedStorage):
@@ -137,40 +186,40 @@ class WholePack(SavedStorage):
     Args:
         tensor: All bytes, uint8 of one dimension.
         owner: The activation set that it moves with.
-        groups: Whose bytes they are.
-        sizes: Bytes of each of these, and of the gap behind it.
+        members: Whose bytes they are, in order, each with the gap behind it.
     """
 
-    __slots__ = ("_members", "_sizes", "is_split")
+    __slots__ = ("_members", "_originals", "_sizes", "compute_stream_now", "is_split")
 
-    def __init__(
-        self, tensor: torch.Tensor, owner: ActivationSet, groups: list[list[SmallTensor]], sizes: list[tuple[int, int]]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: ActivationSet, members: list[SmallTensor]) -> None:
         super().__init__(tensor, owner)
-        self._members = [weakref.ref(member) for group in groups for member in group]
-        self._sizes = sizes
-        self.storages = len(sizes)
-        self.payload = sum([nbytes for nbytes, _ in sizes])
+        self._members = [weakref.ref(member) for member in members]
+        self._originals = WeakStorages([member.tensor.untyped_storage() for member in members])
+        self._sizes = [member.nbytes + -member.nbytes % ALIGNMENT for member in members]
+        self.storages = len(members)
+        self.payload = sum([member.nbytes for member in members])
         self.is_split = False
+        self.compute_stream_now = owner.transfers.backend.compute_stream_id
 
     def split(self) -> None:
         """Give each storage memory of its own again, ready for the current stream's next operation."""
         if not self.is_split:
             self.read()
             self._split()
-        elif self.awaited_by != self.set.transfers.backend.compute_stream_id():
+        else:
             self._await_reload()
 
     def _split(self) -> None:
-        pieces = [nbytes for sizes in self._sizes for nbytes in sizes if nbytes]
-        copies = iter(_copies(self.device, pieces))
-        for reference, (_, gap) in zip(self._members, self._sizes, strict=True):
-            copy = next(copies)
-            if gap:
-                next(copies)
+        parts = torch.unsafe_split_with_sizes(self.device, self._sizes)  # type: ignore[arg-type]  # it was read
+        members, sources = [], []
+        for reference, part in zip(self._members, parts, strict=True):
             member = reference()
             if member is not None:
-                member.bytes = copy
+                members.append(member)
+                sources.append(part[: member.nbytes] if member.nbytes % ALIGNMENT else part)
+        # Each byte times one: of all ways to copy many tensors into new memory, the one that takes the host least.
+        for member, copy in zip(members, torch._foreach_mul(sources, 1), strict=True):
+            member.come_back(copy)
         self.is_split = True
         backend = self.set.transfers.backend
         self.reload_done = backend.record_timed(backend.compute_stream())
@@ -179,25 +228,11 @@ class WholePack(SavedStorage):
             self._let_go()  # the bytes are elsewhere on the device now, and still count
 
     def _look_for_waste(self) -> None:
-        for reference in self._members if not self.wasted else ():
-            member = reference()
-            if member is not None and not member.original.expired():
+        if self.wasted:
+            return
+        self.wasted = True
+        for reference, expired in zip(self._members, self._originals.expired(), strict=True):
+            member = None if expired else reference()
+            if member is not None:
                 _, given = member.origin
                 self._count_waste(member.origin, member.nbytes, surprising=not given)
-        self.wasted = True
-
-
-def _join(groups: list[list[SmallTensor]], filling: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """One flat tensor of all bytes, in which each storage begins at a multiple of :data:`ALIGNMENT`, and the sizes."""
-    sizes: list[tuple[int, int]] = []
-    flats = []
-    for group in groups:
-        pieces = []
-        for member in group:
-            pieces.append(member.bytes)
-            gap = -member.nbytes % ALIGNMENT
-            if gap:
-                pieces.append(filling[:gap].view(member.bytes.dtype))
-            sizes.append((member.nbytes, gap))
-        flats.append(torch._C._nn.flatten_dense_tensors(pieces).view(torch.uint8))
-    return torch.cat(flats) if len(flats) > 1 else flats[0], sizes

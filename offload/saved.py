@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
-from offload.waste import Origin, origin_of
+from offload.waste import Origin, maker_of, origin_of
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
@@ -67,7 +67,7 @@ class SavedStorage:
         self.nbytes = storage.nbytes()
         self.version = tensor._version
         self.changes = changes
-        self.origin = origin_of(tensor, owner.first_node)
+        self.origin = origin_of(maker_of(tensor), owner.first_node)
         self.host: HostBuffer | None = None
         self.batch: CopyBatch | None = None
         # While the weak reference lives, no other storage can have the same address.
@@ -275,9 +275,8 @@ class MovedHandle(Handle):
 
     def unpack(self) -> torch.Tensor:
         self.check_version(self.dtype, self.size)
-        memory = self.storage.read()
-        view = self.versions.new_empty(0)
-        view.set_(memory, self.start, self.size, self.stride)
+        view = self.versions.data
+        view.set_(self.storage.read(), self.start, self.size, self.stride)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view

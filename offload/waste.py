@@ -27,16 +27,20 @@ Origin = tuple[type | None, bool]
 any, and whether it was there before the round began. The node itself would hold the tensor."""
 
 
-def origin_of(tensor: torch.Tensor, first_node: int | None) -> Origin:
-    """Where the memory of ``tensor`` comes from; ``first_node`` is the first node of its round, if known."""
+def maker_of(tensor: torch.Tensor) -> Any:
+    """The autograd node whose operation made the memory of ``tensor``, if any."""
     base = tensor._base
-    node: Any = tensor.grad_fn if base is None else base.grad_fn
-    if node is None:
+    return tensor.grad_fn if base is None else base.grad_fn
+
+
+def origin_of(maker: Any, first_node: int | None) -> Origin:
+    """Where the memory that ``maker`` made comes from; ``first_node`` is the first node of its round, if known."""
+    if maker is None:
         return None, first_node is not None
-    maker = type(node)
-    if maker is _Reshaped:
-        maker = type(node.next_functions[0][0])
-    return maker, first_node is not None and node._sequence_nr() < first_node
+    kind = type(maker)
+    if kind is _Reshaped:
+        kind = type(maker.next_functions[0][0])
+    return kind, first_node is not None and maker._sequence_nr() < first_node
 
 
 def operation_name(maker: type | None) -> str:

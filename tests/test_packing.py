@@ -61,7 +61,7 @@ def test_all_kinds_come_back_out_of_one_copy(lab: Lab, x: torch.Tensor, copied: 
     found, _, _ = run(offloaded, x, [lambda: tuple(of_all_kinds(lab.device)), nothing, nothing])
     for before, after in zip(expected, found, strict=True):
         assert_identical(before, after)
-    assert len(copied) == 3  # what is to be conjugated or negated moves alone
+    assert len(copied) == 1
     stats = offloaded.stats
     assert stats.offloaded_storages == len(expected)
     assert stats.offloaded_bytes == stats.reloaded_bytes == sum(t.untyped_storage().nbytes() for t in expected)

@@ -15,7 +15,7 @@ from offload import OffloadStats, Schedule, stalls
 from offload.backend import Wait
 from offload.stalls import Stalls
 from offload.stats import Counters
-from offload.waste import operation_name, origin_of
+from offload.waste import maker_of, operation_name, origin_of
 
 SLOW_S = 0.1
 ELEMENTS = 256
@@ -96,11 +96,11 @@ def test_operations_are_named_as_users_know_them() -> None:
         "Addmm": nn.Linear(4, 4)(x[0]),
         "Save": Save.apply(x, lambda _: None),
     }
-    assert {name: operation_name(origin_of(tensor, None)[0]) for name, tensor in named.items()} == {
+    assert {name: operation_name(origin_of(maker_of(tensor), None)[0]) for name, tensor in named.items()} == {
         name: name for name in named
     }
     for leaf in (x, x[1:], torch.ones(3)):
-        assert operation_name(origin_of(leaf, None)[0]) == "leaf"
+        assert operation_name(origin_of(maker_of(leaf), None)[0]) == "leaf"
 
 
 class Hoarder(nn.Module):
