@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,61 +16,87 @@ from offload.backend import get_backend
 from offload.link import Link
 
 LAYERS = 3
-OPERATIONS = 400
-"""Of the layer that has any; every one saves a tensor."""
-ELEMENTS = 256
+SMALL_ELEMENTS, SMALL_OPERATIONS = 256, 400
+"""Tensors that move in packs, and how many operations of one layer save one each."""
+LARGE_ELEMENTS, LARGE_OPERATIONS = 1 << 20, 100
+"""Tensors of which each moves alone."""
 
 SIZES = tuple(1 << power for power in range(16, 27))
 """Bytes of one tensor: 64 KiB to 64 MiB."""
 RUN_BYTES = 1 << 30
-"""A bandwidth is that of as many tensors as this is, but at least ``FEWEST`` and at most ``MOST``."""
-FEWEST, MOST = 8, 256
+"""A bandwidth is that of as many tensors as this is, but at most ``MOST``."""
+MOST = 4096
+TENSORS_PER_OPERATION = 4
 
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Step = Callable[[list[Layer], torch.Tensor], torch.Tensor]
 
 
-def many_operations(x: torch.Tensor) -> torch.Tensor:
-    """Operations so small that the host's work for them is all there is. Any shape; the result has the same."""
-    for _ in range(OPERATIONS):
-        x = torch.sin(x)
-    return x
+class Variant(NamedTuple):
+    """One way to run three layers of which one saves tensors.
+
+    Attributes:
+        step: Runs them.
+        place: The layer that saves.
+        elements: Of each saved tensor, float32.
+        operations: How many save one each.
+    """
+
+    step: Step
+    place: int = 0
+    elements: int = SMALL_ELEMENTS
+    operations: int = SMALL_OPERATIONS
+
+    def layers(self) -> list[Layer]:
+        """The layers: one of operations so small that the host's work is all there is, and two that save nothing."""
+
+        def many(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.operations):
+                x = torch.sin(x)
+            return x
+
+        return [many if number == self.place else torch.neg for number in range(LAYERS)]
 
 
 def host_cost(device: torch.device, *, repeats: int = 15) -> dict[str, Any]:
     """Host seconds per saved tensor, pack, unpack and all else included, by where it is and whether it travels.
 
-    One of three layers has operations that save tensors. Its steps take turns: without anything, under hooks that do
-    nothing, which is the least that PyTorch asks for, and in contexts. A step's time is the host's, until backward has
-    returned; what it takes longer than without anything is divided by the number of tensors. The median of the repeats
+    Steps take turns: without anything, under hooks that do nothing or only what any hooks have to, which is the least
+    that PyTorch asks for, and in contexts. A step's time is the host's, until backward has returned; what it takes
+    longer than the same operations without anything is divided by the number of tensors. The median of the repeats
     counts.
     """
-    x = torch.randn(ELEMENTS, device=device, requires_grad=True)
-    layers: dict[str, tuple[int, Step]] = {
-        "operation": (0, _plain),
-        "hooks": (0, _hooked),
-        "stays": (0, _offloaded(device, 1 << 40)),
-        "stays_later": (LAYERS - 1, _offloaded(device, 1)),
-        "travels": (0, _offloaded(device, 1)),
+    large = {"elements": LARGE_ELEMENTS, "operations": LARGE_OPERATIONS}
+    variants = {
+        "operation": Variant(_plain),
+        "hooks": Variant(_under(lambda tensor: tensor, lambda tensor: tensor)),
+        "alias": Variant(_under(_Alias, operator.methodcaller("unpack"))),
+        "stays": Variant(_offloaded(device, 1 << 40)),
+        "stays_later": Variant(_offloaded(device, 1), place=LAYERS - 1),
+        "travels": Variant(_offloaded(device, 1)),
+        "large_operation": Variant(_plain, **large),
+        "alone": Variant(_offloaded(device, 1), **large),
     }
-    found: dict[str, list[float]] = {name: [] for name in layers}
+    found: dict[str, list[float]] = {name: [] for name in variants}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="a whole round")  # some contexts are to move nothing
         for repeat in range(repeats + 2):
             plain_s = 0.0
-            for name, (place, step) in layers.items():
-                model = [many_operations if number == place else torch.neg for number in range(LAYERS)]
-                step(model, x).backward()  # what ran before leaves the processor's caches cold
+            for name, variant in variants.items():
+                x = torch.randn(variant.elements, device=device, requires_grad=True)
+                model = variant.layers()
+                variant.step(model, x).backward()  # what ran before leaves the processor's caches cold
                 _wait(device)
                 begin = time.perf_counter()
-                step(model, x).backward()
+                variant.step(model, x).backward()
                 step_s = time.perf_counter() - begin
+                _wait(device)
+                plain = variant.step is _plain
                 if repeat >= 2:
-                    found[name].append((step_s - plain_s) / OPERATIONS)
-                if step is _plain:
+                    found[name].append((step_s - (0.0 if plain else plain_s)) / variant.operations)
+                if plain:
                     plain_s = step_s
-    _wait(device)
     medians = {f"{name}_s": statistics.median(costs) for name, costs in found.items()}
     spreads = {f"{name}_spread_s": max(costs) - min(costs) for name, costs in found.items()}
     return {**medians, **spreads, "repeats": repeats}
@@ -81,9 +108,27 @@ def _plain(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-def _hooked(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        return _plain(layers, x)
+class _Alias:
+    """The least that hooks can hold: an alias, as a result would own itself through the graph, and its version."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError("a saved tensor was changed in place")
+        return self.tensor
+
+
+def _under(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Step:
+    def step(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return _plain(layers, x)
+
+    return step
 
 
 def _offloaded(device: torch.device, min_bytes: int) -> Step:
@@ -117,12 +162,13 @@ def small_copies(
 ) -> list[dict[str, Any]]:
     """Bandwidth out and back of tensors of one size after the other, each of which has a storage of its own.
 
-    A layer saves the tensors, and there is nothing to compute: the time is from the layer's begin until the last copy
-    has ended, the library's own work included. Beside it stands the share of the link's bandwidth for large copies.
+    A layer's operations save the tensors, four each, and there is nothing to compute: the time is from the layer's
+    begin, or backward's, until the last copy has ended, the library's own work included. Beside it stands the share of
+    the link's bandwidth for large copies.
     """
     rows = []
     for nbytes in sizes:
-        count = min(MOST, max(FEWEST, RUN_BYTES // nbytes))
+        count = min(MOST, RUN_BYTES // nbytes)
         times = [_there_and_back_s(device, nbytes, count) for _ in range(repeats + 1)][1:]
         out, back = (count * nbytes / statistics.median(run_s) for run_s in zip(*times, strict=True))
         rows.append(
@@ -141,10 +187,13 @@ def small_copies(
 def _there_and_back_s(device: torch.device, nbytes: int, count: int) -> tuple[float, float]:
     context, sync = offload.get_cpu_offload_context(True, 1, LAYERS, min_bytes=1, device=device)
     x = torch.ones((), device=device, requires_grad=True)
+    tensors = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
     _wait(device)
     begin = time.perf_counter()
     with context:
-        y = SaveThese.apply(x, *(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)))
+        y = x * 1
+        while tensors:
+            y = SaveThese.apply(y, *(tensors.pop() for _ in range(TENSORS_PER_OPERATION)))
     y = sync(y)
     _wait(device)
     out_s = time.perf_counter() - begin
