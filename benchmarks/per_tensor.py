@@ -13,6 +13,7 @@ import torch
 
 import offload
 from offload.backend import get_backend
+from offload.host_pool import HostBuffer, get_host_pool
 from offload.link import Link
 
 LAYERS = 3
@@ -76,6 +77,7 @@ def host_cost(device: torch.device, *, repeats: int = 15) -> dict[str, Any]:
         "stays_later": Variant(_offloaded(device, 1), place=LAYERS - 1),
         "travels": Variant(_offloaded(device, 1)),
         "large_operation": Variant(_plain, **large),
+        "bare_calls": Variant(_under(*_bare_calls(device)), **large),
         "alone": Variant(_offloaded(device, 1), **large),
     }
     found: dict[str, list[float]] = {name: [] for name in variants}
@@ -129,6 +131,33 @@ def _under(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Te
             return _plain(layers, x)
 
     return step
+
+
+def _bare_calls(device: torch.device) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Hooks that do nothing but call what one trip cannot do without: host memory, device memory, copies and waits.
+
+    Nothing is freed and nothing checked: this is no way to offload, but what each way costs at least.
+    """
+    backend = get_backend(device)
+    pool = get_host_pool(backend)
+    compute, (to_host, to_device) = backend.compute_stream(), backend.copy_streams
+
+    def pack(tensor: torch.Tensor) -> tuple[HostBuffer, torch.Tensor]:
+        to_host.wait_event(compute.record_event())
+        host = pool.take(tensor.nbytes)
+        backend.to_host(to_host, host, tensor)
+        return host, tensor.detach()
+
+    def unpack(packed: tuple[HostBuffer, torch.Tensor]) -> torch.Tensor:
+        host, tensor = packed
+        landing = torch.empty_like(tensor)
+        backend.to_device(to_device, landing, host)
+        arrived = to_device.record_event()
+        pool.give(host, arrived)
+        compute.wait_event(arrived)
+        return landing
+
+    return pack, unpack
 
 
 def _offloaded(device: torch.device, min_bytes: int) -> Step:

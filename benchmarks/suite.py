@@ -142,7 +142,7 @@ def show(record: dict[str, Any]) -> None:
         print(f"\n{name}")
         print(table([_shown(row) for row in record["rows"] if row["workload"] == name]))
     if "host_cost" in record:
-        names = ("operation", "hooks", "alias", "stays", "stays_later", "travels", "alone")
+        names = ("operation", "hooks", "alias", "stays", "stays_later", "travels", "bare_calls", "alone")
         cost = {name: record["host_cost"][f"{name}_s"] * 1e6 for name in names}
         print("\nhost µs: " + ", ".join(f"{name} {value:.1f}" for name, value in cost.items()))
     if "small_copies" in record:

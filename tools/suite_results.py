@@ -146,10 +146,11 @@ def host_cost_table(record: Row) -> str:
     what = {
         "operation": "an elementwise operation, forward and backward",
         "hooks": "PyTorch's hooks for saved tensors, doing nothing",
-        "alias": "hooks that hold an alias and its version, the least that notices a change in place",
+        "alias": "hooks that only hold an alias and its version, and notice a change in place",
         "stays_later": "the library, for a tensor in a layer after the first that stays",
         "stays": "the library, for a tensor that stays in a layer that is offloaded, and the hooks",
         "travels": "the library, for a tensor that travels in a pack, and the hooks",
+        "bare_calls": "hooks that only make the calls of a trip, for a tensor of 4 MiB",
         "alone": "the library, for a tensor of 4 MiB, which travels alone, and the hooks",
     }
     cost = record["host_cost"]
