@@ -60,7 +60,7 @@ class Variant(NamedTuple):
         return [many if number == self.place else torch.neg for number in range(LAYERS)]
 
 
-def host_cost(device: torch.device, *, repeats: int = 15) -> dict[str, Any]:
+def host_cost(device: torch.device, *, large_elements: int = LARGE_ELEMENTS, repeats: int = 45) -> dict[str, Any]:
     """Host seconds per saved tensor, pack, unpack and all else included, by where it is and whether it travels.
 
     Steps take turns: without anything, under hooks that do nothing or only what any hooks have to, which is the least
@@ -68,7 +68,7 @@ def host_cost(device: torch.device, *, repeats: int = 15) -> dict[str, Any]:
     longer than the same operations without anything is divided by the number of tensors. The median of the repeats
     counts.
     """
-    large = {"elements": LARGE_ELEMENTS, "operations": LARGE_OPERATIONS}
+    large = {"elements": large_elements, "operations": LARGE_OPERATIONS}
     variants = {
         "operation": Variant(_plain),
         "hooks": Variant(_under(lambda tensor: tensor, lambda tensor: tensor)),
@@ -187,7 +187,12 @@ class SaveThese(torch.autograd.Function):
 
 
 def small_copies(
-    device: torch.device, link: Link, *, sizes: tuple[int, ...] = SIZES, repeats: int = 5
+    device: torch.device,
+    link: Link,
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    run_bytes: int = RUN_BYTES,
+    repeats: int = 5,
 ) -> list[dict[str, Any]]:
     """Bandwidth out and back of tensors of one size after the other, each of which has a storage of its own.
 
@@ -197,7 +202,7 @@ def small_copies(
     """
     rows = []
     for nbytes in sizes:
-        count = min(MOST, RUN_BYTES // nbytes)
+        count = min(MOST, run_bytes // nbytes)
         times = [_there_and_back_s(device, nbytes, count) for _ in range(repeats + 1)][1:]
         out, back = (count * nbytes / statistics.median(run_s) for run_s in zip(*times, strict=True))
         rows.append(

@@ -24,7 +24,7 @@ import torch
 import offload
 from benchmarks.cases import CASES, Case, cases, small_cases
 from benchmarks.comparison import Comparison, attempt
-from benchmarks.per_tensor import SIZES, host_cost, small_copies
+from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
 from benchmarks.report import environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
 from offload.backend import resolve_device
@@ -110,9 +110,11 @@ def main() -> None:
 def measure_tensors(record: Record, arguments: argparse.Namespace, device: torch.device, link: Link) -> None:
     """What a saved tensor costs, as far as it was asked for."""
     if "host_cost" in arguments.only:
-        record.put("host_cost", host_cost(device))
+        large, repeats = (1 << 14, 5) if arguments.small else (LARGE_ELEMENTS, 45)
+        record.put("host_cost", host_cost(device, large_elements=large, repeats=repeats))
     if "small_copies" in arguments.only:
-        record.put("small_copies", small_copies(device, link, sizes=SIZES[:3] if arguments.small else SIZES))
+        sizes, run_bytes = (SIZES[:3], 1 << 24) if arguments.small else (SIZES, RUN_BYTES)
+        record.put("small_copies", small_copies(device, link, sizes=sizes, run_bytes=run_bytes))
 
 
 def compare(record: Record, arguments: argparse.Namespace, device: torch.device, link: Link) -> None:

@@ -37,6 +37,13 @@ class CudaBackend(AcceleratorBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self._streams: dict[object, Any] = {}
+
+    def compute_stream(self) -> Any:
+        current = self.compute_stream_id()
+        if current not in self._streams:
+            self._streams[current] = super().compute_stream()
+        return self._streams[current]
 
     @property
     def capturing(self) -> bool:

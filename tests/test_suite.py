@@ -212,10 +212,9 @@ def test_memory_allocated_on_the_host_for_a_copy_is_not_counted_as_one():
     assert copies.nbytes == 0
 
 
-def test_small_copies_move_what_they_say(monkeypatch):
-    monkeypatch.setattr("benchmarks.per_tensor.RUN_BYTES", 1 << 20)
+def test_small_copies_move_what_they_say():
     link = offload.Link(1e9, 2e9, 3e9)
-    (row,) = small_copies(CPU, link, sizes=(1 << 16,), repeats=1)
+    (row,) = small_copies(CPU, link, sizes=(1 << 16,), run_bytes=1 << 20, repeats=1)
     assert row["count"] == 16
     assert row["out_of_link"] == row["out_bytes_per_s"] / 1e9
     assert row["back_of_link"] == row["back_bytes_per_s"] / 2e9

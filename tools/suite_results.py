@@ -186,13 +186,13 @@ def _small_share(record: Row) -> str:
     if not packed:
         return ""
     shares = [min(row[way] / large[way] for row in packed) for way in ("out_bytes_per_s", "back_bytes_per_s")]
-    host_s = smallest["size_bytes"] / smallest["out_bytes_per_s"]
+    host_us, link_us = (smallest["size_bytes"] / row["out_bytes_per_s"] * 1e6 for row in (smallest, large))
     sizes = (SMALL_BYTES, DEFAULT_MIN_BYTES, large["size_bytes"], smallest["size_bytes"])
     below, least, most, tiny = (format_bytes(nbytes).replace(".00", "") for nbytes in sizes)
     return (
         f"\nBelow {below} they travel in packs: from {least} on, which is what `min_bytes` lets through by default, at "
         f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: "
-        f"it needs {host_s * 1e6:.0f} µs for each one of {tiny}, in which the layer also allocates it.\n"
+        f"each one of {tiny} takes it {host_us:.0f} µs, and the link {link_us:.1f}.\n"
     )
 
 
