@@ -189,13 +189,14 @@ class WholePack(SavedStorage):
         members: Whose bytes they are, in order, each with the gap behind it.
     """
 
-    __slots__ = ("_members", "_originals", "_sizes", "compute_stream_now", "is_split")
+    __slots__ = ("_members", "_originals", "_sizes", "_unit", "compute_stream_now", "is_split")
 
     def __init__(self, tensor: torch.Tensor, owner: ActivationSet, members: list[SmallTensor]) -> None:
         super().__init__(tensor, owner)
         self._members = [weakref.ref(member) for member in members]
         self._originals = WeakStorages([member.tensor.untyped_storage() for member in members])
-        self._sizes = [member.nbytes + -member.nbytes % ALIGNMENT for member in members]
+        self._unit = torch.uint8 if any(member.nbytes % 8 for member in members) else torch.int64
+        self._sizes = [(member.nbytes + -member.nbytes % ALIGNMENT) // self._unit.itemsize for member in members]
         self.storages = len(members)
         self.payload = sum([member.nbytes for member in members])
         self.is_split = False
@@ -210,14 +211,15 @@ class WholePack(SavedStorage):
             self._await_reload()
 
     def _split(self) -> None:
-        parts = torch.unsafe_split_with_sizes(self.device, self._sizes)  # type: ignore[arg-type]  # it was read
+        flat = self.device.view(self._unit)  # type: ignore[union-attr]  # it was read
+        parts = torch.unsafe_split_with_sizes(flat, self._sizes)
         members, sources = [], []
         for reference, part in zip(self._members, parts, strict=True):
             member = reference()
             if member is not None:
                 members.append(member)
-                sources.append(part[: member.nbytes] if member.nbytes % ALIGNMENT else part)
-        # Each byte times one: of all ways to copy many tensors into new memory, the one that takes the host least.
+                sources.append(part[: member.nbytes // self._unit.itemsize] if member.nbytes % ALIGNMENT else part)
+        # Integers times one: of all ways to copy many tensors into new memory, the one that takes the host least.
         for member, copy in zip(members, torch._foreach_mul(sources, 1), strict=True):
             member.come_back(copy)
         self.is_split = True
