@@ -21,6 +21,11 @@ SMALL_ELEMENTS, SMALL_OPERATIONS = 256, 400
 """Tensors that move in packs, and how many operations of one layer save one each."""
 LARGE_ELEMENTS, LARGE_OPERATIONS = 1 << 20, 100
 """Tensors of which each moves alone."""
+VARIANTS = (
+    *("operation", "hooks", "alias", "stays_later", "stays", "travels"),
+    *("large_operation", "bare_calls", "alone"),
+)
+"""What costs are given of."""
 
 SIZES = tuple(1 << power for power in range(16, 27))
 """Bytes of one tensor: 64 KiB to 64 MiB."""
@@ -60,7 +65,7 @@ class Variant(NamedTuple):
         return [many if number == self.place else torch.neg for number in range(LAYERS)]
 
 
-def host_cost(device: torch.device, *, large_elements: int = LARGE_ELEMENTS, repeats: int = 45) -> dict[str, Any]:
+def host_cost(device: torch.device, *, large_elements: int = LARGE_ELEMENTS, repeats: int = 30) -> dict[str, Any]:
     """Host seconds per saved tensor, pack, unpack and all else included, by where it is and whether it travels.
 
     Steps take turns: without anything, under hooks that do nothing or only what any hooks have to, which is the least
@@ -73,8 +78,8 @@ def host_cost(device: torch.device, *, large_elements: int = LARGE_ELEMENTS, rep
         "operation": Variant(_plain),
         "hooks": Variant(_under(lambda tensor: tensor, lambda tensor: tensor)),
         "alias": Variant(_under(_Alias, operator.methodcaller("unpack"))),
-        "stays": Variant(_offloaded(device, 1 << 40)),
         "stays_later": Variant(_offloaded(device, 1), place=LAYERS - 1),
+        "stays": Variant(_offloaded(device, 1 << 40)),
         "travels": Variant(_offloaded(device, 1)),
         "large_operation": Variant(_plain, **large),
         "bare_calls": Variant(_under(*_bare_calls(device)), **large),

@@ -24,7 +24,7 @@ import torch
 import offload
 from benchmarks.cases import CASES, Case, cases, small_cases
 from benchmarks.comparison import Comparison, attempt
-from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
+from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, VARIANTS, host_cost, small_copies
 from benchmarks.report import environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
 from offload.backend import resolve_device
@@ -70,9 +70,10 @@ class Record:
         self._parts["runs"][name] = {key: self._parts[key] for key in ("date", "commit")} | found
         self.save()
 
-    def put(self, name: str, value: object) -> None:
-        """Add a result that is no row."""
-        self._parts[name] = value
+    def add(self, name: str, run: dict[str, Any]) -> None:
+        """Add a run of a part that has no rows; those of earlier runs stay when records are merged."""
+        made = {key: self._parts[key] for key in ("date", "commit")}
+        self._parts.setdefault(name, []).append(made | run)
         self.note(name, {})
 
     def save(self) -> dict[str, Any]:
@@ -110,11 +111,11 @@ def main() -> None:
 def measure_tensors(record: Record, arguments: argparse.Namespace, device: torch.device, link: Link) -> None:
     """What a saved tensor costs, as far as it was asked for."""
     if "host_cost" in arguments.only:
-        large, repeats = (1 << 14, 5) if arguments.small else (LARGE_ELEMENTS, 45)
-        record.put("host_cost", host_cost(device, large_elements=large, repeats=repeats))
+        large, repeats = (1 << 14, 5) if arguments.small else (LARGE_ELEMENTS, 30)
+        record.add("host_cost", host_cost(device, large_elements=large, repeats=repeats))
     if "small_copies" in arguments.only:
         sizes, run_bytes = (SIZES[:3], 1 << 24) if arguments.small else (SIZES, RUN_BYTES)
-        record.put("small_copies", small_copies(device, link, sizes=sizes, run_bytes=run_bytes))
+        record.add("small_copies", {"sizes": small_copies(device, link, sizes=sizes, run_bytes=run_bytes)})
 
 
 def compare(record: Record, arguments: argparse.Namespace, device: torch.device, link: Link) -> None:
@@ -143,12 +144,10 @@ def show(record: dict[str, Any]) -> None:
     for name in dict.fromkeys(row["workload"] for row in record["rows"]):
         print(f"\n{name}")
         print(table([_shown(row) for row in record["rows"] if row["workload"] == name]))
-    if "host_cost" in record:
-        names = ("operation", "hooks", "alias", "stays", "stays_later", "travels", "bare_calls", "alone")
-        cost = {name: record["host_cost"][f"{name}_s"] * 1e6 for name in names}
-        print("\nhost µs: " + ", ".join(f"{name} {value:.1f}" for name, value in cost.items()))
-    if "small_copies" in record:
-        print(table([_copies_shown(row) for row in record["small_copies"]]))
+    for run in record.get("host_cost", []):
+        print("\nhost µs: " + ", ".join(f"{name} {run[f'{name}_s'] * 1e6:.1f}" for name in VARIANTS))
+    for run in record.get("small_copies", []):
+        print(table([_copies_shown(row) for row in run["sizes"]]))
     print()
     for verdict in record["verdicts"]:
         print(f"{HOLDS[verdict['holds']]}  {verdict['claim']}: {verdict['measured']}")

@@ -206,21 +206,32 @@ SUITE = {
         {"claim": "two", "measured": "1.20", "holds": False},
         {"claim": "three", "measured": "not measured", "holds": None},
     ],
-    "host_cost": {
-        "operation_s": 10e-6,
-        "hooks_s": 1e-6,
-        "stays_s": 2.04e-6,
-        "stays_later_s": 0.0,
-        "travels_s": 20e-6,
-    },
+    "host_cost": [
+        {
+            "operation_s": 10e-6,
+            "hooks_s": 1e-6,
+            "alias_s": 1.5e-6,
+            "stays_s": 2.04e-6,
+            "stays_later_s": 0.0,
+            "travels_s": travels_s,
+            "bare_calls_s": 30e-6,
+            "alone_s": 50e-6,
+        }
+        for travels_s in (20e-6, 12e-6, 15e-6)
+    ],
     "small_copies": [
         {
-            "size_bytes": 1 << 16,
-            "out_bytes_per_s": 5e9,
-            "back_bytes_per_s": 51e8,
-            "out_of_link": 0.1,
-            "back_of_link": 0.1,
+            "sizes": [
+                {
+                    "size_bytes": 1 << 16,
+                    "out_bytes_per_s": out_bytes_per_s,
+                    "back_bytes_per_s": 51e8,
+                    "out_of_link": 0.1,
+                    "back_of_link": 0.1,
+                }
+            ]
         }
+        for out_bytes_per_s in (5e9, 4e9, 7e9)
     ],
 }
 
@@ -250,9 +261,10 @@ def test_what_it_was_measured_on_is_said():
 
 
 def test_what_a_tensor_costs_is_shown():
-    assert [cells[1] for cells in cells_of(suite_results.host_cost_table(SUITE))[2:]] == [
-        *("10.0", "1.0", "0.0", "2.0", "20.0")
-    ]
+    rows = [cells[1:] for cells in cells_of(suite_results.host_cost_table(SUITE))]
+    assert rows[0] == ["median of 3 runs", "from", "to"]
+    assert [median for median, _, _ in rows[2:]] == ["10.0", "1.0", "1.5", "0.0", "2.0", "15.0", "30.0", "50.0"]
+    assert rows[7] == ["15.0", "12.0", "20.0"]
     assert cells_of(suite_results.small_copies_table(SUITE))[2:] == [["64 KiB", "5.0", "10%", "5.1", "10%"]]
 
 

@@ -16,7 +16,7 @@ from benchmarks.cases import HIDING_MARGIN, Case, hiding_tokens, small_cases
 from benchmarks.comparison import Comparison
 from benchmarks.instruments import HostCopies, SavedTensors
 from benchmarks.models import Stack
-from benchmarks.per_tensor import SIZES, small_copies
+from benchmarks.per_tensor import SIZES, VARIANTS, small_copies
 from benchmarks.verdicts import GIB, OTHERS, OWN, verdicts, with_ratios
 from benchmarks.workloads import reference_decoder
 
@@ -64,8 +64,10 @@ def test_more_layers_leave_less_memory(record):
 
 
 def test_the_costs_of_a_tensor_are_there(record):
-    assert record["host_cost"]["travels_s"] > 0
-    assert [row["size_bytes"] for row in record["small_copies"]] == list(SIZES[:3])
+    (cost,), (copies,) = record["host_cost"], record["small_copies"]
+    assert cost.keys() >= {f"{name}_s" for name in VARIANTS}
+    assert cost["travels_s"] > 0
+    assert [row["size_bytes"] for row in copies["sizes"]] == list(SIZES[:3])
 
 
 def test_a_part_is_merged_into_the_record(record, monkeypatch, tmp_path):
@@ -77,6 +79,9 @@ def test_a_part_is_merged_into_the_record(record, monkeypatch, tmp_path):
     ]
     assert len(merged["rows"]) == len(record["rows"])
     assert merged["host_cost"] == record["host_cost"]
+    twice = run_suite(monkeypatch, path, "--only", "small_copies", "--merge")["small_copies"]
+    assert twice[0] == record["small_copies"][0]
+    assert len(twice) == 2
     alone = run_suite(monkeypatch, path, "--only", "norm_mlp")
     assert {row["workload"] for row in alone["rows"]} == {"LayerNorm-MLP"}
 

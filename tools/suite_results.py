@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -141,8 +142,7 @@ def verdicts_table(record: Row) -> str:
 
 def host_cost_table(record: Row) -> str:
     """The host's time for a saved tensor."""
-    if "host_cost" not in record:
-        return ""
+    runs = record.get("host_cost", [])
     what = {
         "operation": "an elementwise operation, forward and backward",
         "hooks": "PyTorch's hooks for saved tensors, doing nothing",
@@ -153,18 +153,25 @@ def host_cost_table(record: Row) -> str:
         "bare_calls": "hooks that only make the calls of a trip, for a tensor of 4 MiB",
         "alone": "the library, for a tensor of 4 MiB, which travels alone, and the hooks",
     }
-    cost = record["host_cost"]
-    what = {name: text for name, text in what.items() if f"{name}_s" in cost}
-    return (
-        markdown_table(
-            [{"": text, "host time, µs": f"{cost[f'{name}_s'] * 1e6:.1f}"} for name, text in what.items()], left=1
-        )
-        + "\n"
-    )
+    rows = [{"host time, µs": text, **_costs(runs, f"{name}_s")} for name, text in what.items() if runs]
+    return markdown_table(rows, left=1) + "\n" if rows else ""
+
+
+def _costs(runs: list[Row], name: str) -> dict[str, str]:
+    costs = [run[name] * 1e6 for run in runs]
+    return {
+        f"median of {len(runs)} runs": f"{statistics.median(costs):.1f}",
+        "from": f"{min(costs):.1f}",
+        "to": f"{max(costs):.1f}",
+    }
 
 
 def small_copies_table(record: Row) -> str:
-    """The bandwidth of tensors of one size."""
+    """The bandwidth of tensors of one size, medians over the runs."""
+    runs = [run["sizes"] for run in record.get("small_copies", [])]
+    if not runs:
+        return ""
+    sizes = [_median_of_runs(rows) for rows in zip(*runs, strict=True)]
     rows = [
         {
             "": format_bytes(row["size_bytes"]).replace(".00", ""),
@@ -173,14 +180,17 @@ def small_copies_table(record: Row) -> str:
             "back, GB/s": f"{row['back_bytes_per_s'] / 1e9:.1f}",
             "of the link ": f"{row['back_of_link']:.0%}",
         }
-        for row in record.get("small_copies", [])
+        for row in sizes
     ]
-    return markdown_table(rows, left=1) + "\n" + _small_share(record) if rows else ""
+    return markdown_table(rows, left=1) + "\n" + _small_share(sizes)
 
 
-def _small_share(record: Row) -> str:
+def _median_of_runs(rows: tuple[Row, ...]) -> Row:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def _small_share(rows: list[Row]) -> str:
     """How near to large copies small ones come, and what keeps the smallest away from the link."""
-    rows = record["small_copies"]
     large, smallest = rows[-1], rows[0]
     packed = [row for row in rows if DEFAULT_MIN_BYTES <= row["size_bytes"] < SMALL_BYTES]
     if not packed:
