@@ -174,7 +174,7 @@ def small_copies_table(record: Row) -> str:
     sizes = [_median_of_runs(rows) for rows in zip(*runs, strict=True)]
     rows = [
         {
-            "": format_bytes(row["size_bytes"]).replace(".00", ""),
+            "": _whole(row["size_bytes"]),
             "to the host, GB/s": f"{row['out_bytes_per_s'] / 1e9:.1f}",
             "of the link": f"{row['out_of_link']:.0%}",
             "back, GB/s": f"{row['back_bytes_per_s'] / 1e9:.1f}",
@@ -183,6 +183,12 @@ def small_copies_table(record: Row) -> str:
         for row in sizes
     ]
     return markdown_table(rows, left=1) + "\n" + _small_share(sizes)
+
+
+def _whole(nbytes: float) -> str:
+    """A power of two of bytes, without decimals."""
+    number, unit = format_bytes(int(nbytes)).split()
+    return f"{float(number):.0f} {unit}"
 
 
 def _median_of_runs(rows: tuple[Row, ...]) -> Row:
@@ -198,7 +204,7 @@ def _small_share(rows: list[Row]) -> str:
     shares = [min(row[way] / large[way] for row in packed) for way in ("out_bytes_per_s", "back_bytes_per_s")]
     host_us, link_us = (smallest["size_bytes"] / row["out_bytes_per_s"] * 1e6 for row in (smallest, large))
     sizes = (SMALL_BYTES, DEFAULT_MIN_BYTES, large["size_bytes"], smallest["size_bytes"])
-    below, least, most, tiny = (format_bytes(nbytes).replace(".00", "") for nbytes in sizes)
+    below, least, most, tiny = map(_whole, sizes)
     return (
         f"\nBelow {below} they travel in packs: from {least} on, which is what `min_bytes` lets through by default, at "
         f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: "
