@@ -58,7 +58,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
     decoder, mlp = reference_decoder(), norm_mlp()
     llama = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 16, "num_attention_heads": 32}
     if "decoder" in wanted:
-        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 7, 10, 14, 18), (18, 19), turns_s=45)
+        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 7, 10, 14, 18), (18, 19), turns_s=30)
     if "long" in wanted:
         yield long_sequence(device, link, host_bytes)
     if "compiled" in wanted:
@@ -67,7 +67,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
             lambda on: Stack(decoder, on, compiled="inductor"),
             (5, 10, 18),
             (18, 19),
-            turns_s=25,
+            turns_s=16,
             compiled=True,
         )
     if "llama" in wanted:
@@ -76,10 +76,10 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
             lambda on: Llama(on, tokens=4096, dtype=torch.bfloat16, vocab_size=2048, **llama),
             (4, 8, 14),
             (14, 15),
-            turns_s=20,
+            turns_s=15,
         )
     if "norm_mlp" in wanted:
-        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 7, 10, 14, 18), (18, 19), turns_s=15)
+        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 7, 10, 14, 18), (18, 19), turns_s=12)
 
 
 def small_cases(wanted: Collection[str]) -> Iterator[Case]:
