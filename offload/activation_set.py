@@ -243,31 +243,35 @@ class ActivationSet:
 
     def reload_late(self) -> None:
         """Backward needs the set now, and nobody has started its reload: correct, but a stall."""
-        self.transfers.counters.late_reloads += 1
-        if self.state is OffloadState.OFFLOADED:
-            self.state = next_state("start_reload", self.layer, self.state)
-        self._reload()
+        with self.transfers.lock:
+            if not any(storage.away for storage in self._live()):
+                return  # another thread has done it meanwhile
+            self.transfers.counters.late_reloads += 1
+            if self.state is OffloadState.OFFLOADED:
+                self.state = next_state("start_reload", self.layer, self.state)
+            self._reload()
 
     def _reload(self) -> None:
-        away = [storage for storage in reversed(self._live()) if storage.away]
-        # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
-        landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
-        compute = self.transfers.backend.compute_stream()
-        self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
-        for group in _groups(zip(away, landings, strict=True)):
-            self._reload_group(group, compute)
+        with self.transfers.lock:
+            away = [storage for storage in reversed(self._live()) if storage.away]
+            # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
+            landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
+            compute = self.transfers.backend.compute_stream()
+            self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
+            for group in _groups(zip(away, landings, strict=True)):
+                self._reload_group(group, compute)
 
     def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Any) -> None:
-        queued: list[SavedStorage] = []
+        queued: list[tuple[SavedStorage, torch.Tensor]] = []
         try:
             for storage, landing in group:
-                storage.start_reload(landing, compute)
-                queued.append(storage)
+                storage.start_reload(landing)
+                queued.append((storage, landing))
         finally:
             if queued:
                 done = self.transfers.backend.record_timed(self.transfers.h2d_stream)
-                for storage in queued:
-                    storage.end_reload(done)
+                for storage, landing in queued:
+                    storage.end_reload(landing, compute, done)
 
     def mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""

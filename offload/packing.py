@@ -74,15 +74,20 @@ class SmallTensor(Handle):
         whole = self.whole
         if whole is None:
             return self.tensor.data
-        if whole.awaited_by != whole.compute_stream_now():
+        if whole.split_on != whole.compute_stream_now():
             whole.split()
         return self.tensor
 
     def read(self) -> torch.UntypedStorage:
         """The memory on the device, ready for the current stream's next operation."""
-        if self.whole is not None and self.whole.awaited_by != self.whole.compute_stream_now():
+        if self.whole is not None and self.whole.split_on != self.whole.compute_stream_now():
             self.whole.split()
         return self.tensor.untyped_storage()
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the bytes were in a pack and have memory of their own again, to stay."""
+        return self.whole is not None
 
     def leave(self) -> torch.Tensor:
         """Take down how the tensor looks at its storage, of which the result is all, contiguous, to be joined."""
@@ -129,6 +134,10 @@ class Pack:
             return None
         collected, self._members, self._nbytes = self._members, [], 0
         backend = owner.transfers.backend
+        # A storage that was resized since it was saved stays: its bytes may be gone, to be back before backward.
+        collected = [member for member in collected if member.tensor.untyped_storage().nbytes() == member.nbytes]
+        if not collected:
+            return None
         groups: defaultdict[torch.dtype, _Group] = defaultdict(_Group)
         for member in collected:
             piece = member.leave()
@@ -189,7 +198,7 @@ class WholePack(SavedStorage):
         members: Whose bytes they are, in order, each with the gap behind it.
     """
 
-    __slots__ = ("_members", "_originals", "_sizes", "_unit", "compute_stream_now", "is_split")
+    __slots__ = ("_members", "_originals", "_sizes", "_unit", "compute_stream_now", "split_on")
 
     def __init__(self, tensor: torch.Tensor, owner: ActivationSet, members: list[SmallTensor]) -> None:
         super().__init__(tensor, owner)
@@ -199,16 +208,19 @@ class WholePack(SavedStorage):
         self._sizes = [(member.nbytes + -member.nbytes % ALIGNMENT) // self._unit.itemsize for member in members]
         self.storages = len(members)
         self.payload = sum([member.nbytes for member in members])
-        self.is_split = False
+        self.split_on: object = None
+        """The stream on which the storages that it was split into are ready; ``None`` before."""
         self.compute_stream_now = owner.transfers.backend.compute_stream_id
 
     def split(self) -> None:
         """Give each storage memory of its own again, ready for the current stream's next operation."""
-        if not self.is_split:
-            self.read()
-            self._split()
-        else:
-            self._await_reload()
+        with self.set.transfers.lock:
+            if self.split_on is None:
+                self.read()
+                self._split()
+            else:
+                self._await_reload()
+            self.split_on = self.compute_stream_now()
 
     def _split(self) -> None:
         flat = self.device.view(self._unit)  # type: ignore[union-attr]  # it was read
@@ -222,7 +234,6 @@ class WholePack(SavedStorage):
         # Integers times one: of all ways to copy many tensors into new memory, the one that takes the host least.
         for member, copy in zip(members, torch._foreach_mul(sources, 1), strict=True):
             member.come_back(copy)
-        self.is_split = True
         backend = self.set.transfers.backend
         self.reload_done = backend.record_timed(backend.compute_stream())
         self.awaited_by = backend.compute_stream_id()

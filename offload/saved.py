@@ -111,24 +111,33 @@ class SavedStorage:
         """Whether the bytes are on the host only."""
         return self.host is not None and self.device is None
 
-    def start_reload(self, landing: torch.Tensor, compute_stream: Stream) -> None:
-        """Queue the copy back into ``landing``, memory of ``compute_stream`` that the h2d stream has waited for."""
+    @property
+    def is_back(self) -> bool:
+        """Whether the bytes were away and are on the device again, to stay."""
+        return self.reload_done is not None
+
+    def start_reload(self, landing: torch.Tensor) -> None:
+        """Queue the copy back into ``landing``, memory that the h2d stream has waited for."""
         if self.host is None:
             return
         self._look_for_waste()
         self.set.transfers.to_device(landing, self.host, self.set.layer)
         self.set.transfers.counters.reloaded_bytes += self.payload
-        self.device = landing
-        self.stream = compute_stream
-        self.count()
 
-    def end_reload(self, done: Any) -> None:
-        """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer."""
+    def end_reload(self, landing: torch.Tensor, compute_stream: Stream, done: Any) -> None:
+        """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer.
+
+        ``landing`` is memory of ``compute_stream``. It is there for other threads when all else is said about it.
+        """
+        if self.host is None:
+            return
+        self.stream = compute_stream
         self.reload_done = self.ready = done
         self.awaited_by = None
-        if self.host is not None:
-            self.set.transfers.pool.give(self.host, done)
-            self.host = None
+        self.set.transfers.pool.give(self.host, done)
+        self.host = None
+        self.device = landing
+        self.count()
 
     def keep(self) -> None:
         """Stay on the device after all: a layer that is not offloaded saved the same storage."""
@@ -258,7 +267,7 @@ class KeptHandle(Handle):
 class MovedHandle(Handle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
 
-    __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride")
+    __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride", "view")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage | SmallTensor, owner: ActivationSet) -> None:
         self.alive = owner.alive
@@ -272,14 +281,23 @@ class MovedHandle(Handle):
         self.stride = tensor.stride()
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
+        self.view: torch.Tensor | None = None
+        """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
 
     def unpack(self) -> torch.Tensor:
         self.check_version(self.dtype, self.size)
+        memory = self.storage.read()
+        if self.view is not None:
+            return self.view
         view = self.versions.data
-        view.set_(self.storage.read(), self.start, self.size, self.stride)
+        view.set_(memory, self.start, self.size, self.stride)
         if self.conj:
             view = view.conj()
-        return torch._neg_view(view) if self.neg else view
+        if self.neg:
+            view = torch._neg_view(view)
+        if self.storage.is_back:
+            self.view = view
+        return view
 
 
 unpack = operator.methodcaller("unpack")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class Transfers:
     h2d_stream: Any
     counters: Counters
     host: HostMemory = field(default_factory=HostMemory)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while bytes come back: several threads may read what was saved."""
     _batch: CopyBatch = field(default_factory=lambda: CopyBatch(0))
 
     def wait(self, stream: Any, event: Any, why: Wait) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -338,6 +340,82 @@ def test_an_explicit_start_copies_at_once(lab: Lab, x: torch.Tensor, copied: lis
     offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
     assert seen == [[128]]
     assert copied == [128, 1024]
+
+
+@pytest.mark.parametrize(("first", "second"), [(1536, 1024), (1024, 512), (1536, 512), (0, 0)])
+def test_a_storage_that_is_resized_after_it_was_saved(first: int, second: int, lab: Lab) -> None:
+    """PyTorch counts that as no change, and FSDP does it to memory that it fills again before backward."""
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        x = torch.linspace(0, 1, 128, device=lab.device, requires_grad=True)
+        saved: list[torch.Tensor] = []
+
+        def layer(y: torch.Tensor) -> torch.Tensor:
+            a, b, c = (torch.arange(256.0, device=lab.device) + n for n in range(3))
+            y = y * c[:128] + y * a[:128] + y * b[:128]
+            for tensor, nbytes in ((a, first), (b, second)):
+                tensor.untyped_storage().resize_(nbytes)
+                saved.append(tensor)
+            return y
+
+        loss = offloaded.forward([layer, torch.neg, torch.neg], x).sum()
+        for number, tensor in enumerate(saved):
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(1024)
+                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                    tensor.copy_(torch.arange(256.0) + number)
+        return list(torch.autograd.grad(loss, x))
+
+    assert_same(step(NOTHING), step(offloading(1, 3, lab.device)))
+
+
+def test_out_of_memory_when_a_pack_is_split_and_then_there_is_enough(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.adverse()
+    x = torch.tensor(0.5, device=lab.device, requires_grad=True)
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        return y.tanh() * y.sigmoid().exp()
+
+    layers = [layer, torch.neg, torch.neg]
+    expected = torch.autograd.grad(NOTHING.forward(layers, x), x)
+    y = offloading(1, 3, lab.device).forward(layers, x)
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "_foreach_mul", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.autograd.grad(y, x, retain_graph=True)
+    assert_same(list(expected), list(torch.autograd.grad(y, x)))
+
+
+def test_threads_whose_graphs_share_a_pack(lab: Lab) -> None:
+    def layer(tensors: Tensors) -> Tensors:
+        for _ in range(30):
+            tensors = tuple(y.tanh() * y.sigmoid() * 1.5 for y in tensors)
+        return tensors
+
+    for _ in range(5):
+        leaves = [torch.tensor(0.5, device=lab.device, requires_grad=True) for _ in range(3)]
+        (expected,) = torch.autograd.grad(layer((leaves[0],))[0], leaves[0])
+        context, sync = get_cpu_offload_context(True, 1, 3, min_bytes=0, device=lab.device)
+        with context:
+            outputs = layer(tuple(leaves))
+        outputs = sync(outputs)
+        for _ in range(2):
+            with context:
+                outputs = tuple(y * 1 for y in outputs)
+            outputs = sync(outputs)
+        barrier = threading.Barrier(3)
+
+        def backward(y: torch.Tensor, leaf: torch.Tensor, barrier: threading.Barrier = barrier) -> torch.Tensor:
+            barrier.wait()
+            return torch.autograd.grad(y, leaf)[0]
+
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(backward, outputs, leaves))
+        assert_same([expected] * 3, found)
 
 
 @pytest.mark.gpu

@@ -601,3 +601,36 @@ def test_saved_tensors_of_other_hooks_are_left_alone(lab: Lab, x: torch.Tensor) 
     assert len(packed) == 1
     assert offloaded.stats.offloaded_storages == 0
     assert torch.equal(x.grad, torch.ones_like(x).exp())
+
+
+class GradientAhead(torch.autograd.Function):
+    """Computes a gradient in forward, as fused losses do, and saves a view of it as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ahead = x.sin() * torch.arange(64, device=x.device)
+        ctx.save_for_backward(ahead[:4], ahead)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, ahead = ctx.saved_tensors
+        return gradients[0], ahead
+
+
+def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(lab: Lab) -> None:
+    """Autograd takes over a gradient that nobody else holds, and adds the next one to it in place."""
+
+    def step(offloaded: Offloading) -> list[torch.Tensor]:
+        x = torch.ones(1, device=lab.device, requires_grad=True)
+        weights = [nn.Parameter(torch.zeros(64, device=lab.device)) for _ in range(3)]
+        layers = [lambda y, weight=weight: GradientAhead.apply(y, weight) for weight in weights]
+        loss = offloaded.forward(layers, x.expand(64)).sum()
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+        return [weight.grad for weight in weights if weight.grad is not None]
+
+    expected = step(NOTHING)
+    assert len(expected) == 3
+    for found, gradient in zip(step(offloading(2, 3, lab.device)), expected, strict=True):
+        assert torch.equal(found, gradient)
