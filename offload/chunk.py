@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from offload.activation_set import ActivationSet
+from offload.exclusions import is_plain
 from offload.packing import SmallTensor
 from offload.round import Round
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
@@ -48,7 +49,7 @@ class ChunkPass:
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
-        self._held = frozenset(tensor.untyped_storage()._cdata for tensor in held if _is_plain(tensor))
+        self._held = frozenset(tensor.untyped_storage()._cdata for tensor in held if is_plain(tensor))
         self._counted: set[int] = set()
         self._part = 0
         self._set = self._round.begin_forward(self._first_layer)
@@ -56,7 +57,7 @@ class ChunkPass:
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The pack hook."""
-        if _is_plain(tensor) and tensor.untyped_storage()._cdata in self._held:
+        if is_plain(tensor) and tensor.untyped_storage()._cdata in self._held:
             return PackedTensor(self, self._part, self._keep(tensor))
         packed = PackedTensor(self, self._part, self._set.pack(tensor))
         for storage in _storages(packed.handle):
@@ -107,7 +108,3 @@ def _storages(handle: Handle) -> Iterator[SavedStorage | SmallTensor]:
     elif isinstance(handle, SubclassHandle):
         for inner in handle.inner:
             yield from _storages(inner)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided

@@ -31,6 +31,8 @@ _JOINED = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
 """Tensors of other types are joined byte by byte."""
+RESIZED = "resized"
+"""Why a small storage stays on the device whose size has changed since it was saved, in ``stats().skipped``."""
 
 
 class SmallTensor(Handle):
@@ -129,13 +131,13 @@ class Pack:
         return self._nbytes >= PACK_BYTES
 
     def close(self, owner: ActivationSet) -> WholePack | None:
-        """Begin a new pack. What was collected is one storage of ``owner`` now; ``None`` if it was nothing."""
-        if not self._members:
-            return None
-        collected, self._members, self._nbytes = self._members, [], 0
+        """Begin a new pack. What was collected is one storage of ``owner`` now; ``None`` if nothing is to move."""
+        saved, self._members, self._nbytes = self._members, [], 0
         backend = owner.transfers.backend
-        # A storage that was resized since it was saved stays: its bytes may be gone, to be back before backward.
-        collected = [member for member in collected if member.tensor.untyped_storage().nbytes() == member.nbytes]
+        # The bytes of a storage that was resized since may be gone, to be back before backward.
+        collected = [member for member in saved if member.tensor.untyped_storage().nbytes() == member.nbytes]
+        if len(collected) < len(saved):
+            owner.transfers.counters.skipped[RESIZED] += len(saved) - len(collected)
         if not collected:
             return None
         groups: defaultdict[torch.dtype, _Group] = defaultdict(_Group)
@@ -171,7 +173,7 @@ class _Group:
 
 
 class WeakStorages:
-    """Weak references to storages. While they live, no other storage can have the same address."""
+    """Weak references to storages, made at once. While they live, no other storage can have the same address."""
 
     __slots__ = ("_references",)
 
@@ -216,14 +218,13 @@ class WholePack(SavedStorage):
         """Give each storage memory of its own again, ready for the current stream's next operation."""
         with self.set.transfers.lock:
             if self.split_on is None:
-                self.read()
-                self._split()
+                self._split(self.read())
             else:
                 self._await_reload()
             self.split_on = self.compute_stream_now()
 
-    def _split(self) -> None:
-        flat = self.device.view(self._unit)  # type: ignore[union-attr]  # it was read
+    def _split(self, memory: torch.UntypedStorage) -> None:
+        flat = torch.empty(0, dtype=self._unit, device=memory.device).set_(memory)
         parts = torch.unsafe_split_with_sizes(flat, self._sizes)
         members, sources = [], []
         for reference, part in zip(self._members, parts, strict=True):

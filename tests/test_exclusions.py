@@ -26,6 +26,13 @@ def test_ordinary_tensor_travels() -> None:
     assert why(torch.ones(4, requires_grad=True) * 2) is None
 
 
+def test_small_comes_before_what_takes_longer_to_say() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    assert why(parameter, 17) == "parameter"
+    assert why(parameter[1:], 17) == "small"
+    assert why(parameter[1:], 16) == "parameter"
+
+
 @pytest.mark.parametrize(
     "look", [lambda t: t, lambda t: t.view(2, 2), lambda t: t[1:]], ids=["itself", "view", "slice"]
 )

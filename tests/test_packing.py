@@ -369,6 +369,27 @@ def test_a_storage_that_is_resized_after_it_was_saved(first: int, second: int, l
     assert_same(step(NOTHING), step(offloading(1, 3, lab.device)))
 
 
+def test_a_pack_of_nothing_but_a_resized_storage(lab: Lab, x: torch.Tensor, copied: list[int]) -> None:
+    received: list[Tensors] = []
+    tensor = normal(8).to(lab.device)
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        y = save(y, received.append, tensor)
+        tensor.untyped_storage().resize_(0)
+        return y
+
+    offloaded = offloading(1, 3, lab.device)
+    with pytest.warns(UserWarning, match="nothing was offloaded: .* for these reasons: 1 resized"):
+        loss = offloaded.forward([layer, torch.neg, torch.neg], x).sum()
+    assert copied == []
+    assert offloaded.stats.skipped == {"resized": 1}
+    tensor.untyped_storage().resize_(32)
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        tensor.fill_(3)
+    loss.backward()
+    assert received[0][0].tolist() == [3.0] * 8
+
+
 def test_out_of_memory_when_a_pack_is_split_and_then_there_is_enough(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.adverse()
     x = torch.tensor(0.5, device=lab.device, requires_grad=True)
