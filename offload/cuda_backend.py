@@ -47,7 +47,7 @@ class CudaBackend(AcceleratorBackend):
 
     @property
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def wait(self, stream: Any, event: Any, why: Enum) -> None:
         if why in _FORKS and self.capturing:

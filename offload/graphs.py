@@ -127,7 +127,7 @@ class Arena:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
 @functools.cache
