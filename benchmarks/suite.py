@@ -42,43 +42,45 @@ class Record:
 
     Args:
         path: The file.
-        header: Hardware, versions, link and size of this run.
+        header: Hardware, versions and size: the same for all runs in a record.
+        run: Date, commit and link of this run.
         merge: Keep the parts of the record that is there and that this run does not measure.
 
     Raises:
         ValueError: The record that is there is from other hardware or versions, or of another size.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, merge: bool) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], run: dict[str, Any], *, merge: bool) -> None:
         self._path = path
+        self._run = run
         self._parts: dict[str, Any] = {"runs": {}, "rows": []}
         if merge and path.exists():
             self._parts = json.loads(path.read_text("utf-8"))
-            for key in ("hardware", "versions", "small"):
-                there, here = self._parts[key], header[key]
+            for key, here in header.items():
+                there = self._parts[key]
                 if there != here:
                     raise ValueError(f"{path} must have this run's {key}, {here}, got {there}; give another --out")
         self._parts |= header
         self.rows: list[Row] = self._parts["rows"]
 
-    def forget(self, workload: str) -> None:
-        """Drop the rows of a workload that is measured again."""
+    def begin(self, workload: str) -> None:
+        """A workload is measured, or measured again: drop the rows that it had."""
         self.rows[:] = [row for row in self.rows if row["workload"] != workload]
+        self.note(workload, {})
 
     def note(self, name: str, found: dict[str, Any]) -> None:
         """Note when and with what a part was measured, and what else there is to say about it."""
-        self._parts["runs"][name] = {key: self._parts[key] for key in ("date", "commit")} | found
+        self._parts["runs"][name] = self._run | found
         self.save()
 
     def add(self, name: str, run: dict[str, Any]) -> None:
         """Add a run of a part that has no rows; those of earlier runs stay when records are merged."""
-        made = {key: self._parts[key] for key in ("date", "commit")}
-        self._parts.setdefault(name, []).append(made | run)
+        self._parts.setdefault(name, []).append(self._run | run)
         self.note(name, {})
 
     def save(self) -> dict[str, Any]:
         """Write everything, with ratios and verdicts, and return it."""
-        rows = with_ratios(self.rows, self._parts["link"])
+        rows = with_ratios(self.rows, {name: run["link"] for name, run in self._parts["runs"].items()})
         whole = {**self._parts, "rows": rows, "verdicts": verdicts(rows)}
         beside = self._path.with_suffix(".part")
         write(beside, whole)
@@ -100,9 +102,10 @@ def main() -> None:
         parser.error("the workloads are made for a GPU; give --small on a CPU")
     link = offload.measure_link(device)
     print(link)
-    header = {**environment(device), "link": vars(link), "small": arguments.small}
-    header["versions"] |= {package: _version(package) for package in PACKAGES}
-    record = Record(arguments.out, header, merge=arguments.merge)
+    here = environment(device)
+    run = {"date": here.pop("date"), "commit": here.pop("commit"), "link": vars(link)}
+    here["versions"] |= {package: _version(package) for package in PACKAGES}
+    record = Record(arguments.out, {**here, "small": arguments.small}, run, merge=arguments.merge)
     measure_tensors(record, arguments, device, link)
     compare(record, arguments, device, link)
     show(record.save())
@@ -124,7 +127,7 @@ def compare(record: Record, arguments: argparse.Namespace, device: torch.device,
     wanted = small_cases(arguments.only) if arguments.small else cases(arguments.only, device, link, host_bytes)
     for case in wanted:
         print(f"\n{case.name}")
-        record.forget(case.name)
+        record.begin(case.name)
 
         def run(case: Case = case) -> None:
             comparison = Comparison(

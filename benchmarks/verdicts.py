@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 Row = dict[str, Any]
@@ -24,11 +25,15 @@ def measured(row: Row) -> bool:
     return "error" not in row and "times_s" in row
 
 
-def with_ratios(rows: list[Row], link: dict[str, Any]) -> list[Row]:
+def with_ratios(rows: list[Row], links: Mapping[str, Row]) -> list[Row]:
     """The rows with their median, their spread, and their ratio to the limit.
 
     The limit is the larger of two times: that of the same step with nothing moved, and that in which the link
     moves the row's bytes to the host and, after that, back.
+
+    Args:
+        rows: What was measured.
+        links: Workload → the link as it was measured in the same run.
     """
     rows = [
         {**row, "step_s": statistics.median(row["times_s"]), "spread_s": max(row["times_s"]) - min(row["times_s"])}
@@ -36,13 +41,14 @@ def with_ratios(rows: list[Row], link: dict[str, Any]) -> list[Row]:
         else row
         for row in rows
     ]
-    return [_with_limit(row, rows, link) for row in rows]
+    return [_with_limit(row, rows, links) for row in rows]
 
 
-def _with_limit(row: Row, rows: list[Row], link: dict[str, Any]) -> Row:
+def _with_limit(row: Row, rows: list[Row], links: Mapping[str, Row]) -> Row:
     base = _find(rows, row["workload"], BASE.get(row["family"], "nothing"))
     if not measured(row) or base is None or row.get("copied_bytes") is None:
         return row
+    link = links[row["workload"]]
     link_s = row["copied_bytes"] * (1 / link["d2h_bytes_per_s"] + 1 / link["h2d_bytes_per_s"])
     limit_s = max(base["step_s"], link_s)
     return {**row, "link_s": link_s, "limit_s": limit_s, "ratio_to_limit": row["step_s"] / limit_s}

@@ -33,11 +33,14 @@ def row(k, step_s, peak_gib, *, workload="decoder", bit_identical=True):
     }
 
 
-RECORD = {
+RUN = {
     "date": "2026-01-02T03:04:05+00:00",
+    "link": {"d2h_bytes_per_s": 50e9, "h2d_bytes_per_s": 51e9, "duplex_bytes_per_s": 90e9},
+}
+RECORD = {
     "hardware": {"gpu": "A GPU"},
     "versions": {"torch": "2.11.0+cu130"},
-    "link": {"d2h_bytes_per_s": 50e9, "h2d_bytes_per_s": 51e9, "duplex_bytes_per_s": 90e9},
+    "runs": {"decoder": RUN},
     "rows": [row(18, 0.9, 3.0), row(0, 0.4, 20.0), row(5, 0.398, 15.0), row(10, 0.5, 10.0)],
 }
 
@@ -199,8 +202,8 @@ SUITE = {
     **RECORD,
     "versions": {"torch": "2.11.0+cu130", "transformers": "5.17.0", "trl": None},
     "small": False,
-    "rows": with_ratios(SUITE_ROWS, RECORD["link"]),
-    "runs": {"decoder": {"seconds": 100.0}, "long sequence": {"seconds": 80.0, "tokens": 131072, "layers": 6}},
+    "rows": with_ratios(SUITE_ROWS, dict.fromkeys(("decoder", "long sequence", "LayerNorm-MLP"), RUN["link"])),
+    "runs": {"decoder": {**RUN, "seconds": 100.0}, "long sequence": {"seconds": 80.0, "tokens": 131072, "layers": 6}},
     "verdicts": [
         {"claim": "one", "measured": "1.02", "holds": True},
         {"claim": "two", "measured": "1.20", "holds": False},
@@ -300,7 +303,12 @@ def test_graphs_are_said_to_be_what_they_were_measured_to_be():
     ]
     summary = {"graph_offload_to_graph": 1.0125, "graph_saved_bytes": 5 * GIB, "eager_saved_bytes": 4 * GIB}
     said = graph_results.graphs_table(
-        {**RECORD, "rows": rows, "summary": {"decoder": summary, "launch_bound": {"graph_speedup_offloaded": 7.66}}}
+        {
+            **RECORD,
+            **RUN,
+            "rows": rows,
+            "summary": {"decoder": summary, "launch_bound": {"graph_speedup_offloaded": 7.66}},
+        }
     )
     assert cells_of(said)[2:] == [
         ["decoder", "0", "graph", "400.00", "9.00"],

@@ -22,6 +22,7 @@ from benchmarks.workloads import reference_decoder
 
 CPU = torch.device("cpu")
 LINK = {"d2h_bytes_per_s": 1.0 * GIB, "h2d_bytes_per_s": 0.5 * GIB}
+LINKS = {"decoder": LINK, "long sequence": {name: 2 * speed for name, speed in LINK.items()}}
 
 
 def run_suite(monkeypatch, path, *arguments):
@@ -91,7 +92,7 @@ def test_records_of_different_versions_are_not_merged(tmp_path):
     header = {"hardware": {}, "versions": {"torch": "1"}, "small": True}
     path.write_text(json.dumps({**header, "rows": [], "runs": {}}), "utf-8")
     with pytest.raises(ValueError, match=r"must have this run's versions, \{'torch': '2'\}, got \{'torch': '1'\}"):
-        suite.Record(path, {**header, "versions": {"torch": "2"}}, merge=True)
+        suite.Record(path, {**header, "versions": {"torch": "2"}}, {}, merge=True)
 
 
 def test_on_a_cpu_only_small_sizes_run(monkeypatch, capsys):
@@ -321,7 +322,7 @@ GOOD = [
 
 
 def said(rows):
-    return {verdict["claim"]: verdict for verdict in verdicts(with_ratios(rows, LINK))}
+    return {verdict["claim"]: verdict for verdict in verdicts(with_ratios(rows, LINKS))}
 
 
 def holds(rows):
@@ -329,15 +330,20 @@ def holds(rows):
 
 
 def test_the_limit_is_compute_or_link():
-    rows = {(row["contender"]): row for row in with_ratios(GOOD[:7], LINK)}
+    rows = {(row["contender"]): row for row in with_ratios(GOOD[:7], LINKS)}
     assert rows["offload 5"]["limit_s"] == 1.0  # 0.3 GiB take 0.9 s there and back
     assert rows["offload 18"]["limit_s"] == 3.0
     assert rows["offload 18"]["ratio_to_limit"] == 3.05 / 3.0
     assert rows["offload_checkpoint 18"]["limit_s"] == 1.25  # recomputing is part of its compute
 
 
+def test_each_workload_has_the_link_of_its_own_run():
+    rows = [{**row, "workload": "long sequence"} for row in GOOD[:6]]
+    assert {row["contender"]: row for row in with_ratios(rows, LINKS)}["offload 18"]["link_s"] == 1.5
+
+
 def test_the_median_and_the_spread_count():
-    (found,) = with_ratios([{**GOOD[0], "times_s": [3.0, 1.0, 1.5]}], LINK)
+    (found,) = with_ratios([{**GOOD[0], "times_s": [3.0, 1.0, 1.5]}], LINKS)
     assert (found["step_s"], found["spread_s"]) == (1.5, 2.0)
 
 

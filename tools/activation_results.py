@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from page_tables import markdown_table
-from suite_results import read_record
+from suite_results import read_record, run_of
 from tabulate import tabulate
 
 from offload.plot import COLORS, INK, new_figure, style_axes
@@ -68,7 +68,7 @@ def norm_mlp_table(record: Row) -> str:
 
 def link_table(record: Row) -> str:
     """What the link moved in the record's machine."""
-    link = record["link"]
+    link = run_of(record)["link"]
     columns = {"device to host": "d2h", "host to device": "h2d", "both at once, sum": "duplex"}
     speeds = {title: f"{link[f'{name}_bytes_per_s'] / 1e9:.1f} GB/s" for title, name in columns.items()}
     return tabulate([{"GPU": record["hardware"]["gpu"], **speeds}], headers="keys", tablefmt="github") + "\n"
@@ -123,11 +123,12 @@ def _draw_free(ax: Axes, peaks: list[float], top: float) -> None:
 
 
 def _setting(record: Row) -> str:
-    link, versions = record["link"], record["versions"]
+    run, versions = run_of(record), record["versions"]
+    link = run["link"]
     speeds = (f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
     return (
         f"{record['hardware']['gpu']}, link {' and '.join(speeds)} GB/s (to the host and back), "
-        f"torch {versions['torch'].partition('+')[0]}, {record['date'].partition('T')[0]}. "
+        f"torch {versions['torch'].partition('+')[0]}, {run['date'].partition('T')[0]}. "
         "Gradients are bit-identical in every row."
     )
 

@@ -101,15 +101,22 @@ def _shown(row: Row, kept: Row | None) -> Row:
     }
 
 
+def run_of(record: Row) -> Row:
+    """When, with what and over which link the reference decoder was measured."""
+    run: Row = record["runs"]["decoder"]
+    return run
+
+
 def setting_text(record: Row) -> str:
     """What it was measured on."""
-    link, versions = record["link"], record["versions"]
+    run, versions = run_of(record), record["versions"]
+    link = run["link"]
     speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
     packages = [f"{name} {version}" for name, version in versions.items() if version and name in _PACKAGES]
     minutes = sum(run.get("seconds", 0) for run in record["runs"].values()) / 60
     return (
         f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), "
-        f"torch {versions['torch'].partition('+')[0]}, {', '.join(packages)}, {record['date'].partition('T')[0]}; "
+        f"torch {versions['torch'].partition('+')[0]}, {', '.join(packages)}, {run['date'].partition('T')[0]}; "
         f"{minutes:.0f} minutes.\n"
     )
 
