@@ -16,163 +16,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import offload
-from benchmarks.instruments import BLOCKING_CALLS, give_memory_back
+from benchmarks.instruments import BLOCKING_CALLS
 from benchmarks.report import environment, table, write
-from benchmarks.workloads import DecoderBlock, loss_of
+from benchmarks.weight_losses import TRAINED, loss_curves
+from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times, limit_memory, synchronize
 from offload.backend import get_backend, resolve_device
 
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Size:
-    """What is measured: a stack of decoder blocks, and inputs for it."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    layers: int
-    dtype: torch.dtype
-    few: tuple[int, int]
-    """Batch and tokens where the link binds; each layer is recomputed."""
-    many: tuple[int, int]
-    """Batch and tokens where compute binds; each layer is recomputed and most of their inputs are offloaded."""
-    offloaded: int
-    """How many layers' inputs are offloaded with ``many`` tokens."""
-
-    def build(self, device: torch.device) -> nn.ModuleList:
-        """The layers."""
-        torch.manual_seed(0)
-        with torch.device(device):
-            layers = nn.ModuleList()
-            for _ in range(self.layers):
-                layers.append(DecoderBlock(self.hidden, self.ffn, self.heads).to(self.dtype))
-        return layers
-
-    def inputs(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """One microbatch, which requires a gradient."""
-        return torch.randn(*shape, self.hidden, device=device, dtype=self.dtype).requires_grad_()
-
-
-LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, (1, 2048), (4, 4096), 40)
-SMALL = Size(64, 172, 4, 6, torch.float32, (1, 32), (2, 64), 3)
-TRAINED = Size(512, 1376, 8, 6, torch.bfloat16, (2, 128), (2, 128), 0)
-"""What most loss curves are of."""
-TRAINED_TOKENS = (1, 256)
-"""Batch and tokens of the loss curve of the model that the times are of."""
-
-
-@dataclass
-class Times:
-    """Seconds of the parts of a step, a value for each repeat."""
-
-    forward_s: list[float]
-    backward_s: list[float]
-
-    @property
-    def step_s(self) -> float:
-        """Median of the whole step."""
-        return statistics.median(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
-
-    def medians(self) -> tuple[float, float]:
-        """Of forward and of backward."""
-        return statistics.median(self.forward_s), statistics.median(self.backward_s)
-
-
-class Stack(nn.Module):
-    """The layers one after the other, each recomputed, the inputs of the first ``offloaded`` offloaded."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-        self.offload(0)
-
-    def offload(self, offloaded: int, device: torch.device | None = None) -> None:
-        """Offload so many layers' inputs from now on."""
-        self.context, self.sync = offload.get_cpu_offload_context(
-            offloaded > 0, max(offloaded, 1), len(self.layers), min_bytes=1, device=device
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        for layer in self.layers:
-            with self.context:
-                y = checkpoint(layer, x, use_reentrant=False)
-            x = self.sync(y)
-        return loss_of(x)
-
-
-class Step:
-    """Forward and backward."""
-
-    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
-        self.model = model
-        self.x = x
-
-    def __call__(self) -> None:
-        self.model(self.x).backward()
-
-    def zero_grad(self) -> None:
-        """As an optimizer does it."""
-        self.model.zero_grad()
-        self.x.grad = None
-
-    def measure(self, *, warmup: int, repeats: int) -> Times:
-        """Both phases, from an idle device to an idle device; gradients are ``None`` at the start."""
-        times = Times([], [])
-        for number in range(warmup + repeats):
-            self.zero_grad()
-            synchronize(self.x.device)
-            begin = time.perf_counter()
-            loss = self.model(self.x)
-            reached = _mark(self.x.device)
-            loss.backward()
-            synchronize(self.x.device)
-            end = time.perf_counter()
-            if number >= warmup:
-                forward_s = reached(begin)
-                times.forward_s.append(forward_s)
-                times.backward_s.append(end - begin - forward_s)
-        return times
-
-
-def _mark(device: torch.device) -> Callable[[float], float]:
-    """When compute reaches this point of the program: a function from a host time to the seconds since then."""
-    if device.type == "cpu":
-        now = time.perf_counter()
-        return lambda begin: now - begin
-    reached, idle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    reached.record()
-
-    def since(begin: float) -> float:
-        idle.record()
-        idle.synchronize()
-        return time.perf_counter() - begin - reached.elapsed_time(idle) / 1e3
-
-    return since
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for an accelerator."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
@@ -301,14 +160,6 @@ def streamed_rows(
     return rows, extra
 
 
-def limit_memory(device: torch.device, nbytes: float) -> None:
-    """Let PyTorch have no more of the device's memory than this."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
-
-
 def accumulating_s(step: Step, device: torch.device) -> float:
     """Seconds of a microbatch whose gradients are added to those of an earlier one."""
     found = []
@@ -381,93 +232,6 @@ def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> l
     return rows
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Training on the device that streamed training is compared with."""
-
-    name: str
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-    size: Size = TRAINED
-    host_step: bool = False
-    """Whether the weights are on the device and the host computes the optimizer's step, as it does when streaming."""
-
-
-def sgd(parameters: Sequence[nn.Parameter], lr: float = 2.0**-1, momentum: float = 0.0) -> torch.optim.Optimizer:
-    """With a power of two as its learning rate the product is exact, so it makes no difference where it is computed."""
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
-
-
-def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Its arithmetic is the host's or the device's, which round in different places."""
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-CURVES = (
-    Curve("SGD", sgd),
-    Curve("SGD with momentum", partial(sgd, lr=2.0**-4, momentum=0.9)),
-    Curve("AdamW", adamw),
-    Curve("AdamW, float32", adamw, replace(TRAINED, dtype=torch.float32)),
-    Curve("AdamW, both stepped on the host", adamw, host_step=True),
-    Curve("AdamW, float32, both stepped on the host", adamw, replace(TRAINED, dtype=torch.float32), host_step=True),
-)
-
-
-def loss_curves(size: Size, device: torch.device, steps: int) -> list[dict[str, Any]]:
-    """Losses over optimizer steps, on the device and streamed, with the same input each step."""
-    limit_memory(device, math.inf)
-    rows = []
-    large = Curve("SGD, the large model", partial(sgd, lr=2.0**-10), replace(size, few=TRAINED_TOKENS))
-    for curve in (*CURVES, large):
-        give_memory_back(device)
-        on_device = losses_of(curve, device, steps, streamed=False)
-        streamed = losses_of(curve, device, steps, streamed=True)
-        rows.append(
-            {
-                "optimizer": curve.name,
-                "steps": steps,
-                "first": on_device[0],
-                "last": on_device[-1],
-                "last_streamed": streamed[-1],
-                "identical": on_device == streamed,
-                "largest_difference": max(
-                    abs(one - other) / abs(one) for one, other in zip(on_device, streamed, strict=True)
-                ),
-                "losses": [on_device, streamed],
-            }
-        )
-    return rows
-
-
-def losses_of(curve: Curve, device: torch.device, steps: int, *, streamed: bool) -> list[float]:
-    """The loss before each step."""
-    layers = curve.size.build(device)
-    x = curve.size.inputs(curve.size.few, device)
-    with ExitStack() as stack:
-        if streamed:
-            stack.enter_context(offload.stream_weights(layers, device))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # deterministic
-        parameters = list(layers.parameters())
-        stepped = [p.detach().cpu() for p in parameters] if curve.host_step and not streamed else parameters
-        optimizer = curve.make(stepped)
-        losses = []
-        for _ in range(steps):
-            y = x
-            for layer in layers:
-                y = layer(y)
-            loss = loss_of(y)
-            loss.backward()
-            losses.append(loss.item())
-            for parameter, host in zip(parameters, stepped, strict=True):
-                if host is not parameter:
-                    host.grad = parameter.grad.cpu()
-            optimizer.step()
-            for parameter, host in zip(parameters, stepped, strict=True):
-                if host is not parameter:
-                    parameter.data.copy_(host)
-                parameter.grad = None
-    return losses
-
-
 def _reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
@@ -513,7 +277,8 @@ def main() -> None:
         row["fsdp_s"] = other.get("step_s")
         row["faster_than_fsdp"] = row["fsdp_s"] / row["step_s"] if row["fsdp_s"] else None
     del model
-    curves = loss_curves(size, device, 20)
+    trained, steps = (SMALL, 3) if arguments.small else (TRAINED, 20)
+    curves = loss_curves(size, trained, device, steps)
     print(table([_shown(row) for row in rows]))
     for row in fsdp:
         if "error" in row:

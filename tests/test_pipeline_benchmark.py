@@ -9,6 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import pipeline
+from benchmarks.pipeline_case import steady_bytes_per_s
+from benchmarks.pipeline_models import MODELS
+from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING, prediction_rows
 from offload.link import Link
 from offload.pipeline_order import one_f_one_b_order
 from offload.pipeline_walk import StageProfile
@@ -16,7 +19,7 @@ from offload.pipelining import plan_pipeline
 from offload.timeline import Span, Timeline
 
 ROOT = Path(pipeline.__file__).parent.parent
-WAYS = [pipeline.NOTHING, pipeline.HALF, pipeline.FREE, pipeline.BOUND]
+WAYS = [NOTHING, HALF, FREE, BOUND]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def test_all_ways_on_all_ranks_give_the_same_gradients(record_path):
 
 def test_the_first_ranks_peak_shrinks(record_path):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
-    halves = [row for row in rows if row["rank"] == 0 and row["offload"] == pipeline.HALF]
+    halves = [row for row in rows if row["rank"] == 0 and row["offload"] == HALF]
     # A part is as large as a tensor here, so that the half is missed by some of them.
     assert [row["peak_saved"] > 0.4 for row in halves] == [True, True]
 
@@ -62,7 +65,7 @@ def test_the_first_ranks_peak_shrinks(record_path):
 def test_steady_state_is_recorded_on_the_first_rank(record_path):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
     for row in rows:
-        if row["offload"] != pipeline.NOTHING:
+        if row["offload"] != NOTHING:
             assert (row["steady_bytes_per_s"] is not None) == (row["rank"] == 0)
             assert set(row["steady_to_link"]) == {"alone", "all at once"}
 
@@ -72,22 +75,22 @@ def test_show_prints_the_record_and_says_what_is_predicted_of_other_widths(recor
     pipeline.main()
     shown = capsys.readouterr().out
     measured, predicted = shown.split("\n\n")
-    assert measured.count(pipeline.HALF) == 4
+    assert measured.count(HALF) == 4
     assert [line.split()[:2] for line in predicted.splitlines()[2:]] == [
-        [name, width] for name in ("1F1B", "ZBV") for width in pipeline.MODELS
+        [name, width] for name in ("1F1B", "ZBV") for width in MODELS
     ]
 
 
 def test_widths_are_asked_for_half_of_the_sets_and_for_what_was_measured(record_path):
     record = json.loads(record_path.read_text("utf-8"))
-    rows = list(pipeline.prediction_rows(record))
+    rows = list(prediction_rows(record))
     assert [(row["schedule"], row["width"]) for row in rows] == [
-        (name, width) for name in ("1F1B", "ZBV") for width in pipeline.MODELS
+        (name, width) for name in ("1F1B", "ZBV") for width in MODELS
     ]
-    halves = [row for row in record["rows"] if (row["rank"], row["offload"]) == (0, pipeline.HALF)]
+    halves = [row for row in record["rows"] if (row["rank"], row["offload"]) == (0, HALF)]
     shares = [row["predicted_peak_bytes"] / row["predicted_peak_bytes_without"] for row in halves]
-    assert [row["aimed_share"] for row in rows] == [share for share in shares for _ in pipeline.MODELS]
-    wider = pipeline.MODELS["12288"].saved / record["models"]["small"]["saved"]
+    assert [row["aimed_share"] for row in rows] == [share for share in shares for _ in MODELS]
+    wider = MODELS["12288"].saved / record["models"]["small"]["saved"]
     assert rows[2]["sets_bytes"] == pytest.approx(wider * halves[0]["predicted_peak_bytes_without"], rel=1e-3)
     for row in rows:
         costs = sorted([(row["aimed_share"], row["aimed_slowdown"]), (0.5, row["half_slowdown"])])
@@ -104,7 +107,7 @@ def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):
     def run_case(name, *_):
         if name == "ZBV":
             raise TimeoutError
-        return [{"rank": 0, "offload": pipeline.NOTHING, "step_s": 1.0, "peak_bytes": 1, "bit_identical": True}]
+        return [{"rank": 0, "offload": NOTHING, "step_s": 1.0, "peak_bytes": 1, "bit_identical": True}]
 
     monkeypatch.setattr(pipeline, "run_case", run_case)
     path = tmp_path / "records" / "pipeline.json"
@@ -144,8 +147,8 @@ def test_steady_state_is_from_the_first_backward_to_the_last_forward():
             Span("h2d", "reload", 3.5, 4.5, nbytes=60),
         )
     )
-    assert pipeline.steady_bytes_per_s(timeline) == pytest.approx((50 + 100 + 30) / 3.0)
-    assert pipeline.steady_bytes_per_s(Timeline((Span("compute", "backward", 0.0, 1.0),))) == 0.0
+    assert steady_bytes_per_s(timeline) == pytest.approx((50 + 100 + 30) / 3.0)
+    assert steady_bytes_per_s(Timeline((Span("compute", "backward", 0.0, 1.0),))) == 0.0
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 350), (1, 400)])
@@ -155,5 +158,5 @@ def test_the_budget_is_what_the_target_leaves_beside_workspace(monkeypatch, rank
     free = plan_pipeline(order, {rank: StageProfile(saved_bytes=400)}, Link(1.0, 1.0, 2.0))
     without = free.peak_bytes_without
     assert (without, free.peak_bytes) == [(800, 800), (400, 400)][rank]
-    nothing = pipeline.Way(pipeline.NOTHING, peak_bytes=without + 50)
+    nothing = pipeline.Way(NOTHING, peak_bytes=without + 50)
     assert pipeline.budget_bytes(400, nothing, free) == expected

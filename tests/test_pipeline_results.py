@@ -11,7 +11,7 @@ import figures
 import matplotlib as mpl
 import pipeline_results
 
-from benchmarks.pipeline import BOUND, FREE, HALF, NOTHING
+from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
 
 GIB = 1 << 30
 RECORDS = [json.loads(path.read_text("utf-8")) for path in pipeline_results.RECORDS]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from matplotlib.lines import Line2D
 from page_tables import markdown_table
 
-from benchmarks.pipeline import BOUND, FREE, GIB, HALF, NOTHING, prediction_rows
+from benchmarks.pipeline_report import BOUND, FREE, GIB, HALF, NOTHING, prediction_rows
 from offload.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:

@@ -1,0 +1,49 @@
+"""The benchmark of weight streaming runs, and compares what it says it compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import weight_streaming
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The record of a run at a small size on the CPU."""
+    path: Path = tmp_path_factory.mktemp("weights") / "weights.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["weight_streaming", "--small", "--repeats", "1", "--out", str(path)])
+        patch.setattr(weight_streaming, "resolve_device", lambda _: torch.device("cpu"))
+        weight_streaming.main()
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_each_case_is_beside_its_limit(record):
+    assert [row["case"] for row in record["rows"]] == ["few", "many"]
+    for row in record["rows"]:
+        forward_s = max(row["compute_forward_s"], row["link_forward_s"])
+        backward_s = max(row["compute_backward_s"], row["link_backward_s"])
+        assert row["limit_s"] == pytest.approx(forward_s + backward_s, rel=1e-4)
+        # Two slots for six layers: forward loads all of them, backward all that the slots do not hold.
+        assert row["loads_per_step"] == 10
+
+
+def test_the_host_holds_what_is_accounted_for(record):
+    assert record["stats"]["weight_bytes"] == record["weight_bytes"]
+    assert record["stats"]["gradient_host_bytes"] == record["weight_bytes"]
+
+
+def test_losses_are_the_same_where_both_round_alike(record):
+    curves = {row["optimizer"]: row for row in record["loss_curves"]}
+    assert len(curves) == 7
+    for name, row in curves.items():
+        assert len(row["losses"]) == 2
+        assert row["identical"] == (row["losses"][0] == row["losses"][1])
+        assert row["last"] < row["first"]
+        if name.startswith("SGD") or name.endswith("on the host"):
+            assert row["identical"], name
