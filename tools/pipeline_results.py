@@ -5,94 +5,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 from page_tables import markdown_table
+from pipeline_records import BOUND_SHARE, RECORDS, ROOT, Measured, Row, measured, read_records, widest
 
-from benchmarks.pipeline_report import BOUND, FREE, GIB, HALF, NOTHING, prediction_rows
+from benchmarks.pipeline_report import BOUND, FREE, GIB, HALF, prediction_rows
 from offload.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORDS = (ROOT / "results/pipeline_2.json", ROOT / "results/pipeline_4.json")
 PICTURE = Path("docs/_static/results/pipeline.svg")
 
 GB = 1e9
 NO_BREAK = "\u00a0"
-BOUND_SHARE = 0.85
-"""From this share of the link's speed in both directions on, a step counts as bound by it."""
-
-HARDLY_LONGER = 0.02
-"""What the first rank's half may cost in wide models, as the page says."""
-
 MARKERS = {HALF: ("o", COLORS["forward"]), FREE: ("^", COLORS["reload"]), BOUND: ("s", COLORS["offload"])}
-
-Row = dict[str, Any]
-
-
-class Measured(NamedTuple):
-    """One rank under one way to offload, and the same rank without."""
-
-    gpus: int
-    way: Row
-    nothing: Row
-
-    @property
-    def case(self) -> tuple[Any, Any]:
-        """Schedule and width."""
-        return self.way["schedule"], self.way["width"]
-
-
-def read_records(paths: Iterable[Path]) -> list[Row]:
-    """The records, if they show what the page says about them.
-
-    Raises:
-        ValueError: A gradient differs, the first rank's peak was not halved, that cost time in the widest model,
-            or 1F1B was not bound by the link where it was meant to be.
-    """
-    records: list[Row] = [json.loads(path.read_text("utf-8")) for path in paths]
-    for record in records:
-        for row in record["rows"]:
-            if not row["bit_identical"]:
-                raise ValueError(f"{_name(row)}: gradients must be those without offloading, but they differ")
-        for found in measured(record, HALF):
-            if found.way["peak_saved"] < 0.5:
-                raise ValueError(f"{_name(found.way)}: must save half of the peak, got {found.way['peak_saved']:.0%}")
-            if found.way["width"] == widest(record) and found.way["slowdown"] > HARDLY_LONGER:
-                raise ValueError(f"{_name(found.way)}: must cost hardly any time, got {found.way['slowdown']:.1%}")
-        narrow = [found.way for found in measured(record, BOUND) if found.case == ("1F1B", narrowest(record))]
-        shares = [row["steady_to_link"]["alone"] or 0.0 for row in narrow]
-        if min(shares, default=0.0) < BOUND_SHARE:
-            raise ValueError(f"1F1B, width {narrowest(record)}: must be bound by the link, but its shares are {shares}")
-    return records
-
-
-def measured(record: Row, *ways: str, rank: int | None = 0) -> Iterator[Measured]:
-    """What was measured of these ways on that rank; on all of them if it is ``None``."""
-    nothing = {_place(row): row for row in record["rows"] if row["offload"] == NOTHING}
-    for row in record["rows"]:
-        if row["offload"] in ways and rank in (None, row["rank"]):
-            yield Measured(record["options"]["ranks"], row, nothing[_place(row)])
-
-
-def widest(record: Row) -> str:
-    """The measured model with the most hidden units."""
-    models: dict[str, Row] = record["models"]
-    return max(models, key=lambda width: models[width]["hidden"])
-
-
-def narrowest(record: Row) -> str:
-    """The measured model with the fewest."""
-    models: dict[str, Row] = record["models"]
-    return min(models, key=lambda width: models[width]["hidden"])
 
 
 def half_table(records: list[Row]) -> str:
@@ -344,14 +277,6 @@ def _largest(records: list[Row]) -> str:
 
 def _case(found: Measured) -> Row:
     return {"GPUs": found.gpus, "schedule": found.way["schedule"], "width": found.way["width"]}
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["schedule"], row["width"], row["rank"]
-
-
-def _name(row: Row) -> str:
-    return f"{row['schedule']}, width {row['width']}, rank {row['rank']}, {row['offload']}"
 
 
 def _hidden(record: Row, found: Measured) -> int:
