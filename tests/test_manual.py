@@ -1,4 +1,7 @@
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -7,6 +10,7 @@ from torch import nn
 
 import offload
 from offload import OffloadState, OffloadStateError, get_cpu_offload_context
+from offload.activation_set import ActivationSet
 from offload.backend import get_backend
 
 LAYERS = 4
@@ -167,6 +171,36 @@ def test_offload_inside_the_forward(layers, inputs):
     x.square().sum().backward()
     assert_equal(gradients(layers), expected)
     assert context.stats().late_reloads == LAYERS
+
+
+def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
+    """Both graphs keep tensors in one activation set, and the second thread comes while the first one reloads."""
+    leaves = [torch.linspace(0, 1, MIN_BYTES, requires_grad=True) for _ in range(2)]
+    expected = [torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0] for leaf in leaves]
+    context, sync, controller = manual()
+    with context:
+        sums = [leaf.sin().exp().sum() for leaf in leaves]
+    sums = list(sync(tuple(sums)))
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    reloads = []
+    reload, both = ActivationSet._reload, threading.Barrier(2)
+
+    def slow_reload(activations):
+        reloads.append(activations.layer)
+        time.sleep(0.05)
+        reload(activations)
+
+    def backward(loss, leaf):
+        both.wait()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    monkeypatch.setattr(ActivationSet, "_reload", slow_reload)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(backward, sums, leaves))
+    assert reloads == [0]
+    assert context.stats().late_reloads == 1
+    assert_equal(found, expected)
 
 
 def test_late_reload_is_correct_and_counted(layers, inputs):
