@@ -74,10 +74,17 @@ def test_the_costs_of_a_tensor_are_there(record):
 def test_a_part_is_merged_into_the_record(record, monkeypatch, tmp_path):
     path = tmp_path / "suite.json"
     path.write_text(json.dumps(record), "utf-8")
-    merged = run_suite(monkeypatch, path, "--only", "norm_mlp", "--merge")
-    assert [row["contender"] for row in merged["rows"] if row["workload"] == "decoder"] == [
-        row["contender"] for row in record["rows"] if row["workload"] == "decoder"
-    ]
+    slow = offload.Link(1e6, 1e6, 1e6)
+    with monkeypatch.context() as another_run:
+        another_run.setattr(offload, "measure_link", lambda _: slow)
+        merged = run_suite(monkeypatch, path, "--only", "norm_mlp", "--merge")
+    earlier, later = (
+        [(row["contender"], row["link_s"]) for row in found["rows"] if row["workload"] == "decoder" and "link_s" in row]
+        for found in (record, merged)
+    )
+    # Each is judged by the link of its own run.
+    assert [(name, pytest.approx(link_s, rel=1e-4)) for name, link_s in earlier] == later
+    assert merged["runs"]["LayerNorm-MLP"]["link"]["d2h_bytes_per_s"] == 1e6
     assert len(merged["rows"]) == len(record["rows"])
     assert merged["host_cost"] == record["host_cost"]
     twice = run_suite(monkeypatch, path, "--only", "small_copies", "--merge")["small_copies"]
