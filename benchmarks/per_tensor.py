@@ -21,11 +21,6 @@ SMALL_ELEMENTS, SMALL_OPERATIONS = 256, 400
 """Tensors that move in packs, and how many operations of one layer save one each."""
 LARGE_ELEMENTS, LARGE_OPERATIONS = 1 << 20, 100
 """Tensors of which each moves alone."""
-VARIANTS = (
-    *("operation", "hooks", "alias", "stays_later", "stays", "travels"),
-    *("large_operation", "bare_calls", "alone"),
-)
-"""What costs are given of."""
 
 SIZES = tuple(1 << power for power in range(16, 27))
 """Bytes of one tensor: 64 KiB to 64 MiB."""

@@ -24,7 +24,7 @@ import torch
 import offload
 from benchmarks.cases import CASES, Case, cases, small_cases
 from benchmarks.comparison import Comparison, attempt
-from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, VARIANTS, host_cost, small_copies
+from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
 from benchmarks.report import environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
 from offload.backend import resolve_device
@@ -148,7 +148,8 @@ def show(record: dict[str, Any]) -> None:
         print(f"\n{name}")
         print(table([_shown(row) for row in record["rows"] if row["workload"] == name]))
     for run in record.get("host_cost", []):
-        print("\nhost µs: " + ", ".join(f"{name} {run[f'{name}_s'] * 1e6:.1f}" for name in VARIANTS))
+        names = [key.removesuffix("_spread_s") for key in run if key.endswith("_spread_s")]
+        print("\nhost µs: " + ", ".join(f"{name} {run[f'{name}_s'] * 1e6:.1f}" for name in names))
     for run in record.get("small_copies", []):
         print(table([_copies_shown(row) for row in run["sizes"]]))
     print()

@@ -47,7 +47,7 @@ class ActivationSet:
         self._compute_stream = self.transfers.backend.compute_stream()
         self._compute_stream_now = self.transfers.backend.compute_stream_id
         self._compute_stream_id = self._compute_stream_now()
-        self.min_bytes = microbatch.min_bytes
+        self._min_bytes = max(1, microbatch.min_bytes)
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
@@ -91,7 +91,7 @@ class ActivationSet:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
         if self.state is not OffloadState.OFFLOADING:
             return
-        reason = reason_to_stay(tensor, self._device, self.min_bytes)
+        reason = reason_to_stay(tensor, self._device, self._min_bytes)
         if reason == "subclass" and (parts := parts_of(tensor)):
             for inner in parts.inner:
                 self.start_early(inner, changes + tensor._version)
@@ -114,13 +114,13 @@ class ActivationSet:
             return self._pack_other(tensor, changes)
         memory = tensor.untyped_storage()
         nbytes = memory.nbytes()
-        if nbytes < self.min_bytes:
+        if nbytes < self._min_bytes:
             self._small += 1
             return KeptHandle(tensor, self)
         key = memory._cdata
         if self._nothing_moves and key not in self._known:
             return KeptHandle(tensor, self)
-        reason = reason_of_memory(tensor, key, nbytes, self._device, self.min_bytes)
+        reason = reason_of_memory(tensor, key, self._device)
         if reason is not None:
             return self._keep(tensor, reason)
         maker = maker_of(tensor)

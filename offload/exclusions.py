@@ -75,8 +75,9 @@ def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -
     if not is_plain(tensor):
         return reason_of_other(tensor)
     memory = tensor.untyped_storage()
-    reason = reason_of_memory(tensor, memory._cdata, memory.nbytes(), device, min_bytes)
-    return reason or held_by_autograd(tensor, maker_of(tensor))
+    if memory.nbytes() < max(1, min_bytes):
+        return "small"
+    return reason_of_memory(tensor, memory._cdata, device) or held_by_autograd(tensor, maker_of(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -94,10 +95,8 @@ def reason_of_other(tensor: torch.Tensor) -> str:
     return held_by_autograd(tensor, maker_of(tensor)) or "subclass"
 
 
-def reason_of_memory(tensor: torch.Tensor, key: int, nbytes: int, device: torch.device, min_bytes: int) -> str | None:
-    """Why a tensor does not travel, as far as its storage tells, which has ``nbytes`` and the address ``key``."""
-    if nbytes < min_bytes or not nbytes:
-        return "small"
+def reason_of_memory(tensor: torch.Tensor, key: int, device: torch.device) -> str | None:
+    """Why a tensor that is not too small does not travel, as far as its storage tells, whose address is ``key``."""
     exclusion = _excluded.get(key)
     if exclusion is not None:
         return exclusion.reason

@@ -390,6 +390,21 @@ def test_a_pack_of_nothing_but_a_resized_storage(lab: Lab, x: torch.Tensor, copi
     assert received[0][0].tolist() == [3.0] * 8
 
 
+def test_a_storage_without_bytes_stays(lab: Lab, x: torch.Tensor, copied: list[int]) -> None:
+    received: list[Tensors] = []
+    context, sync = get_cpu_offload_context(True, 1, 3, min_bytes=0, device=lab.device)
+    with context:
+        y = save(x, received.append, normal(0).to(lab.device), normal(8).to(lab.device))
+    for _ in range(2):
+        y = sync(y)
+        with context:
+            y = y * 1
+    sync(y).sum().backward()
+    assert copied == [512]
+    assert context.stats().skipped == {"small": 1}
+    assert [tensor.numel() for tensor in received[0]] == [0, 8]
+
+
 def test_out_of_memory_when_a_pack_is_split_and_then_there_is_enough(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.adverse()
     x = torch.tensor(0.5, device=lab.device, requires_grad=True)
