@@ -6,13 +6,18 @@ layer at a time or all at once. ``optimizer.step()`` after backward then passes 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.weight_layer import HostParameter, WeightLayer
 from offload.weight_stats import WeightCounters
+
+_PART = "_offload_part_of_step"
+"""The attribute that marks the copies of an optimizer that step one layer."""
 
 
 class _Stepped(NamedTuple):
@@ -57,6 +62,7 @@ class LayerSteps:
         self._announced: set[HostParameter] = set()
         self._stepped: dict[HostParameter, _Stepped] = {}
         self._hidden: list[tuple[HostParameter, torch.Tensor]] = []
+        self._whole_step: FrameType | None = None
         self.enabled = True
         """Whether layers are stepped; not while gradients are still to be added to."""
         self._hooks = [
@@ -64,19 +70,23 @@ class LayerSteps:
             optimizer.register_step_post_hook(self._end_step),
         ]
 
-    def prepare(self, layer: WeightLayer) -> Callable[[list[HostParameter]], None] | None:
-        """What the worker is to do when the gradients that this layer has now are in ``p.grad``.
+    def check(self, layer: WeightLayer) -> None:
+        """Raise if the layer, whose forward or backward is about to run in backward, may have been stepped already.
 
         Raises:
-            RuntimeError: A step was made in this backward already, with a part of the gradients.
+            RuntimeError: It was handed to the worker in this backward.
         """
-        hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
-        repeated = self._announced.intersection(hosts)
-        if repeated:
+        announced = self._announced.intersection(layer.parameters)
+        if announced:
             raise RuntimeError(
-                f"{repeated.pop().name} must get its gradient at once if its step is made in backward, but more of it "
-                "came after the step; do not use step_in_backward with layers that are checkpointed twice per forward."
+                f"{announced.pop().name} must get its gradient at once if its step is made in backward, but {layer} is "
+                "needed again after the step; do not use step_in_backward with layers that are checkpointed twice per "
+                "forward."
             )
+
+    def prepare(self, layer: WeightLayer) -> Callable[[list[HostParameter]], None] | None:
+        """What the worker is to do when the gradients that this layer has now are in ``p.grad``."""
+        hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
         for host in hosts:
             self._stepped.pop(host, None)
         if not self.enabled:
@@ -98,11 +108,13 @@ class LayerSteps:
                 groups.append({**group, "params": params})
         if not groups:
             return
-        # A shallow copy with the same state: the user's own groups stay as they are, for the other threads.
+        # A shallow copy with the same state: the user's own groups stay as they are, for the other threads. It has no
+        # hooks, which are the whole step's: neither its step nor one that this calls with super().step() runs them.
         part = object.__new__(type(optimizer))
-        part.__dict__.update(vars(optimizer), param_groups=groups)
+        own = {"param_groups": groups, "_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}, _PART: True}
+        vars(part).update(vars(optimizer), **own)
         step: Any = type(optimizer).step
-        getattr(step, "__wrapped__", step)(part)  # without the hooks, which are the whole step's
+        getattr(step, "__wrapped__", step)(part)
         for parameter in [parameter for group in groups for parameter in group["params"]]:
             if parameter.grad is not None:
                 self._stepped[complete[parameter]] = _Stepped.of(parameter.grad)
@@ -118,13 +130,15 @@ class LayerSteps:
             hook.remove()
 
     def _begin_step(self, _: Any, args: Any, kwargs: Any) -> None:
+        caller = sys._getframe(1)
+        if self._whole_step is not None and _is_running(self._whole_step, caller):
+            return  # a step that calls super().step(), which has hooks as well
         self._show()
         if args[1:] or kwargs.get("closure") is not None:
             raise RuntimeError(
                 "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
             )
-        stepped, self._stepped = self._stepped, {}
-        for host, used in stepped.items():
+        for host, used in self._stepped.items():
             gradient = host.parameter.grad
             if gradient is not None and _Stepped.of(gradient) != used:
                 raise RuntimeError(
@@ -132,15 +146,31 @@ class LayerSteps:
                     "clip_grad_norm_ or a GradScaler for example); a global norm needs every gradient before the first "
                     "step, so it cannot be used together with step_in_backward."
                 )
-        for host in stepped:
+        for host in self._stepped:
             if host.parameter.grad is not None:
                 self._hidden.append((host, host.parameter.grad))
                 host.parameter.grad = None
+        self._whole_step = caller
 
     def _end_step(self, *_: Any) -> None:
-        self._show()
+        if sys._getframe(1) is self._whole_step:
+            self._whole_step = None
+            self._stepped.clear()
+            self._show()
 
     def _show(self) -> None:
         while self._hidden:
             host, gradient = self._hidden.pop()
-            host.parameter.grad = gradient
+            if host.parameter.grad is None:
+                host.parameter.grad = gradient
+
+
+def is_part_of_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the step of one layer, for which nothing has to be settled first."""
+    return _PART in vars(optimizer)
+
+
+def _is_running(frame: FrameType, caller: FrameType | None) -> bool:
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is frame

@@ -68,6 +68,7 @@ class WeightStream:
         """A layer's forward begins, or its recomputation in backward."""
         self._sequence = torch._C._autograd._get_sequence_nr()
         if in_backward():
+            self._refuse_stepped(layer)
             self._enter_backward(layer)
             return
         self.give_up()
@@ -194,12 +195,17 @@ class WeightStream:
                 f"create_graph=True must not be used with streamed weights, got it in backward of {layer}; a second "
                 "backward would find other layers' weights."
             )
+        self._refuse_stepped(layer)
         if call.version != layer.version():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
             )
         self._enter_backward(layer)
+
+    def _refuse_stepped(self, layer: WeightLayer) -> None:
+        if self.steps is not None:
+            self.steps.check(layer)
 
     def _enter_backward(self, layer: WeightLayer) -> None:
         if self._backward is None or self._backward() is None:

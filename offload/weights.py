@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.backend import get_backend
 from offload.gradients import GradientWriter
 from offload.layer_hooks import LayerHook, check_layers, hooks_on
-from offload.layer_step import LayerSteps
+from offload.layer_step import LayerSteps, is_part_of_step
 from offload.units import format_bytes
 from offload.weight_layer import HostParameter, WeightLayer, aligned, check_parameters
 from offload.weight_slots import WeightSlots
@@ -296,6 +296,8 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_part_of_step(optimizer):
+        return
     for stream in list(_streams):
         if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):
             stream.settle()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -264,13 +265,37 @@ def test_shared_and_repeated_layers_wait_for_the_whole_step(device: torch.device
     assert all(map(torch.equal, train(False), train(True)))
 
 
-def test_a_step_with_a_part_of_the_gradient_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("first", ["step", "recomputation"])
+def test_a_step_with_a_part_of_the_gradient_is_refused(device: torch.device, first: str) -> None:
+    now, stepped = threading.Event(), threading.Event()
+
+    class Held(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            now.wait(0.2)
+            super().step(closure)
+            stepped.set()
+
+    def let_layer_1_step() -> None:
+        now.set()
+        assert stepped.wait(10)
+
+    passes = iter(["forward", "forward", "recomputed", "recomputed after the step was queued"])
+
+    def group(x: torch.Tensor) -> torch.Tensor:
+        again = next(passes) == "recomputed after the step was queued"
+        if again and first == "step":
+            let_layer_1_step()
+        x = forward(layers, x)
+        if again and first == "recomputation":
+            let_layer_1_step()
+        return x
+
     layers, _ = build("gpt", 2, device)
     x = inputs(device)[0].requires_grad_()
     with stream_weights(layers.eval(), device) as handle:
-        handle.step_in_backward(torch.optim.SGD(layers.parameters(), lr=0.1))
+        handle.step_in_backward(Held(layers.parameters(), lr=0.1))
         for _ in range(2):
-            x = torch.utils.checkpoint.checkpoint(forward, layers, x, use_reentrant=True)
+            x = torch.utils.checkpoint.checkpoint(group, x, use_reentrant=True)
         with pytest.raises(RuntimeError, match="do not use step_in_backward with layers that are checkpointed twice"):
             loss_of(x).backward()
 
@@ -313,6 +338,80 @@ def test_a_failing_step_comes_out_of_backward(device: torch.device) -> None:
         handle.step_in_backward(Failing(layers.parameters()))
         with pytest.raises(ArithmeticError, match="no step"):
             loss_of(forward(layers, inputs(device)[0])).backward()
+
+
+def test_a_step_that_calls_that_of_its_base_class(device: torch.device) -> None:
+    class Decayed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    if parameter.grad is not None:
+                        parameter.mul_(0.5)
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Decayed(parameters, lr=0.1)
+
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # from here on, the step of the base class runs hooks too
+    expected = streamed(make, device)
+    assert_same(expected, streamed(make, device, in_backward=True))
+
+
+def test_a_step_that_failed_can_be_made_again(device: torch.device) -> None:
+    class Failing(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.fail:
+                self.fail = False
+                raise ArithmeticError("no step")
+            super().step(closure)
+
+    layers, _ = build("gpt", 2, device)
+    outside = nn.Linear(WIDTH, WIDTH).to(device)
+    with stream_weights(layers.eval(), device) as handle:
+        optimizer = Failing([*outside.parameters(), *layers.parameters()], lr=0.1)
+        handle.step_in_backward(optimizer)
+        for x in inputs(device):
+            loss_of(forward(layers, outside(x))).backward()
+            stepped = [parameter.detach().clone() for parameter in layers.parameters()]
+            left = outside.weight.detach().clone()
+            optimizer.fail = True
+            with pytest.raises(ArithmeticError, match="no step"):
+                optimizer.step()
+            optimizer.step()
+            assert all(map(torch.equal, stepped, layers.parameters()))
+            assert not torch.equal(left, outside.weight)
+            assert all(parameter.grad is not None for parameter in layers.parameters())
+            optimizer.zero_grad()
+
+
+def test_a_failed_step_does_not_keep_the_next_backward_from_being_stepped(device: torch.device) -> None:
+    class Failing(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.fail:
+                raise ArithmeticError("no step")
+            super().step(closure)
+
+    layers, _ = build("gpt", 2, device)
+    x = inputs(device)[0]
+    with stream_weights(layers.eval(), device) as handle:
+        optimizer = Failing(layers.parameters(), lr=0.1)
+        handle.step_in_backward(optimizer)
+        loss_of(forward(layers, x)).backward()
+        optimizer.fail = True
+        with pytest.raises(ArithmeticError, match="no step"):
+            optimizer.step()
+        optimizer.fail = False
+        optimizer.zero_grad()
+        loss_of(forward(layers, x)).backward()
+        gradients = [parameter.grad for parameter in layers.parameters()]
+        stepped = [parameter.detach().clone() for parameter in layers.parameters()]
+        optimizer.step()
+        assert all(map(torch.equal, stepped, layers.parameters()))
+        assert all(one is parameter.grad for one, parameter in zip(gradients, layers.parameters(), strict=True))
 
 
 def test_state_dict_save_and_load(device: torch.device) -> None:
