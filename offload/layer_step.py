@@ -84,12 +84,17 @@ class LayerSteps:
                 "forward."
             )
 
-    def prepare(self, layer: WeightLayer) -> Callable[[list[HostParameter]], None] | None:
-        """What the worker is to do when the gradients that this layer has now are in ``p.grad``."""
+    def prepare(self, layer: WeightLayer, *, complete: bool) -> Callable[[list[HostParameter]], None] | None:
+        """What the worker is to do when the gradients that this layer has now are in ``p.grad``.
+
+        Args:
+            layer: The layer.
+            complete: Whether this backward is to bring no more of them.
+        """
         hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
         for host in hosts:
             self._stepped.pop(host, None)
-        if not self.enabled:
+        if not self.enabled or not complete:
             return None
         self._announced |= hosts
         return self.step

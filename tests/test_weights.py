@@ -242,6 +242,22 @@ def test_reentrant_checkpoint_of_layers_called_twice(device: torch.device) -> No
     check(layers, x, forward, microbatches=3)
 
 
+def test_reentrant_checkpoint_of_a_layer_called_in_a_row(device: torch.device) -> None:
+    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
+        for layer in layers:
+            x = checkpoint(layer, layer(layer(x)), use_reentrant=True)
+        return x
+
+    layers, x = build("gpt", 3, device)
+    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
+    check(layers, x, forward, microbatches=3)
+
+
+def test_reentrant_checkpoint_inside_a_layer_called_in_a_row(device: torch.device) -> None:
+    layers, x = build(InnerReentrantCheckpoint, 3, device)
+    check(layers, x, lambda layers, x: plain([layer for layer in layers for _ in range(3)], x), microbatches=3)
+
+
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
 def test_with_offloaded_activations(block: str, weights_first: bool, device: torch.device) -> None:
