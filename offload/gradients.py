@@ -108,12 +108,11 @@ class GradientWriter:
         self._apart: dict[HostParameter, torch.Tensor] = {}
         self._worker = HostWorker()
 
-    def write_back(self, layer: WeightLayer, then: Callable[[list[HostParameter]], None] | None = None) -> None:
+    def write_back(self, layer: WeightLayer) -> None:
         """Queue the copies of a layer's gradients, which compute has been told to write.
 
         Args:
             layer: The layer; its stand-ins forget their gradients.
-            then: What the worker does with the parameters when their ``p.grad`` is complete.
         """
         taken = layer.take_gradients()
         if not taken:
@@ -123,16 +122,18 @@ class GradientWriter:
         self._provide([host for host, _ in taken if host.parameter.grad is None])
         with trace.mark("d2h", layer.number):
             self._copy_out(taken)
-        arrived = self._d2h_stream.record_event()
-        if then is not None:
-            hosts = [host for host, _ in taken]
-            self._submit(arrived, lambda: then(hosts))
-        self._flights.append(_Flight(layer.number, [gradient for _, gradient in taken], arrived))
+        self._flights.append(
+            _Flight(layer.number, [gradient for _, gradient in taken], self._d2h_stream.record_event())
+        )
         del taken
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
             self._land()
+
+    def when_written(self, job: Callable[[], None]) -> None:
+        """Let the worker do ``job`` when what was queued so far is in ``p.grad``."""
+        self._submit(self._flights[-1].arrived, job)
 
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``: the end of backward."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class LayerSteps:
             )
         self._optimizer = optimizer
         self._counters = counters
+        self._arriving: set[HostParameter] = set()
         self._announced: set[HostParameter] = set()
         self._stepped: dict[HostParameter, _Stepped] = {}
         self._hidden: list[tuple[HostParameter, torch.Tensor]] = []
@@ -84,27 +86,33 @@ class LayerSteps:
                 "forward."
             )
 
-    def prepare(self, layer: WeightLayer, *, complete: bool) -> Callable[[list[HostParameter]], None] | None:
-        """What the worker is to do when the gradients that this layer has now are in ``p.grad``.
-
-        Args:
-            layer: The layer.
-            complete: Whether this backward is to bring no more of them.
-        """
+    def collect(self, layer: WeightLayer) -> None:
+        """The gradients that this layer has now are about to leave the device; more of them may come."""
         hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
         for host in hosts:
             self._stepped.pop(host, None)
-        if not self.enabled or not complete:
+        self._arriving |= hosts
+
+    def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
+        """What the worker is to do when all that was collected is in ``p.grad``.
+
+        Args:
+            entered: The layer whose nodes backward runs from now on: no more gradients come of the others. They may
+                come after the recomputation of several layers, in which backward passes through them all.
+        """
+        hosts = self._arriving.difference(() if entered is None else entered.parameters)
+        self._arriving -= hosts
+        if not hosts or not self.enabled:
             return None
         self._announced |= hosts
-        return self.step
+        return partial(self.step, hosts)
 
-    def step(self, hosts: list[HostParameter]) -> None:
+    def step(self, hosts: set[HostParameter]) -> None:
         """Step parameters whose gradients are complete. Runs on the worker.
 
         Parameters that several layers share are left to ``optimizer.step()``.
         """
-        complete = {host.parameter: host for host in hosts if not host.shared}
+        complete = {host.parameter: host for host in hosts}
         optimizer = self._optimizer
         groups = []
         for group in optimizer.param_groups:
@@ -127,6 +135,7 @@ class LayerSteps:
 
     def end_backward(self) -> None:
         """The next backward may bring gradients of the same layers."""
+        self._arriving.clear()
         self._announced.clear()
 
     def close(self) -> None:

@@ -141,6 +141,7 @@ class WeightStream:
     def end_backward(self) -> None:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
+        self._step_layers_before(None)
         self._slots.finish_loads()
         self._writer.finish()
         if self.steps is not None:
@@ -203,6 +204,7 @@ class WeightStream:
                 f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
             )
         self._enter_backward(layer, call)
+        self._step_layers_before(layer)
 
     def _refuse_stepped(self, layer: WeightLayer) -> None:
         if self.steps is not None:
@@ -217,7 +219,7 @@ class WeightStream:
         if self._computes.layer is layer:
             if call is None or call is not self._call:
                 # Reentrant checkpoints add each call's gradient to p.grad by itself: rounding demands the same.
-                self._write_back(layer, complete=False)
+                self._write_back(layer)
             self._call = call
             return
         self._leave_backward()
@@ -233,11 +235,17 @@ class WeightStream:
         if layer is None:
             return
         self._leave()
-        self._write_back(layer, complete=True)
+        self._write_back(layer)
 
-    def _write_back(self, layer: WeightLayer, *, complete: bool) -> None:
-        then = None if self.steps is None else self.steps.prepare(layer, complete=complete)
-        self._writer.write_back(layer, then)
+    def _write_back(self, layer: WeightLayer) -> None:
+        if self.steps is not None:
+            self.steps.collect(layer)
+        self._writer.write_back(layer)
+
+    def _step_layers_before(self, entered: WeightLayer | None) -> None:
+        job = None if self.steps is None else self.steps.complete(entered)
+        if job is not None:
+            self._writer.when_written(job)
 
     def _leave(self) -> None:
         layer, self._computes.layer = self._computes.layer, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -298,6 +299,45 @@ def test_a_step_with_a_part_of_the_gradient_is_refused(device: torch.device, fir
             x = torch.utils.checkpoint.checkpoint(group, x, use_reentrant=True)
         with pytest.raises(RuntimeError, match="do not use step_in_backward with layers that are checkpointed twice"):
             loss_of(x).backward()
+
+
+def test_a_layer_is_stepped_after_the_recomputation_of_its_group(device: torch.device) -> None:
+    class Gated(nn.Module):
+        """Its gate's gradient is complete before the recomputation, which needs the gate."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.gate.sigmoid().detach() + self.gate
+
+    def group(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            time.sleep(0.05)  # enough for a step that should not be made yet
+        return forward(layers, x)
+
+    def train(in_backward: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Gated() for _ in range(LAYERS))
+        with stream_weights(layers, device) as handle:
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.125)
+            if in_backward:
+                handle.step_in_backward(optimizer)
+            for x in inputs(device):
+                y = x
+                for first in range(0, LAYERS, 2):
+                    y = torch.utils.checkpoint.checkpoint(group, layers[first : first + 2], y, use_reentrant=False)
+                loss_of(y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [parameter.detach() for parameter in layers.parameters()], handle.stats().early_steps
+
+    expected, _ = train(in_backward=False)
+    found, early_steps = train(in_backward=True)
+    assert all(map(torch.equal, expected, found))
+    assert early_steps == STEPS * LAYERS
 
 
 def test_a_closure_is_refused_with_steps_in_backward(device: torch.device) -> None:
