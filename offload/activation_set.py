@@ -12,7 +12,7 @@ from offload import packing, trace
 from offload.backend import Wait
 from offload.exclusions import held_by_autograd, is_plain, reason_of_memory, reason_of_other, reason_to_stay
 from offload.packing import Pack, SmallTensor
-from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
+from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, shares_versions
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
 from offload.waste import maker_of, next_node, origin_of
@@ -159,6 +159,8 @@ class ActivationSet:
         reference = self._known.get(key)
         known = reference() if reference is not None else None
         if known is None or known.version != tensor._version or known.changes != changes:
+            return None
+        if known.version and known.versions is not None and not shares_versions(known.versions, tensor):
             return None
         if known.set is not self:
             known = self._taken_over(known, tensor)

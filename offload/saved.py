@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import trace
@@ -57,6 +59,7 @@ class SavedStorage:
         "stream",
         "tensors",
         "version",
+        "versions",
         "wasted",
     )
 
@@ -66,6 +69,7 @@ class SavedStorage:
         self.device: torch.Tensor | None = tensor.detach()
         self.nbytes = storage.nbytes()
         self.version = tensor._version
+        self.versions = version_counter(tensor) if self.version else None
         self.changes = changes
         self.origin = origin_of(maker_of(tensor), owner.first_node)
         self.host: HostBuffer | None = None
@@ -239,6 +243,9 @@ class Handle:
         """
         now = self.versions._version
         if now != self.version:
+            with _probing:
+                now = self.versions._version
+        if now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{dtype} {list(size)}], saved in layer {self.layer}, is at version {now}; expected version "
@@ -309,6 +316,22 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     counter = tensor.detach()
     counter.data = nothing(tensor.dtype, tensor.device)
     return counter
+
+
+def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a change of one counts as a change of the other.
+
+    It does for views. But ``torch.unsafe_chunk``, which the cells of RNNs use, and ``.data`` give tensors over one
+    storage that count for themselves.
+    """
+    with _probing, _unsafe_preserve_version_counter(versions):
+        before = tensor._version
+        torch.autograd.graph.increment_version(versions)
+        return tensor._version != before
+
+
+_probing = threading.Lock()
+"""While a version is changed to see what else changes with it."""
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
+from offload.saved import SavedStorage
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = [
@@ -572,6 +574,79 @@ def test_change_before_saving_is_allowed(lab: Lab) -> None:
 
     expected = gradients([x], lambda: step(NOTHING))
     assert torch.equal(expected[0], gradients([x], lambda: step(offloading(1, 3, lab.device)))[0])
+
+
+@pytest.fixture
+def copied_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the host are over before the program goes on: what changes later has not been copied."""
+    start = SavedStorage.start_offload
+
+    def start_and_finish(storage: SavedStorage) -> None:
+        start(storage)
+        lab.drain()
+
+    monkeypatch.setattr(SavedStorage, "start_offload", start_and_finish)
+
+
+@pytest.mark.usefixtures("copied_at_once")
+@pytest.mark.parametrize("second", [0, 1, 2])
+def test_parts_of_a_storage_that_count_their_changes_for_themselves(second: int, lab: Lab, x: torch.Tensor) -> None:
+    """The first one has been saved by layer 0 when the others change, in layer ``second``."""
+    whole = [normal(3, 8).to(lab.device)]
+    expected = whole[0] + 1
+    parts = list(torch.unsafe_chunk(whole.pop(), 3))
+    received: list[tuple[torch.Tensor, ...]] = []
+
+    def layer(number: int, y: torch.Tensor) -> torch.Tensor:
+        if number == 0:
+            y = save(y, received.append, parts.pop(0).add_(1))
+        if number == second:
+            y = save(y, received.append, parts.pop(0).add_(1))
+            y = save(y, received.append, parts.pop(0).add_(1))
+        return y
+
+    offloaded = offloading(3, 5, lab.device, schedule=Schedule.from_synchronization_dict({
+        0: (True, 2, False, 3),
+        1: (True, 4, False, 3),
+        2: (True, 4, False, 3),
+    }, 5))  # fmt: skip
+    for number in range(5):
+        x = offloaded.layer(partial(layer, number), x)
+    x.sum().backward()
+    for before, (after,) in zip(expected.flip(0), received, strict=True):
+        assert torch.equal(before, after[0])
+
+
+def test_views_of_a_changed_tensor_travel_as_one(lab: Lab, x: torch.Tensor) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        return normal(8, 12).to(lab.device).add_(1).chunk(4)
+
+    offloaded = offloading(1, 3, lab.device)
+    (found, _, _) = run(offloaded, x, [make, nothing, nothing])
+    for before, after in zip(make(), found, strict=True):
+        assert_identical(before, after)
+    assert (offloaded.stats.offloaded_storages, offloaded.stats.offloaded_tensors) == (1, 4)
+
+
+@pytest.mark.usefixtures("copied_at_once")
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
+def test_recurrent_layers(cell: Callable[..., nn.Module], lab: Lab) -> None:
+    """Their gates are parts of one storage that count for themselves."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = cell(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(x)[0]
+
+    layers, x = build(Recurrent, 3, lab.device)
+    expected = gradients(leaves_of(layers, x), lambda: loss_of(NOTHING.forward(layers, x)).backward())
+    offloaded = offloading(2, 3, lab.device)
+    found = gradients(leaves_of(layers, x), lambda: loss_of(offloaded.forward(layers, x)).backward())
+    assert all(map(torch.equal, expected, found))
+    assert offloaded.stats.reloaded_bytes > 0
 
 
 def test_change_after_backward_is_allowed(lab: Lab) -> None:
