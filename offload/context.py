@@ -189,10 +189,14 @@ class OffloadContext(ContextDecorator):
                 "`with context:` first."
             )
         if self._closed is not None:
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(self._closed.begin_backward)
-                    self._closed.opened.in_graph |= self._closed.alive is not None
+            opened = self._closed.opened
+            nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            for node in nodes:
+                node.register_prehook(self._closed.begin_backward)
+                opened.in_graph |= self._closed.alive is not None
+            if not nodes or opened.gone:
+                # The forward goes on without what the layer has saved: that it goes does not mean that the round does.
+                opened.in_graph = False
         return output
 
     def stats(self) -> OffloadStats:

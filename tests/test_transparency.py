@@ -7,7 +7,9 @@ right only if every byte came back in time.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from models import (
 )
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
 
 from offload import offload_layers
 
@@ -328,6 +331,39 @@ def test_frozen_layers(device: torch.device) -> None:
     offloaded = offloading(3, LAYERS, device)
     assert_same_steps(leaves, step, offloaded)
     assert_on_time(offloaded)
+
+
+def measures_itself(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        layer(x).norm().item()  # a graph that goes at once
+        return x.view_as(x)
+
+    return forward
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant checkpoint", "measures itself"])
+def test_layers_whose_graph_goes_in_forward(kind: str, device: torch.device) -> None:
+    """They save something, but what they return does not need it: the round goes on."""
+    layers, x = build("decoder", LAYERS, device)
+    layers[:2].requires_grad_(kind == "measures itself")
+    x = x.detach()
+    reentrant = kind == "reentrant checkpoint"
+    first = [
+        measures_itself(layer) if kind == "measures itself" else partial(checkpoint, layer, use_reentrant=reentrant)
+        for layer in layers[:2]
+    ]
+
+    def step(offloaded: Offloading) -> None:
+        loss_of(offloaded.forward([*first, *layers[2:]], x)).backward()
+
+    leaves = leaves_of(layers[2:])
+    offloaded = offloading(3, LAYERS, device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        for _ in range(2):
+            assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+    assert offloaded.context.microbatch == 1
 
 
 @dataclasses.dataclass
