@@ -5,8 +5,8 @@ Ownership runs one way. The autograd graph holds handles; a handle holds its
 goes, for whatever reason, everything goes with it by reference counting: device memory to
 the allocator, the host buffer to the pool with the event that says when it is free.
 
-A storage travels once, however many saved tensors look into it. Each handle keeps its
-tensor's geometry, and gives it back over whatever device memory holds the bytes by then.
+A storage travels once, however many saved tensors look into it, as long as none was changed in
+between. Each handle keeps its tensor's geometry, and gives it back over whatever device memory holds the bytes by then.
 """
 
 from __future__ import annotations
