@@ -77,6 +77,18 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward=64, dropout=0.1, batch_first=True)
 
 
+class Recurrent(nn.Module):
+    """An RNN that returns its output alone."""
+
+    def __init__(self, cell: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.cell = cell(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.cell(x)[0]
+        return output
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "decoder": DecoderBlock,
     "gpt": GptBlock,

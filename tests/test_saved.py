@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import NOTHING, WIDTH, Offloading, build, gradients, leaves_of, loss_of, offloading, save
+from models import NOTHING, WIDTH, Offloading, Recurrent, build, gradients, leaves_of, loss_of, offloading, save
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
-from offload.saved import SavedStorage
+from offload.saved import SavedStorage, _probing
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = [
@@ -617,6 +619,27 @@ def test_parts_of_a_storage_that_count_their_changes_for_themselves(second: int,
         assert torch.equal(before, after[0])
 
 
+def test_backward_in_another_thread_while_versions_are_compared(lab: Lab, x: torch.Tensor) -> None:
+    saved = normal(8, 12).to(lab.device)
+    offloaded = offloading(1, 3, lab.device)
+    loss = offloaded.forward([lambda y: save(y, lambda _: None, saved), torch.neg, torch.neg], x).sum()
+    errors: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=backward)
+    with _probing, _unsafe_preserve_version_counter(saved):
+        torch.autograd.graph.increment_version(saved)
+        thread.start()
+        thread.join(0.1)
+    thread.join()
+    assert not errors
+
+
 def test_views_of_a_changed_tensor_travel_as_one(lab: Lab, x: torch.Tensor) -> None:
     def make() -> tuple[torch.Tensor, ...]:
         return normal(8, 12).to(lab.device).add_(1).chunk(4)
@@ -632,16 +655,7 @@ def test_views_of_a_changed_tensor_travel_as_one(lab: Lab, x: torch.Tensor) -> N
 @pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
 def test_recurrent_layers(cell: Callable[..., nn.Module], lab: Lab) -> None:
     """Their gates are parts of one storage that count for themselves."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = cell(WIDTH, WIDTH, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.cell(x)[0]
-
-    layers, x = build(Recurrent, 3, lab.device)
+    layers, x = build(partial(Recurrent, cell), 3, lab.device)
     expected = gradients(leaves_of(layers, x), lambda: loss_of(NOTHING.forward(layers, x)).backward())
     offloaded = offloading(2, 3, lab.device)
     found = gradients(leaves_of(layers, x), lambda: loss_of(offloaded.forward(layers, x)).backward())

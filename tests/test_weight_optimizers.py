@@ -162,8 +162,15 @@ def test_clipping(device: torch.device) -> None:
 
 
 def test_clipping_is_refused_with_steps_in_backward(device: torch.device) -> None:
-    with pytest.raises(RuntimeError, match="a global norm needs every gradient before the first step"):
-        streamed(OPTIMIZERS["SGD"], device, clip, in_backward=True)
+    def clip_twice(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        with pytest.raises(RuntimeError, match="a global norm needs every gradient before the first step"):
+            clip(optimizer, parameters)
+        stepped = [parameter.detach().clone() for parameter in parameters]
+        with pytest.raises(RuntimeError, match="a global norm needs every gradient before the first step"):
+            optimizer.step()  # to try it again does not help
+        assert all(map(torch.equal, stepped, parameters))
+
+    streamed(OPTIMIZERS["SGD"], device, clip_twice, in_backward=True)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -368,14 +375,23 @@ def test_what_step_in_backward_refuses(device: torch.device) -> None:
     optimizer.step(lambda: 0.0)  # as before
 
 
-def test_a_failing_step_comes_out_of_backward(device: torch.device) -> None:
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            raise ArithmeticError("no step")
+class Failing(torch.optim.SGD):
+    """Fails when it is told to."""
 
+    fail = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fail:
+            raise ArithmeticError("no step")
+        super().step(closure)
+
+
+def test_a_failing_step_comes_out_of_backward(device: torch.device) -> None:
     layers, _ = build("gpt", 2, device)
     with stream_weights(layers, device) as handle:
-        handle.step_in_backward(Failing(layers.parameters()))
+        optimizer = Failing(layers.parameters())
+        handle.step_in_backward(optimizer)
+        optimizer.fail = True
         with pytest.raises(ArithmeticError, match="no step"):
             loss_of(forward(layers, inputs(device)[0])).backward()
 
@@ -398,15 +414,6 @@ def test_a_step_that_calls_that_of_its_base_class(device: torch.device) -> None:
 
 
 def test_a_step_that_failed_can_be_made_again(device: torch.device) -> None:
-    class Failing(torch.optim.SGD):
-        fail = False
-
-        def step(self, closure: Any = None) -> None:
-            if self.fail:
-                self.fail = False
-                raise ArithmeticError("no step")
-            super().step(closure)
-
     layers, _ = build("gpt", 2, device)
     outside = nn.Linear(WIDTH, WIDTH).to(device)
     with stream_weights(layers.eval(), device) as handle:
@@ -419,6 +426,7 @@ def test_a_step_that_failed_can_be_made_again(device: torch.device) -> None:
             optimizer.fail = True
             with pytest.raises(ArithmeticError, match="no step"):
                 optimizer.step()
+            optimizer.fail = False
             optimizer.step()
             assert all(map(torch.equal, stepped, layers.parameters()))
             assert not torch.equal(left, outside.weight)
@@ -427,14 +435,6 @@ def test_a_step_that_failed_can_be_made_again(device: torch.device) -> None:
 
 
 def test_a_failed_step_does_not_keep_the_next_backward_from_being_stepped(device: torch.device) -> None:
-    class Failing(torch.optim.SGD):
-        fail = False
-
-        def step(self, closure: Any = None) -> None:
-            if self.fail:
-                raise ArithmeticError("no step")
-            super().step(closure)
-
     layers, _ = build("gpt", 2, device)
     x = inputs(device)[0]
     with stream_weights(layers.eval(), device) as handle:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import WIDTH, GptBlock, build, loss_of
+from models import WIDTH, GptBlock, Recurrent, build, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,15 +170,7 @@ def test_layers_without_parameters(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part")
 def test_recurrent_layers(kind: Callable[..., nn.Module], device: torch.device) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = kind(WIDTH, WIDTH, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)[0]
-
-    check(*build(Recurrent, 4, device))
+    check(*build(partial(Recurrent, kind), 4, device))
 
 
 # Recomputation and activation offload.
