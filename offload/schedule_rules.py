@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from graphlib import TopologicalSorter
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from offload.points import Move, Point, backward, forward
@@ -70,8 +73,9 @@ def check_order(order: tuple[Point, ...], model_layers: int) -> None:
         raise ValueError(
             f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
         )
+    position = {point: index for index, point in enumerate(order)}
     for layer in range(model_layers):
-        if order.index(backward(layer)) < order.index(forward(layer)):
+        if position[backward(layer)] < position[forward(layer)]:
             raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
 
 
@@ -87,10 +91,11 @@ def check_against(move: Move, position: Mapping[Point, int]) -> None:
     """
     for rule in _rules(move):
         if not rule.holds(position):
-            raise ValueError(f"layer {move.layer}: {move.entry} is refused: {rule.broken}")
+            raise ValueError(rule.refusal("is refused"))
 
 
 class _Rule(NamedTuple):
+    move: Move
     earlier: Point
     later: Point
     broken: str
@@ -101,28 +106,35 @@ class _Rule(NamedTuple):
             return self.may_coincide
         return position[self.earlier] < position[self.later]
 
+    def refusal(self, verdict: str) -> str:
+        return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
+
 
 def _rules(move: Move) -> tuple[_Rule, ...]:
     layer, release, reload = move.layer, move.release, move.reload
     return (
         _Rule(
+            move,
             forward(layer),
             release,
             f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release",
         ),
         _Rule(
+            move,
             release,
             backward(layer),
             f"it is released before {release!r}, which is not earlier than its own backward; "
             "use an earlier release or leave the layer out",
         ),
         _Rule(
+            move,
             release,
             reload,
             f"its reload before {reload!r} does not come after its release before {release!r}; "
             "use a later reload or leave the layer out",
         ),
         _Rule(
+            move,
             reload,
             backward(layer),
             f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload",
@@ -137,15 +149,18 @@ def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     Raises:
         ValueError: No order honours them; the message names the entry that closes the contradiction.
     """
-    before = _before(model_layers)
-    for move in moves:
-        _add(_before(model_layers), move, "is refused")
-        _add(before, move, "contradicts the entries of earlier layers")
     model = _model_order(model_layers)
     position = {point: index for index, point in enumerate(model)}
-    if all(rule.holds(position) for move in moves for rule in _rules(move)):
+    rules = [rule for move in moves for rule in _rules(move)]
+    if all(rule.holds(position) for rule in rules):
         return model
-    return _microbatch_order(before, moves)
+    broken = _first_broken(rules, model_layers)
+    if broken is None:
+        return _microbatch_order(rules, moves, model_layers)
+    alone = _first_broken(_rules(broken.move), model_layers)
+    if alone is None:
+        raise ValueError(broken.refusal("contradicts the entries of earlier layers"))
+    raise ValueError(alone.refusal("is refused"))
 
 
 def _model_order(model_layers: int) -> tuple[Point, ...]:
@@ -154,50 +169,62 @@ def _model_order(model_layers: int) -> tuple[Point, ...]:
     return (*map(forward, layers), *map(backward, reversed(layers)))
 
 
-def _before(model_layers: int) -> dict[Point, set[Point]]:
-    """What each point must follow, whatever the moves: F(j-1) → Fj → Bj."""
-    before = {}
+def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
+    """A sorter for what each point must follow: F(j-1) → Fj → Bj whatever the moves, and what the rules say.
+
+    Raises:
+        CycleError: No order honours them all.
+    """
+    sorter: TopologicalSorter[Point] = TopologicalSorter()
     for layer in range(model_layers):
-        before[forward(layer)] = {forward(layer - 1)} if layer else set()
-        before[backward(layer)] = {forward(layer)}
-    return before
-
-
-def _add(before: dict[Point, set[Point]], move: Move, verdict: str) -> None:
-    for rule in _rules(move):
-        if rule.earlier == rule.later:
-            possible = rule.may_coincide
-        else:
-            before[rule.later].add(rule.earlier)
-            possible = not _reaches(before, rule.earlier, rule.later)
-        if not possible:
-            raise ValueError(f"layer {move.layer}: {move.entry} {verdict}: {rule.broken}")
-
-
-def _reaches(before: Mapping[Point, set[Point]], point: Point, target: Point) -> bool:
-    """Whether ``target`` must come before ``point``."""
-    pending, seen = [point], {point}
-    while pending:
-        for earlier in before[pending.pop()] - seen:
-            if earlier == target:
-                return True
-            seen.add(earlier)
-            pending.append(earlier)
-    return False
-
-
-def _microbatch_order(before: Mapping[Point, set[Point]], moves: tuple[Move, ...]) -> tuple[Point, ...]:
-    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
-    sorter = TopologicalSorter(before)
+        sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
+        sorter.add(backward(layer), forward(layer))
+    for rule in rules:
+        if not (rule.may_coincide and rule.earlier == rule.later):
+            sorter.add(rule.later, rule.earlier)
     sorter.prepare()
-    order: list[Point] = []
-    ready: set[Point] = set()
+    return sorter
+
+
+def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
+    """The first rule that contradicts those before it."""
+
+    def contradict(count: int) -> bool:
+        try:
+            _prepared(rules[:count], model_layers)
+        except CycleError:
+            return True
+        return False
+
+    if not contradict(len(rules)):
+        return None
+    return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
+
+
+def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
+    backwards_after: defaultdict[Point, list[Point]] = defaultdict(list)
+    for move in moves:
+        backwards_after[move.reload].append(backward(move.layer))
+    sorter = _prepared(rules, model_layers)
+    order: dict[Point, None] = {}
     reloaded: set[Point] = set()
+    ready: set[Point] = set()
+    queue: list[tuple[bool, bool, int, Point]] = []
+
+    def put(points: Iterable[Point]) -> None:
+        for point in points:
+            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
+
     while sorter.is_active():
-        ready.update(sorter.get_ready())
-        point = min(ready, key=lambda p: (p not in reloaded, p.phase == "B", p.layer))
-        ready.remove(point)
-        order.append(point)
+        fresh = sorter.get_ready()
+        ready.update(fresh)
+        put(fresh)
+        point = heappop(queue)[-1]
+        if point in order:  # It was put a second time when its reload started.
+            continue
+        order[point] = None
         sorter.done(point)
-        reloaded.update(backward(move.layer) for move in moves if move.reload == point)
+        reloaded.update(backwards_after[point])
+        put(ready.intersection(backwards_after[point]))
     return tuple(order)
