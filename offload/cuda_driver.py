@@ -42,13 +42,6 @@ def unregister(address: int, device: int) -> None:
         _call("cuMemHostUnregister", ctypes.c_void_p(address))
 
 
-def pci_address(device: int) -> str:
-    """Domain, bus, device and function of a GPU, such as ``"0000:ab:00.0"``."""
-    text = ctypes.create_string_buffer(32)
-    _call("cuDeviceGetPCIBusId", text, len(text), _device(device))
-    return text.value.decode().lower()
-
-
 @contextmanager
 def _context_of(device: int) -> Iterator[None]:
     """Make the device's primary context, which is PyTorch's too, this thread's for a while."""

@@ -1,9 +1,9 @@
 """Page-locked host memory of exactly the size that was asked for.
 
 ``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Here the
-pages come from an anonymous mapping, on the NUMA node of the GPU where there are several, are touched by
-several threads at once (which is much of the time that pinning takes) and are then registered with the CUDA
-driver as they are.
+pages come from an anonymous mapping, are touched by several threads at once (which is much of the time that
+pinning takes) and are then registered with the CUDA driver as they are. The system takes them from the NUMA node
+that the touching threads run on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from offload import cuda_driver, numa
+from offload import cuda_driver
 from offload.system_memory import available_bytes
 from offload.units import format_bytes
 
@@ -75,7 +75,7 @@ def register_pinned(nbytes: int, device: torch.device | None = None) -> torch.Te
 
     Args:
         nbytes: Its size.
-        device: The GPU next to which it should be; the current one by default.
+        device: The GPU that will copy from and to it; the current one by default.
 
     Raises:
         HostMemoryError: The system has not that much, or the driver refused to lock it.
@@ -84,9 +84,6 @@ def register_pinned(nbytes: int, device: torch.device | None = None) -> torch.Te
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     mapping = _map(nbytes)
-    node = numa.node_of(cuda_driver.pci_address(index))
-    if node is not None:
-        numa.prefer(mapping.address, nbytes, node)
     _touch(mapping)
     try:
         mapping.register(index)

@@ -47,10 +47,6 @@ class Library:
     def cuMemHostUnregister(self, address: ctypes.c_void_p) -> int:  # noqa: N802
         return 0 if self.stack and self.registered.pop(address.value or 0, None) else 713
 
-    def cuDeviceGetPCIBusId(self, text: Any, length: int, device: ctypes.c_int) -> int:  # noqa: N802
-        text.value = f"0000:A{device.value}:00.0".encode()
-        return 0
-
     def cuGetErrorName(self, error: int, text: Any) -> int:  # noqa: N802
         names = {712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}
         text._obj.value = names.get(error)
@@ -85,7 +81,3 @@ def test_an_error_has_the_driver_s_name(library: Library) -> None:
 def test_an_error_without_a_name_has_its_number(library: Library) -> None:
     with pytest.raises(CudaDriverError, match="cuMemHostUnregister: error 713"):
         cuda_driver.unregister(4096, 0)
-
-
-def test_a_pci_address_is_as_the_system_spells_it(library: Library) -> None:
-    assert cuda_driver.pci_address(3) == "0000:a3:00.0"

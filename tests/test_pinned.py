@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from offload import cuda_driver, numa, pinned
+from offload import cuda_driver, pinned
 from offload.cuda_backend import CudaBackend
 from offload.cuda_driver import CudaDriverError
 from offload.pinned import HostMemoryError, forget_on_fork, pageable, register_pinned
@@ -50,7 +48,6 @@ class Driver:
         self.asked_at: list[int] = []
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(cuda_driver, "pci_address", lambda device: f"0000:{device:02x}:00.0")
         monkeypatch.setattr(cuda_driver, "register", self.register)
         monkeypatch.setattr(cuda_driver, "unregister", self.unregister)
 
@@ -110,20 +107,6 @@ def test_memory_that_the_driver_refuses_to_lock_is_not_kept(driver: Driver) -> N
 def test_memory_is_locked_for_the_backend_s_device(driver: Driver) -> None:
     memory = CudaBackend.pinned(SimpleNamespace(device=torch.device("cuda", 3)), 4096)
     assert driver.locked == {memory.data_ptr(): (4096, 3)}
-
-
-def test_memory_goes_to_the_node_of_its_device_before_it_is_touched(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[Any] = []
-    touch = pinned._touch
-    monkeypatch.setattr(numa, "node_of", {"0000:02:00.0": 1, "0000:03:00.0": None}.__getitem__)
-    monkeypatch.setattr(numa, "prefer", lambda address, nbytes, node: order.append((address, nbytes, node)))
-    monkeypatch.setattr(pinned, "_touch", lambda mapping: (order.append("touched"), touch(mapping)))
-    memory = register_pinned(8192, torch.device("cuda", 2))
-    assert order == [(memory.data_ptr(), 8192, 1), "touched"]
-    register_pinned(8192, torch.device("cuda", 3))
-    assert order[2:] == ["touched"]
 
 
 def test_more_than_the_system_has_left_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +181,3 @@ class TestRealDriver:
         with ThreadPoolExecutor(4) as threads:
             slabs = list(threads.map(register_pinned, [MIB] * 8))
         assert all(slab.is_pinned() for slab in slabs)
-
-    def test_the_device_has_a_pci_address(self) -> None:
-        assert re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", cuda_driver.pci_address(0))

@@ -327,7 +327,9 @@ def test_thousands_of_microbatches():
     assert schedule.order[:8] == tuple(map(Point.parse, points("F0 F1 F2 F3 F4 F5 F6 F7")))
     assert schedule.order[count:] == tuple(map(backward, range(count)))
     assert repr(schedule).endswith(f", {count})")
-    with pytest.raises(ValueError, match="layer 4000: .* contradicts the entries of earlier layers: backward of layer"):
+    with pytest.raises(
+        ValueError, match=r"layer 4000: .* contradicts the entries of earlier layers: backward of layer"
+    ):
         Schedule.from_synchronization_dict(entries | {1: (True, 2, False, 4000)}, count)
 
 
