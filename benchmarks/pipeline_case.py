@@ -18,7 +18,8 @@ from benchmarks.pipeline_models import Pipeline
 from benchmarks.pipeline_report import FREE
 from offload.link import Link
 from offload.pipelining import PipelineOffload, PipelinePlan, StageProfile, plan_pipeline
-from offload.timeline import COPY_LANES, Timeline
+from offload.spans import COPY_LANES
+from offload.timeline import Timeline
 
 
 @dataclass

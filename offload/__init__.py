@@ -19,9 +19,10 @@ from offload.profile import LayerProfile, Profile
 from offload.record import record_timeline
 from offload.schedule import Schedule
 from offload.simulate import simulate
+from offload.spans import Span
 from offload.states import OffloadState, OffloadStateError
 from offload.stats import OffloadStats
-from offload.timeline import Span, Timeline
+from offload.timeline import Timeline
 from offload.weight_stats import WeightStats
 from offload.weights import StreamedWeights, stream_weights
 

@@ -7,11 +7,11 @@ layers have numbers, stalls have hatching.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from offload.timeline import LANES, Kind, Span, Timeline
+from offload.spans import LANES, Kind, Span
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,22 +35,41 @@ LABEL_POINTS = 8.0
 BOX_HEIGHT = 0.72
 
 
-def plot_timeline(timeline: Timeline, ax: Axes | None, *, title: str | None, size: tuple[float, float]) -> Figure:
-    """What :meth:`offload.timeline.Timeline.plot` draws."""
-    if ax is not None:
-        _draw_streams(ax, timeline)
-        ax.set_title(timeline.title if title is None else title, color=INK, loc="left", fontsize=11, pad=20)
-        return ax.figure.figure
-    figure = new_figure(size)
-    if timeline.memory:
-        streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
-        _draw_memory(memory, timeline)
-        _draw_streams(streams, timeline, time_axis=False)
+def plot_timeline(
+    spans: Sequence[Span],
+    memory: Sequence[tuple[float, int]],
+    title: str,
+    ax: Axes | None,
+    size: tuple[float, float],
+) -> Figure:
+    """What :meth:`offload.timeline.Timeline.plot` draws; spans and memory are sorted by start."""
+    start_s = spans[0].start_s if spans else 0.0
+    time = _TimeAxis(start_s, max((span.end_s for span in spans), default=0.0) - start_s)
+    if ax is None and memory:
+        figure = new_figure(size)
+        ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+        _draw_memory(below, memory, time)
+        _draw_streams(ax, spans, time, shown=False)
     else:
-        streams = figure.subplots()
-        _draw_streams(streams, timeline)
-    streams.set_title(timeline.title if title is None else title, color=INK, loc="left", fontsize=11, pad=20)
-    return figure
+        ax = new_figure(size).subplots() if ax is None else ax
+        _draw_streams(ax, spans, time)
+    ax.set_title(title, color=INK, loc="left", fontsize=11, pad=20)
+    return ax.figure.figure
+
+
+class _TimeAxis:
+    """Seconds of the timeline as places on the axis, in a unit that suits its length."""
+
+    def __init__(self, start_s: float, duration_s: float) -> None:
+        self.start_s = start_s
+        self.duration_s = duration_s or 1.0
+        units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+        self.unit = next((unit for unit, scale in units.items() if duration_s >= 3 * scale), "µs")
+        self.scale = units[self.unit]
+        self.end = self.duration_s / self.scale
+
+    def at(self, time_s: float) -> float:
+        return (time_s - self.start_s) / self.scale
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -67,15 +86,9 @@ def new_figure(size: tuple[float, float]) -> Figure:
     return figure
 
 
-def contrast(a: str, b: str) -> float:
-    """Contrast of two colours, 1 to 21, as WCAG 2 defines it."""
-    lighter, darker = sorted((_luminance(a), _luminance(b)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
 def text_color(box: str) -> str:
-    """Black or white, whichever is easier to read on ``box``."""
-    return max("#000000", "#ffffff", key=lambda text: contrast(text, box))
+    """White on blue, black on the others: a contrast of at least 5."""
+    return "#ffffff" if box == COLORS["forward"] else "#000000"
 
 
 def style_axes(ax: Axes) -> None:
@@ -87,62 +100,45 @@ def style_axes(ax: Axes) -> None:
         spine.set_color(INK)
 
 
-@dataclass
-class _Box:
-    """Spans of one kind and layer that follow each other closely, drawn as one rectangle."""
-
-    kind: Kind
-    layer: int | None
-    start_s: float
-    end_s: float
-    label: str
-
-
-def _boxes(spans: Iterable[Span], gap_s: float) -> Iterator[_Box]:
-    box: _Box | None = None
+def _merged(spans: Iterable[Span], gap_s: float) -> Iterator[Span]:
+    """Spans of one stream; those of one kind and layer that follow each other closely are one."""
+    box: Span | None = None
     for span in spans:
         if box and (box.kind, box.layer) == (span.kind, span.layer) and span.start_s - box.end_s <= gap_s:
-            box.end_s = max(box.end_s, span.end_s)
+            box = replace(box, end_s=max(box.end_s, span.end_s))
             continue
         if box:
             yield box
-        box = _Box(span.kind, span.layer, span.start_s, span.end_s, span.label)
+        box = span
     if box:
         yield box
 
 
-def _draw_streams(ax: Axes, timeline: Timeline, *, time_axis: bool = True) -> None:
+def _draw_streams(ax: Axes, spans: Sequence[Span], time: _TimeAxis, *, shown: bool = True) -> None:
     from matplotlib.patches import Patch, Rectangle
 
-    scale, unit = _time_unit(timeline)
-    duration_s = timeline.duration_s or 1.0
-    rows = [list(_boxes(timeline.lane(lane), gap_s=0.002 * duration_s)) for lane in reversed(LANES)]
+    gap_s = 0.002 * time.duration_s
+    rows = [list(_merged((span for span in spans if span.lane == lane), gap_s)) for lane in reversed(LANES)]
+    styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": color, "linewidth": 0} for kind, color in COLORS.items()}
+    styles["stall"] = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
     for row, boxes in enumerate(rows):
         for box in boxes:
-            length_s = box.end_s - box.start_s
             # A hair's breadth between neighbours: an outline in the page's colour, whatever that is.
-            hair_s = min(0.0012 * duration_s, 0.2 * length_s)
-            width_s = max(length_s - hair_s, 0.001 * duration_s)  # a pixel, or else it is not drawn
-            corner = ((box.start_s - timeline.start_s) / scale, row - BOX_HEIGHT / 2)
-            style: dict[str, Any] = (
-                {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
-                if box.kind == "stall"
-                else {"facecolor": COLORS[box.kind], "linewidth": 0}
-            )
-            ax.add_patch(Rectangle(corner, width_s / scale, BOX_HEIGHT, snap=False, **style))
+            hair_s = min(0.0012 * time.duration_s, 0.2 * box.duration_s)
+            width_s = max(box.duration_s - hair_s, 0.001 * time.duration_s)  # a pixel, or else it is not drawn
+            corner = (time.at(box.start_s), row - BOX_HEIGHT / 2)
+            ax.add_patch(Rectangle(corner, width_s / time.scale, BOX_HEIGHT, snap=False, **styles[box.kind]))
     style_axes(ax)
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_visible(False)
-    ax.tick_params(length=0, labelbottom=time_axis)
-    if time_axis:
-        ax.set_xlabel(unit, color=INK, fontsize=9)
-    ax.set_xlim(0, duration_s / scale)
+    ax.tick_params(length=0, labelbottom=shown)
+    if shown:
+        ax.set_xlabel(time.unit, color=INK, fontsize=9)
+    ax.set_xlim(0, time.end)
     ax.set_ylim(-0.5, len(LANES) - 0.5)
     ax.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)])
-    present = {span.kind for span in timeline.spans}
-    keys = [Patch(facecolor=color, label=kind) for kind, color in COLORS.items() if kind in present]
-    if "stall" in present:
-        keys.append(Patch(facecolor="none", edgecolor=INK, hatch="/////", linewidth=0.8, label="stall"))
+    present = {span.kind for span in spans}
+    keys = [Patch(label=kind, **style) for kind, style in styles.items() if kind in present]
     ax.legend(
         handles=keys,
         loc="lower right",
@@ -159,21 +155,19 @@ def _draw_streams(ax: Axes, timeline: Timeline, *, time_axis: bool = True) -> No
     ax.figure.figure.draw_without_rendering()
     for row, boxes in enumerate(rows):
         for kind in COLORS:
-            _draw_labels(ax, row, [box for box in boxes if box.kind == kind], timeline)
+            _draw_labels(ax, row, [box for box in boxes if box.kind == kind], time)
 
 
-def _draw_labels(ax: Axes, row: int, boxes: list[_Box], timeline: Timeline) -> None:
+def _draw_labels(ax: Axes, row: int, boxes: list[Span], time: _TimeAxis) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
-    scale, _ = _time_unit(timeline)
-    points_per_s = ax.get_window_extent().width / ax.figure.dpi * 72 / (timeline.duration_s or 1.0)
+    points_per_s = ax.get_window_extent().width / ax.figure.dpi * 72 / time.duration_s
     for box in boxes:
-        room = (box.end_s - box.start_s) * points_per_s
+        room = box.duration_s * points_per_s
         for labels, rotation in ((_long_label, 0), (_short_label, 0), (_long_label, 90)):
             needed = LABEL_POINTS * (0.75 if rotation else max(0.66 * len(labels(box)) for box in boxes))
             if room >= needed:
-                center_s = (box.start_s + box.end_s) / 2 - timeline.start_s
                 ax.text(
-                    center_s / scale,
+                    time.at((box.start_s + box.end_s) / 2),
                     row,
                     labels(box),
                     color=text_color(COLORS[box.kind]),
@@ -186,30 +180,29 @@ def _draw_labels(ax: Axes, row: int, boxes: list[_Box], timeline: Timeline) -> N
                 break
 
 
-def _long_label(box: _Box) -> str:
+def _long_label(box: Span) -> str:
     if box.layer is None:
         return box.label
     return {"forward": "F", "backward": "B"}.get(box.kind, "") + str(box.layer)
 
 
-def _short_label(box: _Box) -> str:
+def _short_label(box: Span) -> str:
     return box.label if box.layer is None else str(box.layer)
 
 
-def _draw_memory(ax: Axes, timeline: Timeline) -> None:
-    scale, unit = _time_unit(timeline)
+def _draw_memory(ax: Axes, memory: Sequence[tuple[float, int]], time: _TimeAxis) -> None:
+    peak_bytes = max(nbytes for _, nbytes in memory)
     in_bytes = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
-    size_unit = next((name for name, size in in_bytes.items() if timeline.peak_bytes >= size), "B")
-    times = [(time_s - timeline.start_s) / scale for time_s, _ in timeline.memory]
-    held = [nbytes / in_bytes[size_unit] for _, nbytes in timeline.memory]
-    times.append(timeline.duration_s / scale)
+    size_unit = next((name for name, size in in_bytes.items() if peak_bytes >= size), "B")
+    times = [*(time.at(time_s) for time_s, _ in memory), time.end]
+    held = [nbytes / in_bytes[size_unit] for _, nbytes in memory]
     held.append(held[-1])
     ax.fill_between(times, held, step="post", color=INK, alpha=0.3, linewidth=0)
     ax.step(times, held, where="post", color=INK, linewidth=1.2)
-    peak = timeline.peak_bytes / in_bytes[size_unit]
+    peak = peak_bytes / in_bytes[size_unit]
     ax.axhline(peak, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     ax.annotate(
-        f"peak {format_bytes(timeline.peak_bytes)}",
+        f"peak {format_bytes(peak_bytes)}",
         (1.0, peak),
         xycoords=("axes fraction", "data"),
         xytext=(0, 2),
@@ -222,17 +215,4 @@ def _draw_memory(ax: Axes, timeline: Timeline) -> None:
     style_axes(ax)
     ax.set_ylim(0, peak * 1.35 or 1.0)
     ax.set_ylabel(f"on device\n{size_unit}", color=INK, fontsize=9)
-    ax.set_xlabel(unit, color=INK, fontsize=9)
-
-
-def _time_unit(timeline: Timeline) -> tuple[float, str]:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if timeline.duration_s >= 3 * scale:
-            return scale, unit
-    return 1e-6, "µs"
-
-
-def _luminance(color: str) -> float:
-    channels = (int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
-    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    ax.set_xlabel(time.unit, color=INK, fontsize=9)

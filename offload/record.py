@@ -30,7 +30,8 @@ import torch
 from offload import trace
 from offload.backend import resolve_device
 from offload.memory import CpuAllocations
-from offload.timeline import Kind, Lane, Span, Timeline
+from offload.spans import Kind, Lane, Span
+from offload.timeline import Timeline
 from offload.trace import Mark
 
 STALL_S = 20e-6

@@ -22,7 +22,8 @@ from offload.link import Link
 from offload.points import Point
 from offload.profile import Profile
 from offload.schedule import Schedule
-from offload.timeline import COPY_LANES, Kind, Lane, Span, Timeline
+from offload.spans import COPY_LANES, Kind, Lane, Span
+from offload.timeline import Timeline
 
 
 class HasSchedule(Protocol):

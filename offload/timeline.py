@@ -7,62 +7,17 @@ recording produces one from what a device really did; both read, compare and dra
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
+from offload.plot import plot_timeline
+from offload.spans import COPY_LANES, LANES, Lane, Span, intersection, total_s, union
 from offload.units import format_bytes, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Lane = Literal["compute", "d2h", "h2d"]
-Kind = Literal["forward", "backward", "other", "stall", "offload", "reload"]
-LANES: tuple[Lane, ...] = get_args(Lane)
-KINDS: tuple[Kind, ...] = get_args(Kind)
-COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
-
-
-@dataclass(frozen=True)
-class Span:
-    """One stream busy with one thing, or waiting (kind ``"stall"``).
-
-    Args:
-        lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
-        kind: ``"forward"``, ``"backward"``, ``"other"`` or ``"stall"`` on the compute stream,
-            ``"offload"`` or ``"reload"`` on the copy streams.
-        start_s: Seconds since the timeline's start.
-        end_s: Not before ``start_s``.
-        label: A few words for people.
-        layer: The layer that it belongs to; for a stall, the one whose copies are waited for.
-        nbytes: Bytes copied.
-
-    Raises:
-        ValueError: An unknown lane or kind, or an end before the start.
-    """
-
-    lane: Lane
-    kind: Kind
-    start_s: float
-    end_s: float
-    label: str = ""
-    layer: int | None = None
-    nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.lane not in LANES:
-            raise ValueError(f"lane must be one of {LANES}, got {self.lane!r}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
-        if not self.end_s >= self.start_s:
-            raise ValueError(f"end_s must not be before start_s = {self.start_s}, got {self.end_s}")
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from start to end."""
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,11 +57,11 @@ class Timeline:
     @property
     def stall_s(self) -> float:
         """Seconds that the compute stream waited for copies."""
-        return _length(_union(span for span in self.spans if span.kind == "stall"))
+        return total_s(union(span for span in self.spans if span.kind == "stall"))
 
     def busy_s(self, lane: Lane) -> float:
         """Seconds in which the stream did something; stalls do not count."""
-        return _length(self._busy(lane))
+        return total_s(self._busy(lane))
 
     def copied_bytes(self, lane: Lane) -> int:
         """Bytes that the stream copied."""
@@ -117,8 +72,8 @@ class Timeline:
         """Fraction of the copies' time that ran beside busy compute, 0 to 1; 1 where nothing was copied."""
         compute = self._busy("compute")
         copies = [self._busy(lane) for lane in COPY_LANES]
-        total_s = sum(map(_length, copies))
-        return sum(_length(_intersection(copy, compute)) for copy in copies) / total_s if total_s else 1.0
+        copies_s = sum(map(total_s, copies))
+        return sum(total_s(intersection(copy, compute)) for copy in copies) / copies_s if copies_s else 1.0
 
     @property
     def peak_bytes(self) -> int:
@@ -138,9 +93,7 @@ class Timeline:
             title: In place of the timeline's own.
             size: Inches of the new figure.
         """
-        from offload.plot import plot_timeline
-
-        return plot_timeline(self, ax, title=title, size=size)
+        return plot_timeline(self.spans, self.memory, self.title if title is None else title, ax, size)
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
@@ -198,33 +151,4 @@ class Timeline:
         return "\n".join([self.title] * bool(self.title) + lines)
 
     def _busy(self, lane: Lane) -> list[tuple[float, float]]:
-        return _union(span for span in self.spans if span.lane == lane and span.kind != "stall")
-
-
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The time that the spans cover, as disjoint intervals in order; the spans are sorted by start."""
-    covered: list[tuple[float, float]] = []
-    for span in spans:
-        if covered and span.start_s <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(covered[-1][1], span.end_s))
-        else:
-            covered.append((span.start_s, span.end_s))
-    return covered
-
-
-def _intersection(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    common = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def _length(intervals: list[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+        return union(span for span in self.spans if span.lane == lane and span.kind != "stall")

@@ -16,7 +16,8 @@ from offload.link import Link
 from offload.pipeline_order import one_f_one_b_order
 from offload.pipeline_walk import StageProfile
 from offload.pipelining import plan_pipeline
-from offload.timeline import Span, Timeline
+from offload.spans import Span
+from offload.timeline import Timeline
 
 ROOT = Path(pipeline.__file__).parent.parent
 WAYS = [NOTHING, HALF, FREE, BOUND]

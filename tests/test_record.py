@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from offload import record
-from offload.timeline import Span
+from offload.spans import Span
 
 DEVICE = torch.device("cuda", 0)
 US = 1e-6

@@ -16,7 +16,8 @@ from offload.plan import Plan
 from offload.profile import LayerProfile, Profile
 from offload.schedule import Schedule
 from offload.simulate import simulate
-from offload.timeline import COPY_LANES, LANES, Timeline
+from offload.spans import COPY_LANES, LANES
+from offload.timeline import Timeline
 
 GIB = 1 << 30
 FAST = Link(1e30, 1e30, 2e30)

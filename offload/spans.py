@@ -1,0 +1,84 @@
+"""One stream busy with one thing: the pieces that a timeline consists of, and sums of the time that they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Lane = Literal["compute", "d2h", "h2d"]
+Kind = Literal["forward", "backward", "other", "stall", "offload", "reload"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stream busy with one thing, or waiting (kind ``"stall"``).
+
+    Args:
+        lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
+        kind: ``"forward"``, ``"backward"``, ``"other"`` or ``"stall"`` on the compute stream,
+            ``"offload"`` or ``"reload"`` on the copy streams.
+        start_s: Seconds since the timeline's start.
+        end_s: Not before ``start_s``.
+        label: A few words for people.
+        layer: The layer that it belongs to; for a stall, the one whose copies are waited for.
+        nbytes: Bytes copied.
+
+    Raises:
+        ValueError: An unknown lane or kind, or an end before the start.
+    """
+
+    lane: Lane
+    kind: Kind
+    start_s: float
+    end_s: float
+    label: str = ""
+    layer: int | None = None
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise ValueError(f"lane must be one of {LANES}, got {self.lane!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
+        if not self.end_s >= self.start_s:
+            raise ValueError(f"end_s must not be before start_s = {self.start_s}, got {self.end_s}")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The time that the spans cover, as disjoint intervals in order; the spans are sorted by start."""
+    covered: list[tuple[float, float]] = []
+    for span in spans:
+        if covered and span.start_s <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(covered[-1][1], span.end_s))
+        else:
+            covered.append((span.start_s, span.end_s))
+    return covered
+
+
+def intersection(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The time that both cover; each is disjoint and in order."""
+    common = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            common.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def total_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
