@@ -10,7 +10,6 @@ numbers there as it would on a GPU.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
@@ -161,7 +160,6 @@ class AcceleratorBackend(Backend):
 
 
 _backends: dict[torch.device, Backend] = {}
-os.register_at_fork(after_in_child=_backends.clear)
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

@@ -10,72 +10,107 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from enum import Enum
 
 import torch
 
 from offload import trace
-from offload.backend import Backend
+from offload.backend import Backend, Wait
 from offload.pinned import pageable
+from offload.worker import Worker
+
+
+class _Failures:
+    """What went wrong in the streams of a device, until the program is told."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        """Of all that was queued since the program was last told of one."""
+
+    def reported(self, errors: list[BaseException]) -> None:
+        """The program has been told of these; they do not concern what is queued from now on."""
+        if errors is self.errors:
+            self.errors = []
 
 
 class CpuEvent:
     """Set when the worker of its stream reaches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: _Failures) -> None:
+        self._failures = failures
+        self._errors = failures.errors
         self._reached = threading.Event()
+        self.error: BaseException | None = None
+        """What went wrong before the event was reached, in this stream or another."""
         self.reached_s = 0.0
         """When the event was reached, by ``time.perf_counter``."""
 
     def set(self) -> None:
         """Mark the event as reached."""
         self.reached_s = time.perf_counter()
+        self.error = self._errors[0] if self._errors else None
         self._reached.set()
 
     def query(self) -> bool:
         """Whether the work before the event is done."""
         return self._reached.is_set()
 
-    def synchronize(self) -> None:
-        """Block until the work before the event is done."""
+    def wait(self) -> None:
+        """Block until the work before the event is done, or has failed."""
         self._reached.wait()
+
+    def synchronize(self) -> None:
+        """Block until the work before the event is done; raise what it has raised."""
+        self.wait()
+        if self.error is not None:
+            self._failures.reported(self._errors)
+            raise self.error
 
 
 class CpuStream:
-    """A queue of work that a thread of its own runs in order."""
+    """A queue of work that a thread of its own runs in order.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The thread's.
+        failures: Shared by the streams of a device, so that an event after a failed copy fails as well, whichever
+            streams the work has come through.
+    """
+
+    def __init__(self, name: str, failures: _Failures) -> None:
         self.delay_s = 0.0
         """Extra time before each piece of work, to make races visible in tests."""
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        threading.Thread(target=self._run, name=f"offload::{name}", daemon=True).start()
+        self._failures = failures
+        self._worker = Worker(name)
 
-    def _run(self) -> None:
-        while True:
-            self._work.get()()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queue ``work``."""
+    def submit(self, work: Callable[[], object]) -> None:
+        """Queue ``work``; what it raises comes out where the program waits for it."""
 
         def delayed() -> None:
             if self.delay_s:
                 time.sleep(self.delay_s)
             work()
 
-        self._work.put(delayed)
+        self._worker.submit(delayed, self._failures.errors)
 
     def record_event(self) -> CpuEvent:
         """An event that is set when all work queued so far is done."""
-        event = CpuEvent()
-        self._work.put(event.set)
+        event = CpuEvent(self._failures)
+        self._worker.submit(event.set, self._failures.errors)
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
         """Let work queued from now on start after ``event``."""
-        self._work.put(event.synchronize)
+        errors = self._failures.errors
+
+        def wait() -> None:
+            event.wait()
+            if event.error is not None:
+                errors.append(event.error)
+
+        self._worker.submit(wait, errors)
 
     def synchronize(self) -> None:
-        """Block until all work queued so far is done."""
+        """Block until all work queued so far is done; raise what it has raised."""
         self.record_event().synchronize()
 
 
@@ -95,19 +130,26 @@ class CpuBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._compute = ComputeStream("compute")
+        self._failures = _Failures()
+        self._compute = ComputeStream("compute", self._failures)
 
     def new_stream(self, name: str) -> CpuStream:
-        return CpuStream(name)
+        return CpuStream(name, self._failures)
 
     def compute_stream(self) -> ComputeStream:
         return self._compute
+
+    def wait(self, stream: CpuStream, event: CpuEvent, why: Enum) -> None:
+        if why is Wait.UNREAD:
+            event.wait()  # in a finalizer, which cannot raise; whoever reads the bytes is told
+        else:
+            super().wait(stream, event, why)
 
     def record_timed(self, stream: CpuStream) -> CpuEvent:
         if stream is not self._compute:
             return stream.record_event()
         # The caller's thread is compute, and it has got here.
-        reached = CpuEvent()
+        reached = CpuEvent(self._failures)
         reached.set()
         return reached
 
@@ -127,7 +169,9 @@ class CpuBackend(Backend):
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    # Backward may run in inference mode, and what it allocates there can be written in that mode only.
+    with torch.inference_mode():
+        target.copy_(source)
 
 
 def _record_copy(recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ Note:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -26,38 +25,27 @@ from offload.pinned import pageable
 from offload.weight_layer import HostParameter, WeightLayer, aligned
 from offload.weight_slots import WeightWait
 from offload.weight_stats import WeightCounters
+from offload.worker import Worker
 
 
 class HostWorker:
     """A thread that runs jobs in order, beside the thread that drives the device."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._worker = Worker("host")
         self._errors: deque[BaseException] = deque()
-        self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue ``job``; what it raises comes out of the next :meth:`drain`."""
-        if self._thread is None:
-            arguments = (self._jobs, self._errors)
-            self._thread = threading.Thread(target=_work, args=arguments, name="offload::host", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
+        self._worker.submit(torch.no_grad()(job), self._errors)
 
     def drain(self) -> None:
         """Block until all jobs are done; raise what the first failed one raised."""
-        if self._thread is None:
-            return
-        done = threading.Event()
-        self._jobs.put(done.set)
-        done.wait()
+        self._worker.drain()
         if self._errors:
             error = self._errors[0]
             self._errors.clear()
             raise error
-
-    def __del__(self) -> None:
-        self._jobs.put(None)
 
 
 class _Staged(NamedTuple):
@@ -240,13 +228,3 @@ class GradientWriter:
         gradients = self._flights.popleft().gradients
         while gradients:
             self._backend.discard(gradients.pop())
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None], errors: deque[BaseException]) -> None:
-    with torch.no_grad():
-        while (job := jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001  it is raised in the thread that waits
-                errors.append(error)
-            del job

@@ -11,7 +11,6 @@ waits for it until the next copy into the buffer does, on the device.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -298,11 +297,12 @@ def _round_up(nbytes: int, unit: int) -> int:
 
 
 _pools: dict[torch.device, HostPool] = {}
-os.register_at_fork(after_in_child=_pools.clear)
 
 
 def get_host_pool(backend: Backend) -> HostPool:
     """The pool of the backend's device, one per process."""
     if backend.device not in _pools:
-        _pools[backend.device] = HostPool(lambda nbytes: forget_on_fork(backend.pinned(nbytes)))
+        # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
+        keep = backend.device.type == "cpu"
+        _pools[backend.device] = HostPool(backend.pinned if keep else lambda size: forget_on_fork(backend.pinned(size)))
     return _pools[backend.device]

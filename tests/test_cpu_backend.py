@@ -151,3 +151,48 @@ def test_pinned_memory_is_pinned_and_of_exactly_the_size() -> None:
     memory = get_backend("cuda").pinned((3 << 20) + 1)
     assert memory.is_pinned()
     assert memory.untyped_storage().nbytes() == (3 << 20) + 1
+
+
+class TestFailures:
+    """What goes wrong in a stream comes out where the program waits for it, once, and the stream goes on."""
+
+    def test_a_copy_that_fails(self, lab: Lab) -> None:
+        source, target = torch.ones(4), torch.zeros(4)
+        before = lab.d2h_stream.record_event()
+        lab.backend.copy(lab.d2h_stream, torch.zeros(3), source)
+        after = lab.d2h_stream.record_event()
+        before.synchronize()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                lab.backend.wait(lab.backend.compute_stream(), after, Wait.RELEASE)
+        lab.backend.copy(lab.d2h_stream, target, source)
+        lab.d2h_stream.synchronize()
+        assert torch.equal(target, source)
+
+    def test_events_of_later_work_fail_as_well(self, lab: Lab) -> None:
+        """Copies run in order, so the program waits only for the last of several."""
+        lab.backend.copy(lab.d2h_stream, torch.zeros(3), torch.ones(4))
+        lab.d2h_stream.record_event()
+        lab.backend.copy(lab.d2h_stream, torch.zeros(4), torch.ones(4))
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            lab.d2h_stream.synchronize()
+        lab.drain()
+
+    def test_a_stream_that_waits_for_a_failed_one(self, lab: Lab) -> None:
+        lab.backend.copy(lab.d2h_stream, torch.zeros(3), torch.ones(4))
+        failed = lab.d2h_stream.record_event()
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            lab.drain()
+        # The program knows by now, but this is news of what it has not waited for.
+        lab.h2d_stream.wait_event(failed)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            lab.h2d_stream.synchronize()
+        lab.drain()
+
+    def test_a_finalizer_waits_without_an_error(self, lab: Lab) -> None:
+        lab.backend.copy(lab.h2d_stream, torch.zeros(3), torch.ones(4))
+        failed = lab.h2d_stream.record_event()
+        lab.backend.wait(lab.backend.compute_stream(), failed, Wait.UNREAD)
+        assert failed.query()
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            lab.drain()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +14,7 @@ from models import Offloading, assert_same, build, loss_of, offloading, save, st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadState, memory_meter
-from offload.backend import Wait, get_backend
+from offload.backend import Wait
 from offload.saved import SavedStorage
 
 LAYERS = 5
@@ -372,37 +369,3 @@ def test_abandoned_reload_waits_on_the_device_only(lab: Lab) -> None:
     waits = lab.count_waits()
     del y
     assert waits == [Wait.UNREAD]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_process() -> None:
-    """A child has no worker threads of its parent's; it makes its own. CUDA cannot be used after a fork."""
-    device = torch.device("cpu")
-
-    def step(offloaded: Offloading) -> bool:
-        chain = Chain(device)
-        offloaded.forward([chain.layer] * 3, chain.x).sum().backward()
-        return [value for value, _ in chain.received] == [2.0, 1.0, 0.0]
-
-    offloaded = offloading(1, 3, device)
-    assert step(offloaded)
-    # At the fork, a copy is in flight whose end the child will not see.
-    d2h_stream, _ = get_backend(device).copy_streams
-    gate = threading.Event()
-    d2h_stream.submit(gate.wait)
-    chain = Chain(device)
-    offloaded.layer(chain.layer, chain.x)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(15)  # ends the child if it hangs
-        code = 1
-        try:
-            own = offloading(1, 3, device)
-            code = 0 if step(own) and own.stats.reloaded_bytes == SET_BYTES else 2
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    gate.set()
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert step(offloaded)

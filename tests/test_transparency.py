@@ -191,6 +191,19 @@ def test_autograd_grad(device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+def test_backward_in_inference_mode(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    offloaded = offloading(3, LAYERS, device)
+
+    def step(offloaded: Offloading) -> None:
+        loss = loss_of(offloaded.forward(layers, x))
+        with torch.inference_mode():
+            loss.backward()
+
+    assert_same_steps(leaves_of(layers, x), step, offloaded)
+    assert_on_time(offloaded)
+
+
 @pytest.mark.parametrize("k", [2, LAYERS - 1])
 def test_create_graph(k: int, device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)

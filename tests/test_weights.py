@@ -615,6 +615,21 @@ def test_gradients_of_inputs_alone(device: torch.device) -> None:
         assert all(parameter.grad is None for parameter in layers.parameters())
 
 
+def test_backward_in_inference_mode(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    leaves = [x, *layers.parameters()]
+
+    def step() -> None:
+        loss = loss_of(plain(layers, x))
+        with torch.inference_mode():
+            loss.backward()
+
+    expected = gradients_of(leaves, step)
+    with stream_weights(layers, device):
+        for _ in range(2):
+            assert_same(expected, gradients_of(leaves, step))
+
+
 def test_graph_outlives_the_handle(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     leaves = [x, *layers.parameters()]

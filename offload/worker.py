@@ -1,0 +1,96 @@
+"""A thread that runs jobs in order beside the program; a forked child has one of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+
+class Errors(Protocol):
+    """Where a job's error goes, such as a list."""
+
+    def append(self, error: BaseException, /) -> None:
+        """Keep it for the program."""
+
+
+class _Job(NamedTuple):
+    run: Callable[[], object]
+    errors: Errors
+
+
+_Jobs = SimpleQueue[_Job | None]
+
+
+class Worker:
+    """A thread that runs jobs in order, from the first one on until nobody holds the worker.
+
+    Args:
+        name: The thread's, after ``offload::``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._starting = threading.Lock()
+        self._jobs: _Jobs | None = None
+        """``None`` as long as there is no thread."""
+        _workers.add(self)
+
+    def submit(self, job: Callable[[], object], errors: Errors) -> None:
+        """Queue ``job``; what it raises is appended to ``errors``, and the thread goes on."""
+        jobs = self._jobs
+        (self._start() if jobs is None else jobs).put(_Job(job, errors))
+
+    def drain(self) -> None:
+        """Block until all jobs are done."""
+        if self._jobs is not None:
+            done = threading.Event()
+            self.submit(done.set, [])
+            done.wait()
+
+    def _start(self) -> _Jobs:
+        with self._starting:
+            if self._jobs is None:
+                # Before the queue is known: an interrupt may leave a thread without work, but never two on one queue.
+                jobs: _Jobs = SimpleQueue()
+                threading.Thread(target=_work, args=(jobs,), name=f"offload::{self._name}", daemon=True).start()
+                self._jobs = jobs
+            return self._jobs
+
+    def restart(self) -> None:
+        """Have a new thread for the next job: the process is a forked child, where no other threads are."""
+        self._starting = threading.Lock()
+        self._jobs = None
+
+    def __del__(self) -> None:
+        if self._jobs is not None:
+            self._jobs.put(None)
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            job.run()
+        except BaseException as error:  # noqa: BLE001  the program raises it when it waits
+            job.errors.append(error)
+        del job
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    # What is queued would never be done in the child, and what it waits for never come.
+    for worker in list(_workers):
+        worker.drain()
+
+
+def _in_child() -> None:
+    for worker in list(_workers):
+        worker.restart()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

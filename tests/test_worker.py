@@ -1,0 +1,133 @@
+"""Threads beside the program: in order, not ended by errors, there again in a forked child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from models import build, loss_of, offloading, step_gradients
+
+from offload import stream_weights
+from offload.backend import get_backend
+from offload.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+def test_an_error_is_kept_and_the_thread_goes_on() -> None:
+    worker, errors, done = Worker("test"), list[BaseException](), list[int]()
+    for number in range(4):
+        worker.submit(lambda number=number: done.append(1 // (number % 2)), errors)
+    worker.drain()
+    assert done == [1, 1]
+    assert [type(error) for error in errors] == [ZeroDivisionError] * 2
+
+
+def test_the_thread_goes_with_the_worker() -> None:
+    worker, threads = Worker("test"), list[threading.Thread]()
+    worker.submit(lambda: threads.append(threading.current_thread()), [])
+    worker.drain()
+    del worker
+    threads[0].join(timeout=60)
+    assert not threads[0].is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+class TestFork:
+    """A child has no threads of its parent's; it makes its own. CUDA cannot be used after a fork."""
+
+    @pytest.fixture(autouse=True)
+    def slow_copies(self) -> Iterator[None]:
+        streams = get_backend(CPU).copy_streams
+        for stream in streams:
+            stream.delay_s = 0.002
+        yield
+        for stream in streams:
+            stream.delay_s = 0.0
+
+    def in_child(self, condition: Callable[[], bool]) -> bool:
+        """What a forked child says; ``False`` too if it hangs."""
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            said = False
+            try:
+                said = condition()
+            finally:
+                os._exit(int(not said))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def test_what_was_queued_is_done_before_the_fork(self) -> None:
+        worker, done = Worker("test"), list[str]()
+        worker.submit(lambda: (time.sleep(0.05), done.append("parent")), [])
+
+        def goes_on() -> bool:
+            there = list(done)
+            worker.submit(lambda: done.append("child"), [])
+            worker.drain()
+            return there == ["parent"] and done == ["parent", "child"]
+
+        assert self.in_child(goes_on)
+        assert done == ["parent"]
+
+    def test_offloaded_activations(self) -> None:
+        layers, x = build("gpt", 4, CPU)
+        expected, offloaded = step_gradients(layers, x), offloading(2, 4, CPU)
+
+        def trains() -> bool:
+            return all(map(torch.equal, expected, step_gradients(layers, x, offloaded)))
+
+        assert trains()
+        assert self.in_child(trains)
+        assert trains()
+
+    def test_a_graph_from_before_the_fork(self) -> None:
+        """What its parent has on the host, the child has too."""
+        layers, x = build("gpt", 4, CPU)
+        expected, offloaded = step_gradients(layers, x), offloading(2, 4, CPU)
+        leaves = [x, *layers.parameters()]
+        torch.manual_seed(1)
+        loss = loss_of(offloaded.forward(layers, x))
+
+        def is_right() -> bool:
+            return all(map(torch.equal, expected, torch.autograd.grad(loss, leaves)))
+
+        assert self.in_child(is_right)
+        assert is_right()
+
+    def test_streamed_weights(self) -> None:
+        layers, x = build("gpt", 4, CPU)
+
+        def forward() -> torch.Tensor:
+            torch.manual_seed(1)
+            y = x
+            for layer in layers:
+                y = layer(y)
+            return y
+
+        def step() -> list[torch.Tensor]:
+            layers.zero_grad()
+            for _ in range(2):  # the second microbatch is added by a thread
+                loss_of(forward()).backward()
+            return [parameter.grad.clone() for parameter in layers.parameters()]
+
+        expected, output = step(), forward().detach()
+
+        def trains() -> bool:
+            return all(map(torch.equal, expected, step()))
+
+        @torch.no_grad()
+        def evaluates() -> bool:
+            return torch.equal(output, forward())
+
+        with stream_weights(layers, CPU):
+            assert trains()
+            assert self.in_child(trains)
+            assert self.in_child(evaluates)
+            assert trains()
