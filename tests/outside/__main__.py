@@ -1,0 +1,134 @@
+"""The complete runs: all operations, all architectures, the long soak. Each writes its record into ``results/``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.backend import resolve_device
+
+from . import soak
+from .architectures import architectures as find_architectures
+from .operations import DTYPES, KINDS, differentiable
+from .workers import run_cases
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.outside", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    operations = commands.add_parser("operations", help="PyTorch's operations and modules")
+    operations.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    operations.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    operations.add_argument("--names", nargs="+", help="only these")
+    operations.add_argument("--seed", type=int, default=0, help="what the sample inputs are drawn with")
+    operations.add_argument("--limit-s", type=float, default=600, help="longest time for one operation")
+    operations.add_argument("--record", type=Path, default=RESULTS / "outside_ops.json")
+    operations.set_defaults(run=run_operations)
+    architectures = commands.add_parser("architectures", help="Hugging Face's architectures")
+    architectures.add_argument("--names", nargs="+", help="only these")
+    architectures.add_argument("--limit-s", type=float, default=300, help="longest time for one architecture")
+    architectures.add_argument("--record", type=Path, default=RESULTS / "outside_architectures.json")
+    architectures.set_defaults(run=run_architectures)
+    soaked = commands.add_parser("soak", help="many small steps")
+    soaked.add_argument("--device", default="cpu")
+    soaked.add_argument("--steps", type=int, help="by default 10,000 on the CPU and 2,000 on another device")
+    soaked.add_argument("--record", type=Path, help="by default results/soak_DEVICE.json")
+    soaked.set_defaults(run=run_soak)
+    options = parser.parse_args()
+    options.run(options)
+
+
+def run_operations(options: argparse.Namespace) -> None:
+    """All samples of all operations, in each type of number that they have gradients in."""
+    record = begin_record(seed=options.seed)
+    record["runs"] = {}
+    for dtype in options.dtypes:
+        for kind in options.kinds:
+            names = differentiable(kind, dtype)
+            cases = [(kind, name, dtype, options.seed) for name in names if not options.names or name in options.names]
+            summary = summarise(run_cases("operations.check", cases, options.limit_s), f"{kind} {dtype}")
+            record["runs"][f"{kind} {dtype}"] = summary
+            write(record, options.record)
+
+
+def run_architectures(options: argparse.Namespace) -> None:
+    """All architectures that can be built with small numbers."""
+    import transformers
+
+    known = find_architectures()
+    cases = [(name, known[name]) for name in options.names or known]
+    record = begin_record(transformers=transformers.__version__)
+    record |= {"checked": 0, "runs": 0, "seconds": 0.0}
+    record |= {"different": {}, "unrepeatable": {}, "lost": {}, "skipped": {}, "architectures": {}}
+    for (name, _), report in run_cases("architectures.check", cases, options.limit_s):
+        for key in ("different", "unrepeatable", "lost", "skipped"):
+            if report.get(key):
+                record[key][name] = report[key]
+                print(f"{name}: {key}: {report[key]}", flush=True)
+        if report.get("runs"):
+            record["checked"] += 1
+            record["runs"] += report["runs"]
+            record["architectures"][name] = f"{report['kind']}, {report['inputs']}"
+        record["seconds"] = round(record["seconds"] + report.get("seconds", 0.0), 1)
+        write(record, options.record)
+    print({key: found if isinstance(found, float | int) else len(found) for key, found in record.items()})
+
+
+def run_soak(options: argparse.Namespace) -> None:
+    """Many small steps: what they hold at a hundred moments, and how it grows."""
+    device = resolve_device(options.device)
+    steps = options.steps or (10_000 if device.type == "cpu" else 2_000)
+    result = soak.record(soak.soak(device, steps, 50, lambda now: print(now, flush=True)))
+    print(f"growth per 1000 steps: {result['growth_per_1000_steps']}")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    write(begin_record(device=name) | result, options.record or RESULTS / f"soak_{device.type}.json")
+
+
+def summarise(results: Any, what: str) -> dict[str, Any]:
+    """Add up the reports of operations, and say on the way what is worth a look."""
+    counts = {"operations": 0, "samples": 0, "runs": 0, "moved": 0, "failed_without": 0, "seconds": 0.0}
+    named: dict[str, dict[str, Any]] = {"different": {}, "unrepeatable": {}, "lost": {}, "skipped": {}}
+    for (_, name, *_), report in results:
+        counts["operations"] += 1
+        for key in counts.keys() & report.keys():
+            counts[key] += report[key]
+        if report.get("unrepeatable"):
+            named["unrepeatable"][name] = len(report["unrepeatable"])
+        for key in ("different", "lost", "skipped"):
+            if report.get(key):
+                named[key][name] = report[key]
+                print(f"{what} {name}: {key}: {report[key]}", flush=True)
+        if counts["operations"] % 50 == 0:
+            print(f"{what}: {counts['operations']} done", flush=True)
+    counts["seconds"] = round(counts["seconds"], 1)
+    print(f"{what}: {counts}, " + ", ".join(f"{len(found)} {key}" for key, found in named.items()), flush=True)
+    return counts | named
+
+
+def begin_record(**settings: Any) -> dict[str, Any]:
+    """Where and when a record was made."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **settings,
+    }
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The same step with and without offloading, under adverse conditions, compared bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.backend import get_backend
+from tests.lab import Lab
+
+OFFLOADED, LAYERS = 2, 4
+_M_PERTURB = -6  # of glibc's mallopt
+
+
+@contextlib.contextmanager
+def adverse() -> Iterator[None]:
+    """Copies on the CPU begin late, memory that the library gives up is poisoned, and no warning is an error."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lab = Lab(get_backend("cpu"), patch)
+        lab.adverse()
+        try:
+            yield
+        finally:
+            lab.slow()
+            lab.backend.poison = False
+            lab.drain()
+
+
+def seed_all(seed: int) -> None:
+    """Let each run draw the same random numbers."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks about every kind of device, which takes longer
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed % 2**32)  # what PyTorch's and Hugging Face's code draws from
+
+
+def fill_new_memory(byte: int) -> None:
+    """Let the C library fill what it hands out, where it can: who reads memory that nobody wrote then shows it."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_PERTURB, byte)
+
+
+@dataclass
+class Outcome:
+    """What one run of a step gave: tensors by what they are, or the error's type."""
+
+    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    error: str = ""
+    offloaded_bytes: int = 0
+
+    def difference(self, other: Outcome) -> str:
+        """What ``other`` gave that is not the same, in words; empty if nothing."""
+        if self.error or other.error:
+            alike = self.error.partition(":")[0] == other.error.partition(":")[0]
+            return "" if alike else f"{self.error or 'no error'} / {other.error or 'no error'}"
+        if self.tensors.keys() != other.tensors.keys():
+            return f"{sorted(self.tensors)} / {sorted(other.tensors)}"
+        return ", ".join(name for name, found in self.tensors.items() if not same(found, other.tensors[name]))
+
+
+def outcome_of(step: Callable[[], dict[str, torch.Tensor | None]]) -> Outcome:
+    """Run ``step`` with the same random numbers at each call."""
+    seed_all(0)
+    try:
+        return Outcome(step())
+    except Exception as error:  # noqa: BLE001  # whatever PyTorch raises without offloading, it has to raise with it
+        return Outcome(error=f"{type(error).__name__}: {str(error)[:300]}")
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal bit for bit, NaN to NaN."""
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.layout != other.layout or one.is_quantized != other.is_quantized:
+        return False
+    if one.is_nested:
+        parts = zip(one.unbind(), other.unbind(), strict=False)
+        return one.size(0) == other.size(0) and all(same(*pair) for pair in parts)
+    if one.shape != other.shape:
+        return False
+    if one.is_quantized:
+        one, other = one.dequantize(), other.dequantize()
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if one.dtype.is_complex:
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  # NaN is not itself
+
+
+class Layer(nn.Module):
+    """A function as a module, so that hooks can go around it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+@contextlib.contextmanager
+def entry(way: str, layers: Sequence[nn.Module]) -> Iterator[tuple[Callable[[nn.Module, Any], Any], Any]]:
+    """How a layer is called: as it is, in the context, or with module hooks. Also what has the counters."""
+    options: Any = {"min_bytes": 0, "device": "cpu"}
+    if way == "none":
+        yield lambda layer, inputs: layer(*inputs), None
+    elif way == "context":
+        context, sync = offload.get_cpu_offload_context(True, OFFLOADED, len(layers), **options)
+
+        def call(layer: nn.Module, inputs: Any) -> Any:
+            with context:
+                output = layer(*inputs)
+            return sync(output)
+
+        yield call, context
+    else:
+        with offload.offload_layers(layers, OFFLOADED, **options) as handle:
+            yield lambda layer, inputs: layer(*inputs), handle

@@ -1,0 +1,22 @@
+"""A sample of operations and modules, another one in each run; ``python -m tests.outside operations`` runs all."""
+
+from __future__ import annotations
+
+from .operations import KNOWN, draw
+from .workers import run_cases
+
+
+def test_a_sample_of_operations_and_modules(seed: int) -> None:
+    wrong = {}
+    moved = 0
+    for case, report in run_cases("operations.check", draw(seed), limit_s=120):
+        moved += report.get("moved", 0)
+        found = report.get("different") or report.get("lost")
+        if found and case[1] not in KNOWN:
+            wrong[case] = found
+    assert not wrong, f"to see it again, set OUTSIDE_SEED={seed}"
+    assert moved > 0
+
+
+def test_another_seed_is_another_sample() -> None:
+    assert list(draw(1)) == list(draw(1)) != list(draw(2))
