@@ -13,7 +13,7 @@ Note:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ import torch
 from offload import trace
 from offload.backend import Backend
 from offload.pinned import pageable
-from offload.weight_layer import HostParameter, WeightLayer, aligned
+from offload.weight_layer import WeightLayer, aligned
+from offload.weight_parameter import HostParameter
 from offload.weight_slots import WeightWait
 from offload.weight_stats import WeightCounters
 from offload.worker import Worker
@@ -68,6 +69,7 @@ class GradientWriter:
 
     Args:
         backend: The device.
+        hosts: All parameters.
         num_flights: Of how many layers the gradients may be on their way while compute goes on.
         num_staging: How many staging buffers there may be.
         staging_bytes: Of the largest layer's gradients.
@@ -77,6 +79,7 @@ class GradientWriter:
     def __init__(
         self,
         backend: Backend,
+        hosts: Iterable[HostParameter],
         *,
         num_flights: int,
         num_staging: int,
@@ -84,6 +87,7 @@ class GradientWriter:
         counters: WeightCounters,
     ) -> None:
         self._backend = backend
+        self._hosts = list(hosts)
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
         self._num_staging = num_staging
@@ -93,7 +97,6 @@ class GradientWriter:
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._staging_made = 0
         self._begun: set[HostParameter] = set()
-        self._apart: dict[HostParameter, torch.Tensor] = {}
         self._worker = HostWorker()
 
     def write_back(self, layer: WeightLayer) -> None:
@@ -107,7 +110,7 @@ class GradientWriter:
             return
         compute = self._backend.compute_stream()
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
-        self._provide([host for host, _ in taken if host.parameter.grad is None])
+        self._provide([host for host, _ in taken if host.total is None])
         with trace.mark("d2h", layer.number):
             self._copy_out(taken)
         self._flights.append(
@@ -130,11 +133,11 @@ class GradientWriter:
         while self._flights:
             self._land()
         self._begun.clear()
-        self._worker.drain()
-        while self._apart:
-            host, total = self._apart.popitem()
-            if host.parameter.grad is not None:
-                host.parameter.grad.add_(total)
+        try:
+            self._worker.drain()
+        finally:
+            for host in self._hosts:
+                host.give_back_gradient()
 
     def _provide(self, hosts: list[HostParameter]) -> None:
         """Make sure of memory for gradients that nobody else looks into."""
@@ -151,12 +154,11 @@ class GradientWriter:
                 host.gradient_memory = memory
 
     def _copy_out(self, taken: list[tuple[HostParameter, torch.Tensor]]) -> None:
-        """Queue copies into ``p.grad`` where it is ``None``, and into staging where something is to be added."""
+        """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
         staged = []
         for host, gradient in taken:
-            present = host.parameter.grad
-            first = present is None
-            target = self._begin(host) if present is None else present
+            first = host.total is None
+            target = self._begin(host) if host.total is None else host.total
             if first and target.dtype is gradient.dtype:
                 self._backend.copy(self._d2h_stream, target, gradient)
             else:
@@ -169,7 +171,7 @@ class GradientWriter:
 
     def _begin(self, host: HostParameter) -> torch.Tensor:
         self._begun.add(host)
-        gradient = host.parameter.grad = host.give_gradient()
+        gradient = host.total = host.give_gradient()
         return gradient
 
     def _stage(self, staged: list[_Staged]) -> None:
@@ -217,10 +219,10 @@ class GradientWriter:
                 self._counters.added_bytes += host.nbytes
                 if target is not None:
                     target.copy_(landed) if first else target.add_(landed)
-                elif host in self._apart:
-                    self._apart[host].add_(landed)
+                elif host.apart is not None:
+                    host.apart.add_(landed)
                 else:
-                    self._apart[host] = landed.clone()
+                    host.apart = landed.clone()
         finally:
             self._staging.put(buffer)
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.weight_layer import HostParameter, WeightLayer
+from offload.weight_layer import WeightLayer
+from offload.weight_parameter import HostParameter
 from offload.weight_stats import WeightCounters
 
 _PART = "_offload_part_of_step"
@@ -88,7 +89,7 @@ class LayerSteps:
 
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
-        hosts = {item.of for item in layer.stand_ins if item.device.grad is not None and not item.of.shared}
+        hosts = {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
         for host in hosts:
             self._stepped.pop(host, None)
         self._arriving |= hosts
@@ -112,6 +113,8 @@ class LayerSteps:
 
         Parameters that several layers share are left to ``optimizer.step()``.
         """
+        for host in hosts:
+            host.give_back_gradient()
         complete = {host.parameter: host for host in hosts}
         optimizer = self._optimizer
         groups = []

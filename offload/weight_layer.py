@@ -2,8 +2,8 @@
 
 The user's ``Parameter`` objects stay what they were, on the host: same identity, same keys, ordinary
 memory that an optimizer changes. During the layer's forward and backward its modules hold stand-ins:
-parameters over a device slot. Autograd sees only these. It saves them and views of them (``weight.t()`` in
-every ``Linear``), and adds up the gradients of one backward in them, on the device.
+parameters over a device slot. Autograd computes with these. It saves them and views of them (``weight.t()`` in
+every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weight_parameter`.
 
 A layer is always loaded into the same slot. So what autograd saved in forward finds the same bytes at
 the same address in backward, without a saved-tensor hook: any hooks of the user's, activation offload
@@ -13,106 +13,17 @@ and recomputation nest with weight streaming in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.backend import Backend
 from offload.exclusions import exclude
+from offload.weight_parameter import HostParameter, StandIn
 
 ALIGNMENT_BYTES = 256
 """Where a parameter may start in its layer's memory: what CUDA's own allocator guarantees, at least."""
-
-
-class HostParameter:
-    """One of the user's parameters, in host memory that a layer's copy covers.
-
-    Args:
-        parameter: The user's; its data moves into ``flat``.
-        name: For messages, such as ``layer 3's mlp.up.weight``.
-        flat: Pinned, uint8, of the parameter's size.
-    """
-
-    def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.name = name
-        self.flat = flat
-        self.size = parameter.size()
-        self.stride = _dense_stride(parameter)
-        self.shared = False
-        """Whether several layers use it."""
-        self.gradient_memory = torch.empty(0, dtype=torch.uint8)
-        """For ``parameter.grad``, uint8, kept from step to step."""
-        self._given: StorageWeakRef | None = None
-        gradient, parameter.grad = parameter.grad, None
-        data = self.over(own_storage(flat), parameter.dtype)
-        data.copy_(parameter.data)
-        parameter.data = data
-        parameter.grad = None if gradient is None else gradient.to("cpu")
-        self._address = data.data_ptr()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values."""
-        return self.parameter.numel() * self.parameter.element_size()
-
-    def over(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the parameter's geometry over the first bytes of ``flat``, with a version of its own."""
-        view = torch.empty(0, dtype=dtype, device=flat.device)
-        offset = flat.storage_offset() // dtype.itemsize
-        return view.set_(flat.untyped_storage(), offset, self.size, self.stride)
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """What ``parameter.grad`` is made of."""
-        return self.parameter.grad_dtype or self.parameter.dtype
-
-    def use_gradient_dtype(self, dtype: torch.dtype) -> None:
-        """Keep ``parameter.grad`` in ``dtype`` if that is more precise than the parameter."""
-        parameter = self.parameter
-        if parameter.is_floating_point() and parameter.element_size() < dtype.itemsize:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = dtype
-            parameter.grad = None if gradient is None else gradient.to(dtype)
-
-    def can_give(self) -> bool:
-        """Whether there is memory for a gradient that no tensor looks into."""
-        if len(self.gradient_memory) < self.parameter.numel() * self.gradient_dtype.itemsize:
-            return False
-        return self._given is None or self._given.expired()
-
-    def give_gradient(self) -> torch.Tensor:
-        """A tensor for ``parameter.grad`` over the memory for it, whose values are whatever is there."""
-        gradient = self.over(own_storage(self.gradient_memory), self.gradient_dtype)
-        self._given = StorageWeakRef(gradient.untyped_storage())
-        return gradient
-
-    def check(self) -> None:
-        """Raise if the data is no longer in the memory that is copied.
-
-        Raises:
-            RuntimeError: Something has replaced ``parameter.data``.
-        """
-        if self.parameter.data_ptr() != self._address:
-            raise RuntimeError(
-                f"{self.name} must stay in the host memory that stream_weights gave it, but its data was replaced "
-                "(by .to(), .cuda() or .half() for example); call remove(), move the model, then stream again."
-            )
-
-
-@dataclass(eq=False, slots=True)
-class StandIn:
-    """What a layer's modules hold instead of a parameter while the layer computes."""
-
-    of: HostParameter
-    places: list[tuple[Any, Any]]
-    """Containers, each with the key under which it holds the parameter."""
-    device: nn.Parameter
-    version: int = 0
-    """What the version was when forward began."""
 
 
 class WeightLayer:
@@ -149,6 +60,7 @@ class WeightLayer:
         self.nbytes = sum(aligned(host.nbytes) for host in self.parameters)
         """Bytes of the slot that the layer needs."""
         self.stand_ins: list[StandIn] = []
+        self._stream: object = None
         self._swapped_in = False
 
     def bind(self, slot: int, flat: torch.Tensor) -> None:
@@ -157,9 +69,7 @@ class WeightLayer:
         exclude(flat, "parameter")
         start = 0
         for host, places in zip(self.parameters, self._places, strict=True):
-            memory = host.over(flat[start : start + host.nbytes], host.parameter.dtype)
-            stand_in = nn.Parameter(memory, requires_grad=host.parameter.requires_grad)
-            self.stand_ins.append(StandIn(host, places, stand_in))
+            self.stand_ins.append(StandIn(host, places, flat[start : start + host.nbytes]))
             start += aligned(host.nbytes)
 
     def sources(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -193,28 +103,25 @@ class WeightLayer:
                 )
             host.check()
 
-    def swap_in(self, *, sync: bool = False) -> None:
-        """Let the modules hold the stand-ins.
+    def lend(self, stream: object) -> None:
+        """Let autograd take gradients on this compute stream, the current one, in the graphs made from now on."""
+        if self._stream != stream:
+            self._stream = stream
+            for stand_in in self.stand_ins:
+                stand_in.renew()
 
-        Args:
-            sync: Let the stand-ins need gradients where the user's parameters do by now.
-        """
+    def swap_in(self) -> None:
+        """Let the modules hold the stand-ins."""
         self._swapped_in = True
         for stand_in in self.stand_ins:
-            if sync:
-                stand_in.version = stand_in.device._version
-                if stand_in.device.requires_grad != stand_in.of.parameter.requires_grad:
-                    stand_in.device.requires_grad_(stand_in.of.parameter.requires_grad)
-            for container, key in stand_in.places:
-                container[key] = stand_in.device
+            stand_in.swap_in()
 
     def swap_out(self) -> None:
         """Let the modules hold the user's parameters again."""
         if self._swapped_in:
             self._swapped_in = False
             for stand_in in self.stand_ins:
-                for container, key in stand_in.places:
-                    container[key] = stand_in.of.parameter
+                stand_in.swap_out()
 
     def take_gradients(self) -> list[tuple[HostParameter, torch.Tensor]]:
         """The gradients that backward has left in the stand-ins, which forget them.
@@ -226,7 +133,7 @@ class WeightLayer:
         """
         taken = []
         for stand_in in self.stand_ins:
-            gradient, stand_in.device.grad = stand_in.device.grad, None
+            gradient, stand_in.gradient = stand_in.gradient, None
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
@@ -243,34 +150,23 @@ class WeightLayer:
 
     def written(self) -> str | None:
         """The name of a parameter whose stand-in was changed in place since forward began."""
-        changed = (item.of.name for item in self.stand_ins if item.device._version != item.version)
+        changed = (item.of.name for item in self.stand_ins if item.written)
         return next(changed, None)
 
     def drop_gradients(self) -> None:
         """Let the stand-ins forget their gradients."""
         for stand_in in self.stand_ins:
-            stand_in.device.grad = None
+            stand_in.gradient = None
 
     def __repr__(self) -> str:
         return f"layer {self.number} ({self.kind})"
-
-
-def own_storage(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, uint8, as a tensor with a storage of just its bytes, which keeps that of ``flat`` alive.
-
-    So ``torch.save`` of one parameter writes that parameter, not the flat memory of its layer.
-    """
-    if not len(flat):
-        return flat.clone()
-    own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(flat))  # type: ignore[attr-defined]  # public
-    return own
 
 
 def check_parameters(modules: list[nn.Module]) -> None:
     """Raise if a parameter of these layers cannot be streamed; nothing has been changed by then.
 
     Raises:
-        ValueError: There are none, or one has no values, has gradient hooks, or lies over the memory of another.
+        ValueError: There are none, or one has no values or lies over the memory of another.
         TypeError: A parameter is not a plain, dense ``nn.Parameter``.
     """
     seen: dict[int, nn.Parameter] = {}
@@ -325,16 +221,6 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"{name} must have no gradient hooks, which would never run; remove them, and see "
-            "StreamedWeights.step_in_backward for optimizer steps beside backward."
-        )
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The stride in which ``torch.empty_like`` keeps the tensor's order of dimensions without gaps."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def aligned(nbytes: int) -> int:

@@ -23,7 +23,7 @@ from offload.context import tensors_in
 from offload.gradients import GradientWriter
 from offload.layer_step import LayerSteps
 from offload.weight_layer import WeightLayer
-from offload.weight_slots import WeightSlots
+from offload.weight_slots import WeightSlots, WeightWait
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,16 @@ class WeightStream:
         """Makes a layer's optimizer step as soon as its gradients are complete, if asked to."""
         self.parameters = frozenset(host.parameter for layer in layers for host in layer.parameters)
         """The user's parameters that are streamed."""
-        self._computes = _Computing()
+        self._computes: WeightLayer | None = None
+        self._stream = backend.compute_stream()
+        """What the layer that computes runs on."""
         self._backward: weakref.ref[_Backward] | None = None
         self._call: _Call | None = None
         self._aborting = threading.RLock()
         self._last = -1
         self._sequence = 0
         for layer in layers:
-            for stand_in in layer.stand_ins:
-                if stand_in.device.is_floating_point() or stand_in.device.is_complex():
-                    guard = _Guard(self._computes, layer.number, stand_in.of.name)
-                    requires_grad = stand_in.device.requires_grad
-                    stand_in.device.requires_grad_().register_post_accumulate_grad_hook(guard)
-                    stand_in.device.requires_grad_(requires_grad)
+            layer.lend(backend.compute_stream_id())
 
     def begin_forward(self, layer: WeightLayer) -> None:
         """A layer's forward begins, or its recomputation in backward."""
@@ -80,8 +77,10 @@ class WeightStream:
         self._last = layer.number
         trace.point("forward", layer.number)
         self._slots.acquire(layer, fresh=True)
-        self._computes.layer = layer
-        layer.swap_in(sync=True)
+        self._computes = layer
+        self._stream = self._backend.compute_stream()
+        layer.lend(self._backend.compute_stream_id())
+        layer.swap_in()
         self._slots.prefetch(layer, step=1)
 
     def end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
@@ -95,7 +94,7 @@ class WeightStream:
             if not failed and torch.is_grad_enabled():
                 self._mark(layer, output)
             return
-        if self._computes.layer is not layer:
+        if self._computes is not layer:
             if failed:
                 return
             raise RuntimeError(
@@ -129,7 +128,7 @@ class WeightStream:
             # It has failed, and autograd's own thread has not let go of it yet.
             backward.cancel()
             self.abort_backward()
-        elif self._computes.layer is not None:
+        elif self._computes is not None:
             self._leave()
 
     def settle(self) -> None:
@@ -216,7 +215,7 @@ class WeightStream:
             token = _Backward(self)
             torch.autograd.Variable._execution_engine.queue_callback(token)
             self._backward = weakref.ref(token)
-        if self._computes.layer is layer:
+        if self._computes is layer:
             if call is None or call is not self._call:
                 # Reentrant checkpoints add each call's gradient to p.grad by itself: rounding demands the same.
                 self._write_back(layer)
@@ -226,12 +225,13 @@ class WeightStream:
         self._call = call
         trace.point("backward", layer.number)
         self._slots.acquire(layer, fresh=False)
-        self._computes.layer = layer
+        self._computes = layer
+        self._stream = self._backend.compute_stream()
         layer.swap_in()
         self._slots.prefetch(layer, step=-1)
 
     def _leave_backward(self) -> None:
-        layer = self._computes.layer
+        layer = self._computes
         if layer is None:
             return
         self._leave()
@@ -248,9 +248,13 @@ class WeightStream:
             self._writer.when_written(job)
 
     def _leave(self) -> None:
-        layer, self._computes.layer = self._computes.layer, None
+        layer, self._computes = self._computes, None
         if layer is not None:
             trace.point("other")
+            compute = self._backend.compute_stream()
+            if compute != self._stream:
+                # Autograd ends where backward() was called, which may be on another stream than forward.
+                self._backend.wait(compute, self._stream.record_event(), WeightWait.GRADIENT)
             layer.swap_out()
             self._slots.release(layer)
 
@@ -258,13 +262,6 @@ class WeightStream:
 def in_backward() -> bool:
     """Whether this thread runs a node of an autograd graph."""
     return torch._C._current_graph_task_id() != -1
-
-
-class _Computing:
-    """Which layer computes now."""
-
-    def __init__(self) -> None:
-        self.layer: WeightLayer | None = None
 
 
 class _Call(NamedTuple):
@@ -296,20 +293,3 @@ class _Backward:
     def __del__(self) -> None:
         if self._stream is not None and not sys.is_finalizing():
             self._stream.abort_backward()
-
-
-class _Guard:
-    """Makes sure that a gradient was computed while its layer's weights were there."""
-
-    def __init__(self, computes: _Computing, layer: int, name: str) -> None:
-        self._computes = computes
-        self._layer = layer
-        self._name = name
-
-    def __call__(self, _: torch.Tensor) -> None:
-        layer = self._computes.layer
-        if layer is None or layer.number != self._layer:
-            raise RuntimeError(
-                f"the gradient of {self._name} must be computed in its layer's backward, but {layer or 'no layer'} is "
-                "in backward; return every tensor that carries a gradient out of the layer from its forward."
-            )

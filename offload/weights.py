@@ -23,7 +23,8 @@ from offload.gradients import GradientWriter
 from offload.layer_hooks import LayerHook, check_layers, hooks_on
 from offload.layer_step import LayerSteps, is_part_of_step
 from offload.units import format_bytes
-from offload.weight_layer import HostParameter, WeightLayer, aligned, check_parameters
+from offload.weight_layer import WeightLayer, aligned, check_parameters
+from offload.weight_parameter import HostParameter
 from offload.weight_slots import WeightSlots
 from offload.weight_stats import WeightCounters, WeightStats
 from offload.weight_stream import WeightStream
@@ -217,7 +218,12 @@ def stream_weights(
         sum(aligned(host.nbytes) for host in layer.parameters if host.parameter.requires_grad) for layer in streamed
     )
     writer = GradientWriter(
-        backend, num_flights=num_slots - 1, num_staging=num_staging, staging_bytes=staging_bytes, counters=counters
+        backend,
+        known.values(),
+        num_flights=num_slots - 1,
+        num_staging=num_staging,
+        staging_bytes=staging_bytes,
+        counters=counters,
     )
     stream = WeightStream(backend, streamed, slots, writer)
     counters.weight_bytes = sum(aligned(host.nbytes) for host in known.values())

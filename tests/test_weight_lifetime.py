@@ -347,12 +347,6 @@ class Sparse(nn.Module):
         self.weight = nn.Parameter(torch.eye(3).to_sparse())
 
 
-def hooked() -> nn.Module:
-    module = nn.Linear(3, 3)
-    module.weight.register_hook(lambda gradient: gradient)
-    return module
-
-
 def nested() -> list[nn.Module]:
     inner = nn.Linear(3, 3)
     return [nn.Sequential(inner, nn.Linear(3, 3)), inner]
@@ -376,7 +370,6 @@ def twice() -> list[nn.Module]:
         (lambda: [Shared()], ValueError, "layer 0's two.weight must have memory of its own"),
         (lambda: [Subclassed()], TypeError, "must be a plain nn.Parameter, got a Special"),
         (lambda: [Sparse()], TypeError, "must be dense, got layout torch.sparse_coo"),
-        (lambda: [hooked()], ValueError, "must have no gradient hooks"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")

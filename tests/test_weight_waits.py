@@ -18,6 +18,7 @@ from models import WIDTH, build, loss_of
 from torch import nn
 
 from offload import stream_weights
+from offload.cpu_backend import ComputeStream, CpuStream
 from offload.weight_slots import WeightWait
 
 LAYERS = 4
@@ -149,9 +150,7 @@ def optimizer_in_a_hurry(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The host runs ahead of the device, and steps the weights of a forward that the device has not begun."""
     if lab.device.type == "cpu":
         # There the compute stream is the caller, which a wait blocks: make it a queue, as a GPU's is.
-        monkeypatch.setattr(
-            type(lab.backend.compute_stream()), "wait_event", lambda self, event: self._work.put(event.synchronize)
-        )
+        monkeypatch.setattr(ComputeStream, "wait_event", CpuStream.wait_event)
     seen: list[torch.Tensor] = []
 
     class Late(Linear):

@@ -1,0 +1,344 @@
+"""Streamed parameters used in other ways than by their layers: all means what it means without streaming.
+
+By the loss itself, by hooks, by ``torch.autograd.grad`` and ``backward(inputs=...)``; frozen with graphs in flight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import WIDTH, build, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import offload_layers, stream_weights
+
+LAYERS = 4
+LATE_S = 0.002
+
+Step = Callable[[nn.ModuleList, torch.Tensor], object]
+
+
+@pytest.fixture
+def device(device: torch.device, lab: Lab) -> torch.device:
+    lab.adverse()
+    lab.slow(d2h_s=LATE_S)
+    return device
+
+
+def forward(layers: Any, x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def clones(tensors: Any) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def gradients(layers: nn.ModuleList, x: torch.Tensor, step: Step) -> list[torch.Tensor | None]:
+    layers.zero_grad()
+    torch.manual_seed(1)
+    step(layers, x)
+    return clones(parameter.grad for parameter in layers.parameters())
+
+
+def assert_same(expected: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
+    assert [one is None for one in expected] == [one is None for one in found]
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True) if one is not None)
+    assert any(one is not None and one.any() for one in expected), "nothing was computed"
+
+
+def check(step: Step, device: torch.device, layers: nn.ModuleList | None = None, **options: Any) -> None:
+    """Compare the gradients that ``step`` leaves, on the device and streamed, several times."""
+    made, x = build("gpt", LAYERS, device)
+    layers = layers or made
+    expected = [gradients(layers, x, step) for _ in range(3)]
+    with stream_weights(layers, device, **options):
+        for one in expected:
+            assert_same(one, gradients(layers, x, step))
+
+
+# By the loss itself.
+
+
+def penalty(layers: nn.ModuleList) -> torch.Tensor:
+    return sum((parameter.square().sum().to("cpu") for parameter in layers.parameters()), torch.zeros(()))
+
+
+def penalised_first(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    extra = penalty(layers)
+    (loss_of(forward(layers, x)).cpu() + extra).backward()
+
+
+def penalised_last(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    loss = loss_of(forward(layers, x)).cpu()
+    (loss + penalty(layers)).backward()
+
+
+def penalised_in_between(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    y = forward(layers[:2], x)
+    extra = penalty(layers)
+    (loss_of(forward(layers[2:], y)).cpu() + extra).backward()
+
+
+PENALISED = [penalised_first, penalised_last, penalised_in_between]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("step", PENALISED)
+def test_a_loss_that_uses_parameters_by_itself(step: Step, microbatches: int, device: torch.device) -> None:
+    check(lambda layers, x: [step(layers, x) for _ in range(microbatches)], device)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_penalty_and_checkpoints(use_reentrant: bool, device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        extra = penalty(layers)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        (loss_of(x).cpu() + extra).backward()
+
+    check(step, device)
+
+
+def test_a_penalty_before_the_gradients_of_another_microbatch(device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        penalty(layers).backward()
+        loss_of(forward(layers, x)).backward()
+
+    check(step, device)
+
+
+class Tied(nn.Module):
+    """Looks tokens up in the weight of a layer that is streamed."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.held = [head]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.held[0].weight
+        return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
+
+
+def test_an_embedding_tied_by_attribute(device: torch.device) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, 50, bias=False)
+    layers = nn.ModuleList([*build("gpt", LAYERS, device)[0], head.to(device)])
+    embed = Tied(head)
+    tokens = torch.randint(50, (2, 8), device=device)
+
+    def step(layers: nn.ModuleList, _: torch.Tensor) -> None:
+        for _ in range(2):
+            y = forward(layers, embed(tokens))
+            F.cross_entropy(y.flatten(0, 1), tokens.flatten()).backward()
+
+    expected = [gradients(layers, tokens, step) for _ in range(2)]
+    with stream_weights(layers, device):
+        for one in expected:
+            assert_same(one, gradients(layers, tokens, step))
+
+
+def test_gradients_that_stay_the_same_tensor(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    with stream_weights(layers, device):
+        gradients(layers, x, penalised_first)
+        before = [parameter.grad for parameter in layers.parameters()]
+        penalised_first(layers, x)
+        assert all(one is parameter.grad for one, parameter in zip(before, layers.parameters(), strict=True))
+
+
+# By hooks.
+
+
+def hooked(kind: str, layers: nn.ModuleList) -> tuple[list[Any], list[Any]]:
+    """Register hooks that note what they get; those of tensors change it, too."""
+    seen: list[Any] = []
+
+    def change(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient.detach().cpu().clone())
+        return gradient.clamp(-1e-3, 1e-3)
+
+    def note(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.cpu().clone())
+        parameter.grad.mul_(0.5)
+
+    if kind == "tensor":
+        return seen, [parameter.register_hook(change) for parameter in layers.parameters()]
+    return seen, [parameter.register_post_accumulate_grad_hook(note) for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("when", ["before streaming", "after", "between forward and backward"])
+@pytest.mark.parametrize("kind", ["tensor", "accumulated"])
+def test_hooks_on_parameters(kind: str, when: str, penalised: bool, device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    twin = copy.deepcopy(layers)
+
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        for _ in range(2):
+            (penalised_first if penalised else lambda layers, x: loss_of(forward(layers, x)).backward())(layers, x)
+
+    expected_seen, _ = hooked(kind, twin)
+    expected = gradients(twin, x, step)
+    if when == "before streaming":
+        seen, handles = hooked(kind, layers)
+    with stream_weights(layers, device):
+        if when == "after":
+            seen, handles = hooked(kind, layers)
+        if when == "between forward and backward":
+            loss = loss_of(forward(layers, x))
+            seen, handles = hooked(kind, layers)
+            loss.backward()
+            seen.clear()
+        assert_same(expected, gradients(layers, x, step))
+        assert len(seen) == len(expected_seen) == 2 * len(handles)
+        assert sum(one.abs().sum().item() for one in seen) == pytest.approx(
+            sum(one.abs().sum().item() for one in expected_seen)
+        )
+        for handle in handles:
+            handle.remove()
+        seen.clear()
+        check_plain(layers, x)
+        assert not seen
+
+
+def check_plain(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    plain = copy.deepcopy(layers).to(x.device)
+    plain.zero_grad()
+
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        loss_of(forward(layers, x)).backward()
+
+    assert_same(gradients(plain, x, step), gradients(layers, x, step))
+
+
+# By autograd's other ways in.
+
+
+def test_gradients_by_autograd_grad(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+
+    def found(layers: nn.ModuleList) -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        return clones(torch.autograd.grad(loss_of(forward(layers, x)), [x, *layers.parameters()]))
+
+    expected = found(layers)
+    with stream_weights(layers, device):
+        for _ in range(2):
+            assert_same(expected, found(layers))
+            assert all(parameter.grad is None for parameter in layers.parameters())
+        layers[1].requires_grad_(False)
+        torch.manual_seed(1)
+        loss = loss_of(forward(layers, x))
+        some = [layers[0].out.weight, layers[3].norm1.bias]
+        names = [name for name, _ in layers.named_parameters()]
+        wanted = [expected[1 + names.index(name)] for name in ("0.out.weight", "3.norm1.bias")]
+        assert_same(wanted, clones(torch.autograd.grad(loss, some, allow_unused=True)))
+        layers.requires_grad_()
+        check_plain(layers, x)
+
+
+def test_backward_of_some_inputs(device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        some = list(layers.parameters())[1::3]
+        for _ in range(2):
+            loss_of(forward(layers, x)).backward(inputs=some)
+        loss_of(forward(layers, x)).backward(inputs=[*layers[1].parameters(), x])
+
+    check(step, device)
+
+
+# Frozen while graphs are in flight.
+
+
+@pytest.mark.parametrize("order", ["together", "first", "last"])
+def test_frozen_for_a_second_forward(order: str, device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        real = loss_of(forward(layers, x.detach()))
+        layers.requires_grad_(False)
+        fake = loss_of(forward(layers, x * 2))
+        layers.requires_grad_(True)
+        if order == "together":
+            (real + fake).backward()
+            return
+        for loss in (real, fake) if order == "first" else (fake, real):
+            loss.backward()
+
+    check(step, device)
+
+
+def test_frozen_and_thawed_again_and_again(device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        losses = []
+        for number in range(4):
+            layers.requires_grad_(number % 2 == 0)
+            layers[1].requires_grad_(number == 3)
+            losses.append(loss_of(forward(layers, x * (number + 1))))
+        layers.requires_grad_(True)
+        losses[1].backward()
+        (losses[0] + losses[3]).backward()
+        losses[2].backward()
+
+    check(step, device)
+
+
+def test_frozen_when_backward_runs(device: torch.device) -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        loss = loss_of(forward(layers, x))
+        layers[1].requires_grad_(False)
+        loss.backward()
+        layers[1].requires_grad_(True)
+
+    check(step, device)
+
+
+# The copy that autocast makes of a weight is still known to be one.
+
+
+def test_autocast_and_offloaded_activations(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+
+    def offloaded(streamed: bool) -> dict[str, int]:
+        with offload_layers(layers, 2, min_bytes=1) as handle, torch.autocast(device.type, torch.bfloat16):
+            if streamed:
+                with stream_weights(layers, device):
+                    loss_of(forward(layers, x)).backward()
+            else:
+                loss_of(forward(layers, x)).backward()
+            return dict(handle.stats().skipped)
+
+    assert offloaded(False)["parameter"] == offloaded(True)["parameter"]
+
+
+@pytest.mark.gpu
+def test_backward_called_on_another_stream() -> None:
+    device = torch.device("cuda")
+    layers, x = build("gpt", LAYERS, device)
+    x = x.detach()
+
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loss = loss_of(forward(layers, x))
+
+            def late(gradient: torch.Tensor) -> torch.Tensor:
+                torch.cuda._sleep(100_000_000)
+                return gradient
+
+            loss.register_hook(late)
+        loss.backward()
+
+    expected = gradients(layers, x, step)
+    with stream_weights(layers, device):
+        for _ in range(3):
+            assert_same(expected, gradients(layers, x, step))
