@@ -120,6 +120,10 @@ class Backend(ABC):
         """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
         event.synchronize()
 
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until all work queued so far, on any stream, is done or has failed."""
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory from the current stream's allocator, uint8 of shape ``[nbytes]``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -157,6 +161,9 @@ class AcceleratorBackend(Backend):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
 
 
 _backends: dict[torch.device, Backend] = {}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from weakref import WeakSet
 
 import torch
 
@@ -132,9 +133,12 @@ class CpuBackend(Backend):
         super().__init__(device)
         self._failures = _Failures()
         self._compute = ComputeStream("compute", self._failures)
+        self._streams: WeakSet[CpuStream] = WeakSet([self._compute])
 
     def new_stream(self, name: str) -> CpuStream:
-        return CpuStream(name, self._failures)
+        stream = CpuStream(name, self._failures)
+        self._streams.add(stream)
+        return stream
 
     def compute_stream(self) -> ComputeStream:
         return self._compute
@@ -166,6 +170,10 @@ class CpuBackend(Backend):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return pageable(nbytes)
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            stream.record_event().wait()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from offload.backend import get_backend
 from offload.caller import warn_caller
 from offload.host_pool import HostBuffer, HostPool, get_host_pool
+from offload.host_ranges import Range
 from offload.pinned import HostMemoryError, pageable
 from offload.units import parse_bytes
 
@@ -41,7 +42,6 @@ class HostMemory:
         self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
         self._when_full = when_full
         self._warned = False
-        self._pageable = HostPool(pageable)
 
     def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
         """A buffer, or ``None`` if the bytes are to stay on the device.
@@ -55,19 +55,22 @@ class HostMemory:
             if self._when_full == "raise":
                 raise
             self._warn(str(error))
-        return self._take_pageable(nbytes) if self._when_full == "pageable" else None
-
-    def _take_pageable(self, nbytes: int) -> HostBuffer | None:
-        try:
-            return self._pageable.take(nbytes)
-        except HostMemoryError:
-            return None
+        return _pageable_buffer(nbytes) if self._when_full == "pageable" else None
 
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             instead = "stays on the device" if self._when_full == "keep" else "goes to pageable memory, which is slow"
             warn_caller(f"{what} What finds no room {instead}.")
+
+
+def _pageable_buffer(nbytes: int) -> HostBuffer | None:
+    """Ordinary memory, while there is some, freed with the buffer: copies of such memory do not outlast their call."""
+    try:
+        slab = pageable(max(nbytes, 1))
+    except HostMemoryError:
+        return None
+    return HostBuffer(nbytes, [Range(slab, 0, len(slab))], pooled=False)
 
 
 def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:

@@ -7,21 +7,28 @@ to pin more, it is not asked again until somebody reserves or frees memory: aski
 
 A buffer that comes back carries the event after which it may be written again. Nobody
 waits for it until the next copy into the buffer does, on the device.
+
+Note:
+    An interrupt (Ctrl-C) can come after any call, between a hand that gives and one that takes. So a giver forgets
+    before it gives: what is lost on the way is lost for good, but never handed out twice. That is no leak, because
+    a buffer counts only as long as somebody holds it: when memory is missing, whatever no buffer covers is free.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from offload.backend import Backend
 from offload.graphs import Arena, Capture, CaptureError, current_capture
+from offload.host_ranges import Range, gaps, joined, pending, pieces_of
 from offload.pinned import HostMemoryError, forget_on_fork
 from offload.units import format_bytes
 
@@ -34,28 +41,24 @@ RESERVE_BYTES = 1 << 30
 RESERVE_THREADS = 4
 
 
-@dataclass(eq=False)
-class Range:
-    """Consecutive bytes of one slab, and the events after which they may be written."""
-
-    slab: torch.Tensor
-    start: int
-    nbytes: int
-    events: tuple[Any, ...] = ()
-
-
 class HostBuffer:
-    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
+    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written.
 
-    __slots__ = ("arena", "events", "nbytes", "pieces", "pool", "ranges", "spans")
+    Args:
+        nbytes: Its size.
+        ranges: Where the pieces are.
+        pooled: Whether they go back to a pool; else the memory is freed with the buffer.
+    """
 
-    def __init__(self, pool: HostPool, nbytes: int, ranges: list[Range]) -> None:
-        self.pool = pool
+    __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges", "spans")
+
+    def __init__(self, nbytes: int, ranges: list[Range], *, pooled: bool = True) -> None:
         self.nbytes = nbytes
+        self.pooled = pooled
         self.arena: Arena | None = None
         self.ranges = ranges
-        self.events = _merge(event for piece in ranges for event in piece.events)
-        self.pieces = _pieces(nbytes, ranges)
+        self.events = pending(event for piece in ranges for event in piece.events)
+        self.pieces = pieces_of(nbytes, ranges)
         self.spans = [(piece.data_ptr(), len(piece)) for piece in self.pieces]
         """Address and bytes of each piece."""
 
@@ -71,24 +74,33 @@ class HostPool:
 
     Args:
         allocate: Gives page-locked memory, uint8 of shape ``[nbytes]``.
+        synchronize: Blocks until no copy runs; asked only after an interrupt has lost a buffer.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor], synchronize: Callable[[], None] = lambda: None) -> None:
         self._allocate = allocate
+        self._synchronize = synchronize
         self._lock = threading.RLock()
         self.returned: deque[HostBuffer] = deque()
         self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
         self._free: list[Range] = []
+        self._slabs: list[torch.Tensor] = []
+        self._buffers: list[HostBuffer] = []
+        """All that were made out of ranges and not merged since, wherever they are. Not weakly: the garbage collector
+        clears weak references before the finalizers that give buffers back."""
         self._arenas: dict[int, Arena] = {}
         self._max_bytes: int | None = None
         self._refusal: tuple[int, str] | None = None
         """The least size of the pool that the system did not let it have, and why."""
-        self.pinned_bytes = 0
-        """Bytes of all slabs."""
         self.used_bytes = 0
         """Bytes of all buffers that were taken and not given back."""
         self._peak_used_bytes = 0
         """What :attr:`peak_used_bytes` was before buffers last came back."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(map(len, self._slabs))
 
     @property
     def peak_used_bytes(self) -> int:
@@ -120,7 +132,9 @@ class HostPool:
         return buffer
 
     def _make(self, nbytes: int) -> HostBuffer:
-        return HostBuffer(self, nbytes, self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES)))
+        buffer = HostBuffer(nbytes, self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES)))
+        self._buffers.append(buffer)
+        return buffer
 
     def _take_for(self, capture: Capture, nbytes: int) -> HostBuffer:
         arena = self._arenas.setdefault(capture.id, Arena())
@@ -132,15 +146,15 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer, event: Any) -> None:
-        """Take ``buffer`` back, or pass it to the pool that it is from; it may be written again after ``event``.
+        """Take ``buffer`` back, which the caller has forgotten already; it may be written again after ``event``.
 
         Safe in finalizers and from any thread.
         """
         buffer.events = (event,)
-        if buffer.arena is None:
-            buffer.pool.returned.append(buffer)
-        else:
+        if buffer.arena is not None:
             buffer.arena.give(buffer)
+        elif buffer.pooled:
+            self.returned.append(buffer)
 
     def read(self, buffer: HostBuffer) -> None:
         """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it.
@@ -187,14 +201,15 @@ class HostPool:
             self._refusal = None
             self._collect()
             self._merge_free()
+            self._find_lost()
             idle = [piece for piece in self._free if piece.nbytes == len(piece.slab)]
             for piece in idle:
                 for event in piece.events:
                     event.synchronize()
-            self._free = [piece for piece in self._free if piece.nbytes != len(piece.slab)]
-            freed = sum(piece.nbytes for piece in idle)
-            self.pinned_bytes -= freed
-        return freed
+            gone = {id(piece.slab) for piece in idle}
+            self._free = [piece for piece in self._free if id(piece.slab) not in gone]
+            self._slabs = [slab for slab in self._slabs if id(slab) not in gone]
+        return sum(piece.nbytes for piece in idle)
 
     def _collect(self) -> None:
         self._peak_used_bytes = self.peak_used_bytes
@@ -209,6 +224,8 @@ class HostPool:
 
     def _carve(self, size: int) -> list[Range]:
         self._merge_free()
+        if sum(piece.nbytes for piece in self._free) < size:
+            self._find_lost()
         fitting = [piece for piece in self._free if piece.nbytes >= size]
         if fitting:
             return [self._split(min(fitting, key=lambda piece: piece.nbytes), size)]
@@ -249,25 +266,37 @@ class HostPool:
             raise
 
     def _add(self, slab: torch.Tensor) -> Range:
-        self.pinned_bytes += len(slab)
+        self._slabs.append(slab)
         return Range(slab, 0, len(slab))
 
     def _merge_free(self) -> None:
         """Turn all free buffers back into ranges, adjacent ones into one."""
-        pieces = list(self._free)
-        for ready in self._ready.values():
-            for buffer in ready:
-                pieces += [Range(piece.slab, piece.start, piece.nbytes, buffer.events) for piece in buffer.ranges]
-        self._ready.clear()
-        pieces.sort(key=lambda piece: (piece.slab.data_ptr(), piece.start))
-        self._free = []
-        for piece in pieces:
-            last = self._free[-1] if self._free else None
-            if last and last.slab is piece.slab and last.start + last.nbytes == piece.start:
-                last.nbytes += piece.nbytes
-                last.events = _merge((*last.events, *piece.events))
-            else:
-                self._free.append(piece)
+        empty: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
+        # Nothing is in two places, even if an interrupt ends this half-way.
+        ready, self._ready = self._ready, empty
+        pieces, self._free = self._free, []
+        merged = set(itertools.chain.from_iterable(ready.values()))
+        for buffer in merged:
+            pieces += [Range(piece.slab, piece.start, piece.nbytes, buffer.events) for piece in buffer.ranges]
+        self._buffers = [buffer for buffer in self._buffers if buffer not in merged]
+        self._free = joined(pieces)
+
+    def _find_lost(self) -> None:
+        """Make free what neither a buffer nor a free range covers: an interrupt has lost it."""
+        (alone,) = _references([object()])
+        held = [count > alone for count in _references(self._buffers)]
+        self._buffers = list(itertools.compress(self._buffers, held))
+        self.used_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        covered = itertools.chain(self._free, *(buffer.ranges for buffer in self._buffers))
+        lost = gaps(self._slabs, joined([Range(piece.slab, piece.start, piece.nbytes) for piece in covered]))
+        if lost and current_capture() is None:
+            self._synchronize()  # nobody knows what was copied there
+            self._free = joined([*self._free, *lost])
+
+
+def _references(things: list[Any]) -> list[int]:
+    """How many hold each of these, counting the list and what it takes to ask."""
+    return [sys.getrefcount(thing) for thing in things]
 
 
 def _forbid_in_capture(missing: int) -> None:
@@ -276,20 +305,6 @@ def _forbid_in_capture(missing: int) -> None:
             f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
             "captured; run one step as a warm-up before the capture."
         )
-
-
-def _pieces(nbytes: int, ranges: list[Range]) -> list[torch.Tensor]:
-    padding = sum(piece.nbytes for piece in ranges) - nbytes
-    pieces = [piece.slab.narrow(0, piece.start, piece.nbytes) for piece in ranges]
-    pieces[-1] = pieces[-1].narrow(0, 0, len(pieces[-1]) - padding)
-    return pieces
-
-
-def _merge(events: Iterable[Any]) -> tuple[Any, ...]:
-    """The events that are still to come. Nobody may ask during a capture, which begins with all of them reached."""
-    if current_capture() is not None:
-        return ()
-    return tuple(event for event in dict.fromkeys(events) if not event.query())
 
 
 def _round_up(nbytes: int, unit: int) -> int:
@@ -303,6 +318,9 @@ def get_host_pool(backend: Backend) -> HostPool:
     """The pool of the backend's device, one per process."""
     if backend.device not in _pools:
         # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
-        keep = backend.device.type == "cpu"
-        _pools[backend.device] = HostPool(backend.pinned if keep else lambda size: forget_on_fork(backend.pinned(size)))
+        on_cpu = backend.device.type == "cpu"
+        _pools[backend.device] = HostPool(
+            lambda nbytes: backend.pinned(nbytes) if on_cpu else forget_on_fork(backend.pinned(nbytes)),
+            backend.synchronize,
+        )
     return _pools[backend.device]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload import graphs, host_pool, transfers
+from offload import graphs, host_pool, host_ranges, transfers
 from offload.graphs import Capture, CaptureError, GraphLife, current_capture, is_capturing
 from offload.host_pool import ALIGNMENT_BYTES, HostBuffer, HostPool
 from offload.pinned import pageable
@@ -31,7 +31,8 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: Capture | None = None
         self._lives: defaultdict[int, list[SimpleNamespace]] = defaultdict(list)
-        monkeypatch.setattr(host_pool, "current_capture", lambda: self.now)
+        for module in (host_pool, host_ranges):
+            monkeypatch.setattr(module, "current_capture", lambda: self.now)
         monkeypatch.setattr(graphs, "GraphLife", self._begin)
 
     def _begin(self, capture: Capture) -> SimpleNamespace:
