@@ -9,6 +9,8 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from offload.context import DEFAULT_MIN_BYTES
+
 ROOT = Path(__file__).parent
 
 project = "offload"
@@ -89,7 +91,8 @@ def _keep_colons(_app: object, what: str, _name: str, _obj: object, _options: ob
 
 # --- Pages ----------------------------------------------------------------------------------------
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_substitutions = {"default_min_bytes": f"{DEFAULT_MIN_BYTES >> 20} MiB"}
 myst_heading_anchors = 3  # [text](page.md#heading) works down to this level
 
 # --- Notebooks ------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from offload.link import Link
 
 LAYERS = 3
 SMALL_ELEMENTS, SMALL_OPERATIONS = 256, 400
-"""Tensors that move in packs, and how many operations of one layer save one each."""
+"""Tensors that stay, and how many operations of one layer save one each."""
 LARGE_ELEMENTS, LARGE_OPERATIONS = 1 << 20, 100
-"""Tensors of which each moves alone."""
+"""Tensors that travel."""
 
 SIZES = tuple(1 << power for power in range(16, 27))
 """Bytes of one tensor: 64 KiB to 64 MiB."""
@@ -75,7 +75,6 @@ def host_cost(device: torch.device, *, large_elements: int = LARGE_ELEMENTS, rep
         "alias": Variant(_under(_Alias, operator.methodcaller("unpack"))),
         "stays_later": Variant(_offloaded(device, 1), place=LAYERS - 1),
         "stays": Variant(_offloaded(device, 1 << 40)),
-        "travels": Variant(_offloaded(device, 1)),
         "large_operation": Variant(_plain, **large),
         "bare_calls": Variant(_under(*_bare_calls(device)), **large),
         "alone": Variant(_offloaded(device, 1), **large),

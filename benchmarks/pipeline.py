@@ -29,6 +29,7 @@ from benchmarks.pipeline_case import Case, Way, steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS, SCHEDULES, SMALL, Model, Pipeline, described
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING, predicted_slowdown, predictions, summary
 from benchmarks.report import environment, write
+from offload.context import DEFAULT_MIN_BYTES
 from offload.link import Link
 from offload.measure import measure_link
 from offload.pipelining import PipelinePlan, StageProfile
@@ -197,7 +198,7 @@ def main() -> None:
         print(summary(record["rows"]), predictions(record), sep="\n\n")
         return
     args.every_way |= args.small
-    args.min_bytes = 1024 if args.small else 1 << 20
+    args.min_bytes = 1024 if args.small else DEFAULT_MIN_BYTES
     cuda = torch.cuda.is_available() and not args.small
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

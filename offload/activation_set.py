@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload import packing, trace
+from offload import trace
 from offload.backend import Wait
 from offload.exclusions import held_by_autograd, is_plain, reason_of_memory, reason_of_other, reason_to_stay
-from offload.packing import Pack, SmallTensor
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, shares_versions
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
-from offload.waste import maker_of, next_node, origin_of
+from offload.waste import maker_of, next_node
 
 if TYPE_CHECKING:
     from offload.round import Round
 
 
-_RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
+_RESIDENT = OffloadState.RESIDENT
 EVENT_BYTES = 1 << 24
 """Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
 
@@ -45,14 +44,11 @@ class ActivationSet:
         self.stays = not microbatch.may_offload(layer)
         self._device = self.transfers.backend.device
         self._compute_stream = self.transfers.backend.compute_stream()
-        self._compute_stream_now = self.transfers.backend.compute_stream_id
-        self._compute_stream_id = self._compute_stream_now()
         self._min_bytes = max(1, microbatch.min_bytes)
         self._known = microbatch.storages
         self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._early: list[SavedStorage | SmallTensor] = []
-        self._pack = Pack()
+        self._early: list[SavedStorage] = []
         self._small = 0
         """Saved tensors below ``min_bytes``."""
         self.alive: object | None = _Alive()
@@ -71,20 +67,13 @@ class ActivationSet:
         """Whether the graph that held this set has gone without a backward."""
         return self.gone and not self.backward_begun
 
-    def close(self, *, failed: bool = False) -> None:
-        """End of the layer's forward: from now on only the graph's handles keep the set alive.
-
-        Args:
-            failed: No backward will come, so small storages that wait for others need not move.
-        """
+    def close(self) -> None:
+        """End of the layer's forward: from now on only the graph's handles keep the set alive."""
         self.alive = None
         self._early.clear()
         if self._small and self.state is not _RESIDENT:
             self.transfers.counters.skipped["small"] += self._small
-        if failed:
-            self._pack = Pack()
         if self.state is OffloadState.OFFLOADING:
-            self._end_pack()
             self.transfers.end_batch()
 
     def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
@@ -97,10 +86,7 @@ class ActivationSet:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
             key = tensor.untyped_storage()._cdata
-            known = self._known_storage(tensor, key, changes)
-            self._early.append(known or self._new_storage(tensor, key, changes))
-            if isinstance(known, SmallTensor):
-                self._end_pack()
+            self._early.append(self._known_storage(tensor, key, changes) or self._new_storage(tensor, key, changes))
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         """The pack hook: a handle for a tensor that autograd saves.
@@ -123,24 +109,13 @@ class ActivationSet:
         reason = reason_of_memory(tensor, key, self._device)
         if reason is not None:
             return self._keep(tensor, reason)
-        maker = maker_of(tensor)
-        reason = held_by_autograd(tensor, maker)
+        reason = held_by_autograd(tensor, maker_of(tensor))
         if reason is not None:
             return self._keep(tensor, reason)
         storage = self._known_storage(tensor, key, changes) if key in self._known else None
         if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        if storage is not None:
-            return MovedHandle(tensor, storage, self)
-        # Nothing says that the layer's stream may read already what another one computes.
-        may_wait = self.state is _OFFLOADING and self._compute_stream_now() == self._compute_stream_id
-        if nbytes >= packing.SMALL_BYTES or not may_wait:
-            return MovedHandle(tensor, self._new_storage(tensor, key, changes), self)
-        small = SmallTensor(tensor, nbytes, self, changes, origin_of(maker, self.first_node))
-        self._known[key] = weakref.ref(small)
-        if self._pack.add(small):
-            self._end_pack()
-        return small
+        return MovedHandle(tensor, storage or self._new_storage(tensor, key, changes), self)
 
     def _pack_other(self, tensor: torch.Tensor, changes: int) -> Handle:
         """A handle for a tensor without a storage of its own: its inner tensors travel, if it has any."""
@@ -154,7 +129,7 @@ class ActivationSet:
             self.transfers.counters.skipped[reason] += 1
         return KeptHandle(tensor, self)
 
-    def _known_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage | SmallTensor | None:
+    def _known_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage | None:
         """What was saved over the same storage before, unchanged, if it can move with this set."""
         reference = self._known.get(key)
         known = reference() if reference is not None else None
@@ -163,9 +138,8 @@ class ActivationSet:
         if known.version and known.versions is not None and not shares_versions(known.versions, tensor):
             return None
         if known.set is not self:
-            known = self._taken_over(known, tensor)
-        if isinstance(known, SavedStorage):
-            self._follow(known)
+            self._take_over(known, tensor)
+        self._follow(known)
         return known
 
     def _new_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage:
@@ -182,30 +156,14 @@ class ActivationSet:
             storage.count()
             storage.start_offload()
 
-    def _end_pack(self) -> None:
-        """Let the small storages that were collected move."""
-        whole = self._pack.close(self)
-        if whole is not None:
-            self._storages.append(weakref.ref(whole))
-            whole.count()
-            whole.start_offload()
-
-    def _taken_over(self, storage: SavedStorage | SmallTensor, tensor: torch.Tensor) -> SavedStorage | None:
-        """What an earlier layer saved as well moves with this set from now on, which backward needs first.
-
-        ``None`` if it cannot, because it is in a pack: then there will be a second copy of those few bytes.
-        """
-        if isinstance(storage, SmallTensor):
-            if self.stays:
-                storage.keep()
-            return None
+    def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
+        """What an earlier layer saved as well moves with this set from now on, which backward needs first."""
         storage.set._storages.remove(weakref.ref(storage))
         storage.set = self
         self._storages.insert(0, weakref.ref(storage))
         storage.adopt(tensor)
         if self.stays:
             storage.keep()
-        return storage
 
     def start_offload(self, call: str | None = None) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once.
@@ -229,7 +187,6 @@ class ActivationSet:
             OffloadStateError: The set is not OFFLOADING.
         """
         self.state = next_state("release", self.layer, self.state, call=call)
-        self._end_pack()
         moved = [storage for storage in self._live() if storage.host is not None]
         batches = [storage.batch for storage in moved if storage.batch is not None]
         if not batches:

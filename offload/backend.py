@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from offload.host_pool import HostBuffer
 
 
-ALIGNMENT = 512
-"""Of PyTorch's device memory, in bytes: operations choose their kernels by the alignment of what they read."""
-
-
 class Event(Protocol):
     """A mark in a stream; ``torch.Event`` on an accelerator."""
 
@@ -60,8 +56,6 @@ class Backend(ABC):
         self.device = device
         self.poison = False
         """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
-        self.filling = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-        """What lies between storages that were put together."""
         self.compute_stream_id: Callable[[], object] = self.compute_stream
         """What tells the compute stream from others, and is quick to call."""
         self._copy_streams: tuple[Any, Any] | None = None

@@ -14,7 +14,6 @@ import torch
 
 from offload.activation_set import ActivationSet
 from offload.exclusions import is_plain
-from offload.packing import SmallTensor
 from offload.round import Round
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage
 from offload.states import OffloadState
@@ -100,10 +99,8 @@ def unpack(packed: PackedTensor) -> torch.Tensor:
     return packed.handle.unpack()
 
 
-def _storages(handle: Handle) -> Iterator[SavedStorage | SmallTensor]:
-    if isinstance(handle, SmallTensor):
-        yield handle
-    elif isinstance(handle, MovedHandle):
+def _storages(handle: Handle) -> Iterator[SavedStorage]:
+    if isinstance(handle, MovedHandle):
         yield handle.storage
     elif isinstance(handle, SubclassHandle):
         for inner in handle.inner:

@@ -30,7 +30,7 @@ from offload.transfers import Transfers
 
 Output = TypeVar("Output")
 
-DEFAULT_MIN_BYTES = 1 << 20
+DEFAULT_MIN_BYTES = 1 << 22
 
 _open_sets: list[ActivationSet] = []
 """The activation sets of the layers whose forward runs now, innermost last."""
@@ -147,7 +147,7 @@ class OffloadContext(ContextDecorator):
         _open_sets.remove(entry.opened)
         alive = entry.opened.alive if self._round.passes_by(entry.opened.layer) else None
         try:
-            entry.opened.close(failed=failed)
+            entry.opened.close()
         except BaseException:
             self._give_up_round()
             raise

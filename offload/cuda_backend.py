@@ -38,6 +38,7 @@ class CudaBackend(AcceleratorBackend):
         super().__init__(device)
         self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
         self._streams: dict[object, Any] = {}
+        self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def compute_stream(self) -> Any:
         current = self.compute_stream_id()
@@ -51,7 +52,7 @@ class CudaBackend(AcceleratorBackend):
 
     def wait(self, stream: Any, event: Any, why: Enum) -> None:
         if why in _FORKS and self.capturing:
-            self.filling.zero_()
+            self._anchor.zero_()
         stream.wait_event(event)
 
     def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:

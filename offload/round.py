@@ -7,7 +7,6 @@ import weakref
 
 from offload import trace
 from offload.activation_set import ActivationSet
-from offload.packing import SmallTensor
 from offload.points import Point, backward, forward
 from offload.saved import SavedStorage
 from offload.schedule import Schedule
@@ -36,7 +35,7 @@ class Round:
         self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
         self.copies = RoundCopies()
-        self.storages: dict[int, weakref.ref[SavedStorage | SmallTensor]] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 

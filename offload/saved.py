@@ -23,12 +23,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
-from offload.waste import Origin, maker_of, origin_of
+from offload.waste import maker_of, origin_of
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
     from offload.host_pool import HostBuffer
-    from offload.packing import SmallTensor
     from offload.transfers import CopyBatch
 
 
@@ -36,8 +35,7 @@ class SavedStorage:
     """One storage that autograd saved, wherever its bytes are now.
 
     ``device`` and ``host`` say where: a tensor over the device memory, a host buffer, or both while a copy is in
-    flight. The activation set it belongs to decides when it moves. ``storages`` and ``payload`` are how many of the
-    program's storages, and how many bytes of them, move with it.
+    flight. The activation set it belongs to decides when it moves.
     """
 
     __slots__ = (
@@ -51,11 +49,9 @@ class SavedStorage:
         "nbytes",
         "origin",
         "original",
-        "payload",
         "ready",
         "reload_done",
         "set",
-        "storages",
         "stream",
         "tensors",
         "version",
@@ -80,8 +76,6 @@ class SavedStorage:
         self.awaited_by: object = None
         self.stream: Any = None
         self.tensors = 0
-        self.storages = 1
-        self.payload = self.nbytes
         self.counted = False
         self.wasted = False
         self.ready = owner.transfers.backend.compute_stream().record_event()
@@ -93,15 +87,15 @@ class SavedStorage:
         transfers = self.set.transfers
         self.host = transfers.take_host(self.nbytes)
         if self.host is None:
-            transfers.counters.skipped[NO_HOST_MEMORY] += self.storages
+            transfers.counters.skipped[NO_HOST_MEMORY] += 1
             return
         transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
-        transfers.counters.offloaded_storages += self.storages
-        transfers.counters.offloaded_bytes += self.payload
-        self.set.copies.offloaded_bytes += self.payload
+        transfers.counters.offloaded_storages += 1
+        transfers.counters.offloaded_bytes += self.nbytes
+        self.set.copies.offloaded_bytes += self.nbytes
         self.wasted = False
 
     def release(self) -> None:
@@ -126,7 +120,7 @@ class SavedStorage:
             return
         self._look_for_waste()
         self.set.transfers.to_device(landing, self.host, self.set.layer)
-        self.set.transfers.counters.reloaded_bytes += self.payload
+        self.set.transfers.counters.reloaded_bytes += self.nbytes
 
     def end_reload(self, landing: torch.Tensor, compute_stream: Stream, done: Any) -> None:
         """The copy back, queued before, is over with the event ``done``; so is the use of the host buffer.
@@ -190,11 +184,8 @@ class SavedStorage:
     def _waste(self, *, surprising: bool) -> None:
         if not self.wasted:
             self.wasted = True
-            self._count_waste(self.origin, self.nbytes, surprising=surprising)
-
-    def _count_waste(self, origin: Origin, nbytes: int, *, surprising: bool) -> None:
-        maker, _ = origin
-        self.set.transfers.counters.waste(nbytes, self.set.copies, maker, surprising=surprising)
+            maker, _ = self.origin
+            self.set.transfers.counters.waste(self.nbytes, self.set.copies, maker, surprising=surprising)
 
     def _uncount(self) -> None:
         if self.counted:
@@ -276,7 +267,7 @@ class MovedHandle(Handle):
 
     __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride", "view")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage | SmallTensor, owner: ActivationSet) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, owner: ActivationSet) -> None:
         self.alive = owner.alive
         self.layer = owner.layer
         self.version = tensor._version

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lab import Lab
 
-from offload import host_pool, packing
+from offload import host_pool
 from offload.backend import get_backend, resolve_device
 
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
@@ -38,24 +38,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     yield resolve_device(request.param)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _each_by_itself() -> Iterator[int]:
-    """Most tests watch each storage by itself, with few bytes: small ones do not move together."""
-    with pytest.MonkeyPatch.context() as patch:
-        small_bytes = packing.SMALL_BYTES
-        patch.setattr(packing, "SMALL_BYTES", 0)
-        yield small_bytes
-
-
-@pytest.fixture(autouse=True)
-def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _each_by_itself: int) -> bool:
-    """Whether small storages move together, as they do outside of tests; tests ask for it by this name."""
-    together: bool = getattr(request, "param", False)
-    if together:
-        monkeypatch.setattr(packing, "SMALL_BYTES", _each_by_itself)
-    return together
 
 
 @pytest.fixture

@@ -14,10 +14,7 @@ from benchmarks.workloads import DecoderBlock
 from offload.backend import get_backend
 from offload.host_pool import get_host_pool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.parametrize("packed", [False, True], indirect=True, ids=["alone", "packed"]),
-]
+pytestmark = pytest.mark.gpu
 
 LAYERS, SHAPE = 6, (2, 64, 256)
 

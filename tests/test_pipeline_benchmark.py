@@ -29,7 +29,8 @@ def record_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline") / "record.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = [
-        str(Path(__file__).with_name("pipeline_benchmark_worker.py")),
+        "-m",
+        "benchmarks.pipeline",
         "--small",
         "--repeats",
         "1",

@@ -20,10 +20,7 @@ from offload import Schedule
 from offload.saved import SavedStorage, _probing
 
 # Layers that keep what they save are the point of many tests here.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:a whole round of"),
-    pytest.mark.parametrize("packed", [False, True], indirect=True, ids=["alone", "packed"]),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -230,8 +227,8 @@ def test_views_of_one_storage_in_one_layer(lab: Lab, x: torch.Tensor) -> None:
     assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
 
 
-def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor, packed: bool) -> None:
-    """The storage moves with the later layer, which backward needs first; out of a pack it cannot: it moves twice."""
+def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor) -> None:
+    """The storage moves with the later layer, which backward needs first."""
     base = [normal(8, 12).to(lab.device)]
     expected = base[0].clone()
     offloaded = offloading(2, 4, lab.device)
@@ -245,14 +242,13 @@ def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor,
     assert_identical(expected[4:], second[0])
     assert_identical(expected, second[1])
     stats = offloaded.stats
-    trips = 2 if packed else 1
-    assert (stats.offloaded_storages, stats.offloaded_tensors) == (trips, 3)
-    assert stats.offloaded_bytes == stats.reloaded_bytes == trips * 8 * 12 * 4
+    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 3)
+    assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
     assert stats.wasted_bytes == 0
 
 
-def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor, packed: bool) -> None:
-    """Layer 0 has been released when layer 2 saves its storage, which the program kept: one trip, if not in a pack."""
+def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor) -> None:
+    """Layer 0 has been released when layer 2 saves its storage, which the program kept: one trip."""
     base = [normal(8, 12).to(lab.device)]
     expected = base[0].clone()
     offloaded = offloading(3, 5, lab.device, schedule=Schedule.from_synchronization_dict({
@@ -266,17 +262,12 @@ def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor,
     found = run(offloaded, x, [lambda: (base[0][:4],), nothing, last, nothing, nothing])
     assert_identical(expected[:4], found[0][0])
     assert_identical(expected[4:], found[2][0])
-    assert offloaded.stats.offloaded_storages == (2 if packed else 1)
+    assert offloaded.stats.offloaded_storages == 1
 
 
 @pytest.mark.parametrize(("layer", "reloads"), [(1, 0), (2, 1)], ids=["first that stays", "a later one"])
-def test_storage_that_a_layer_on_the_device_saves_too(
-    layer: int, reloads: int, lab: Lab, x: torch.Tensor, packed: bool
-) -> None:
-    """Only the first layer that stays looks for what it shares with those that travel; others cost nothing.
-
-    What is in a pack comes back with the rest of it all the same.
-    """
+def test_storage_that_a_layer_on_the_device_saves_too(layer: int, reloads: int, lab: Lab, x: torch.Tensor) -> None:
+    """Only the first layer that stays looks for what it shares with those that travel; others cost nothing."""
     base = [normal(8, 12).to(lab.device)]
     expected = base[0].clone()
     offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 4))
@@ -287,7 +278,7 @@ def test_storage_that_a_layer_on_the_device_saves_too(
     assert_identical(expected[4:], found[layer][0])
     stats = offloaded.stats
     assert stats.offloaded_bytes == 8 * 12 * 4
-    assert stats.reloaded_bytes == (1 if packed else reloads) * 8 * 12 * 4
+    assert stats.reloaded_bytes == reloads * 8 * 12 * 4
     assert stats.wasted_bytes == 8 * 12 * 4
     lab.drain()
     lab.pool.trim()

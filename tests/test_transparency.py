@@ -34,8 +34,6 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import offload_layers
 
-pytestmark = pytest.mark.parametrize("packed", [False, True], indirect=True, ids=["alone", "packed"])
-
 LAYERS = 5
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from page_tables import markdown_table
 
 from offload.context import DEFAULT_MIN_BYTES
-from offload.packing import SMALL_BYTES
 from offload.plot import COLORS, INK, new_figure, style_axes
 from offload.units import format_bytes
 
@@ -156,9 +155,8 @@ def host_cost_table(record: Row) -> str:
         "alias": "hooks that only hold an alias and its version, and notice a change in place",
         "stays_later": "the library, for a tensor in a layer after the first that stays",
         "stays": "the library, for a tensor that stays in a layer that is offloaded, and the hooks",
-        "travels": "the library, for a tensor that travels in a pack, and the hooks",
         "bare_calls": "hooks that only make the calls of a trip, for a tensor of 4 MiB",
-        "alone": "the library, for a tensor of 4 MiB, which travels alone, and the hooks",
+        "alone": "the library, for a tensor of 4 MiB that travels, and the hooks",
     }
     rows = [{"host time, µs": text, **_costs(runs, f"{name}_s")} for name, text in what.items() if runs]
     return markdown_table(rows, left=1) + "\n" if rows else ""
@@ -203,19 +201,18 @@ def _median_of_runs(rows: tuple[Row, ...]) -> Row:
 
 
 def _small_share(rows: list[Row]) -> str:
-    """How near to large copies small ones come, and what keeps the smallest away from the link."""
+    """How much of the link those reach that travel by default, and what keeps the smallest away from it."""
     large, smallest = rows[-1], rows[0]
-    packed = [row for row in rows if DEFAULT_MIN_BYTES <= row["size_bytes"] < SMALL_BYTES]
-    if not packed:
+    travel = [row for row in rows if row["size_bytes"] >= DEFAULT_MIN_BYTES]
+    if not travel:
         return ""
-    shares = [min(row[way] / large[way] for row in packed) for way in ("out_bytes_per_s", "back_bytes_per_s")]
+    shares = [min(row[way] for row in travel) for way in ("out_of_link", "back_of_link")]
     host_us, link_us = (smallest["size_bytes"] / row["out_bytes_per_s"] * 1e6 for row in (smallest, large))
-    sizes = (SMALL_BYTES, DEFAULT_MIN_BYTES, large["size_bytes"], smallest["size_bytes"])
-    below, least, most, tiny = map(_whole, sizes)
+    least, tiny = _whole(DEFAULT_MIN_BYTES), _whole(smallest["size_bytes"])
     return (
-        f"\nBelow {below} they travel in packs: from {least} on, which is what `min_bytes` lets through by default, at "
-        f"{shares[0]:.0%} and {shares[1]:.0%} of the speed of {most} at least. Smaller ones wait for the host: "
-        f"each one of {tiny} takes it {host_us:.0f} µs, and the link {link_us:.1f}.\n"
+        f"\nFrom {least} on, which is what `min_bytes` lets through by default, they reach {shares[0]:.0%} and "
+        f"{shares[1]:.0%} of the link at least. Smaller ones wait for the host: each one of {tiny} takes it "
+        f"{host_us:.0f} µs, and the link {link_us:.1f}.\n"
     )
 
 

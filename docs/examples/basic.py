@@ -41,6 +41,7 @@ context, sync = offload.get_cpu_offload_context(
     enabled=True,
     num_layers=OFFLOADED,
     model_layers=LAYERS,
+    min_bytes=1 << 20,  # what is smaller stays on the device
 )
 
 

@@ -69,7 +69,7 @@ def step():
 step()
 expected, kept_bytes = step()
 budget = "3GiB" if device.type == "cuda" else "8MiB"  # for the activations of this rank
-with offload.pipelining.attach(schedule, memory_budget=budget) as handle:
+with offload.pipelining.attach(schedule, memory_budget=budget, min_bytes=1 << 20) as handle:
     for _ in range(STEPS):  # the first one is measured, the others follow the plan
         found, offloaded_bytes = step()
 
