@@ -13,6 +13,7 @@ from offload.manual import ManualOffloadSynchronizer
 from offload.measure import measure_link, profile_layers
 from offload.memory import MemoryMeter, memory_meter
 from offload.pinned import HostMemoryError
+from offload.pipeline_schedule import plan_pipeline
 from offload.plan import Plan, plan
 from offload.points import Move, Point
 from offload.profile import LayerProfile, Profile
@@ -27,6 +28,8 @@ from offload.weight_stats import WeightStats
 from offload.weights import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
+
+Schedule.derive = plan_pipeline
 
 # Where a compiled layer breaks its graph, the compiler would take our hooks for the program's code, and compile them.
 trace_rules.add(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.pipeline_order import Action
-from offload.pipeline_walk import StageProfile
+from offload.profile import StageProfile
 
 
 class Probe:

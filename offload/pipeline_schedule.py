@@ -22,14 +22,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from offload.link import Link
 from offload.pipeline_order import Action, Chunk, read_actions
-from offload.pipeline_walk import StageProfile, Stay, Walk, number_chunks
+from offload.pipeline_walk import Stay, Walk, number_chunks
 from offload.points import Move
-from offload.profile import Profile
+from offload.profile import Profile, StageProfile
 from offload.schedule import Schedule
 from offload.simulate import simulate
 from offload.timeline import Timeline
@@ -40,9 +40,6 @@ WAITS = tuple(0.05 * 1.4**rung for rung in range(18))
 
 LONGER_WAITS = 3
 """How many longer ones are tried beside the shortest that is enough: with more time, fewer bytes have to move."""
-
-FORWARD_SHARES = (0.5, 0.6, 0.8, 0.35)
-"""How much of the wait forwards are taken to have; backwards have the rest."""
 
 INSTANT_LINK = Link(1e30, 1e30, 2e30)
 """The last resort: each part goes and comes back at the nearest point, whatever that costs."""
@@ -255,33 +252,23 @@ def _choose_slowed(
 ) -> Iterator[dict[int, Stay]]:
     """What is enough if compute waits: with the shortest wait for which anything is, and with some longer ones."""
 
-    @cache
-    def choose(share: float, rung: int) -> dict[int, Stay]:
-        wait_s = WAITS[rung] * walk.duration_s
-        slower = _slower(walk.actions, profile, share * wait_s, (1 - share) * wait_s)
+    def choose(wait: float) -> dict[int, Stay]:
+        slower = _slower(walk.actions, profile, wait * walk.duration_s)
         return Walk(walk.actions, slower, walk.parts).choose(link, lookahead, enough)
 
-    def suffices(share: float, rung: int) -> bool:
-        return enough(choose(share, rung))
-
-    rungs = range(len(WAITS))
-    low, high = 0, len(WAITS)
-    for share in FORWARD_SHARES:
-        shortest = bisect_left(rungs, True, low, high, key=partial(suffices, share))
-        for rung in rungs[shortest : shortest + 1 + LONGER_WAITS]:
-            if suffices(share, rung):
-                yield choose(share, rung)
-        low, high = max(0, shortest - 2), min(len(WAITS), shortest + 3)  # The next share's will not be far away.
+    shortest = bisect_left(WAITS, True, key=lambda wait: enough(choose(wait)))
+    for wait in WAITS[shortest : shortest + 1 + LONGER_WAITS]:
+        placed = choose(wait)
+        if enough(placed):
+            yield placed
 
 
-def _slower(
-    actions: tuple[Action, ...], profile: Mapping[int, StageProfile], forwards_s: float, backwards_s: float
-) -> dict[int, StageProfile]:
-    """The profile with which all forwards together take so much longer, and all backwards."""
+def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:
+    """The profile with which forwards and backwards wait half of ``wait_s`` each, in proportion to what they take."""
     forward_s = sum(profile[action.stage].forward_s for action in actions if action.kind == "F")
     backward_s = sum(profile[action.stage].backward_s for action in actions if action.kind in "BI")
-    forwards = 1 + forwards_s / forward_s if forward_s else 1.0
-    backwards = 1 + backwards_s / backward_s if backward_s else 1.0
+    forwards = 1 + 0.5 * wait_s / forward_s if forward_s else 1.0
+    backwards = 1 + 0.5 * wait_s / backward_s if backward_s else 1.0
     return {
         stage: replace(costs, forward_s=forwards * costs.forward_s, backward_s=backwards * costs.backward_s)
         for stage, costs in profile.items()

@@ -8,42 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from offload.link import Link
 from offload.pipeline_order import Action, Chunk
 from offload.points import Point, backward, forward
-from offload.profile import LayerProfile
-
-
-@dataclass(frozen=True)
-class StageProfile:
-    """What one chunk of a stage costs.
-
-    The defaults stand for stages of which only the order is known: a backward takes two forwards, and the copies of a
-    set one forward in each direction.
-
-    Args:
-        forward_s: Compute seconds of its forward.
-        backward_s: Compute seconds of its backward, or of the half for the inputs.
-        weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
-        saved_bytes: Size of its activation set, as far as it can travel.
-
-    Raises:
-        ValueError: A value is negative.
-    """
-
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    weight_s: float = 0.0
-    saved_bytes: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, got {value!r}")
+from offload.profile import LayerProfile, StageProfile
 
 
 class Stay(NamedTuple):

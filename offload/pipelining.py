@@ -32,7 +32,7 @@ from offload.pipeline_order import Action, Chunk, read_actions
 from offload.pipeline_probe import Probe
 from offload.pipeline_schedule import PipelinePlan, check_options, plan_pipeline
 from offload.pipeline_stages import held_by, known_order, skips_inputs, stages_of
-from offload.pipeline_walk import StageProfile
+from offload.profile import StageProfile
 from offload.round import Round
 from offload.schedule import Schedule
 from offload.stats import Counters, OffloadStats

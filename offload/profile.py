@@ -96,6 +96,33 @@ class Profile:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class StageProfile:
+    """What one chunk of a stage costs.
+
+    The defaults stand for stages of which only the order is known: a backward takes two forwards, and the copies of a
+    set one forward in each direction.
+
+    Args:
+        forward_s: Compute seconds of its forward.
+        backward_s: Compute seconds of its backward, or of the half for the inputs.
+        weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
+        saved_bytes: Size of its activation set, as far as it can travel.
+
+    Raises:
+        ValueError: A value is negative or not finite.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_s: float = 0.0
+    saved_bytes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _check_not_negative(name, value)
+
+
 def _check_not_negative(name: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, at least 0, got {value!r}")

@@ -11,17 +11,13 @@ start earlier, when autograd saves each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from offload.caller import warn_caller
 from offload.points import Move, Point, backward, forward
 from offload.schedule_rules import check_against, check_count, check_entry, check_layers, check_order, find_order
-
-if TYPE_CHECKING:
-    from offload.link import Link
-    from offload.pipeline_walk import StageProfile
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -47,6 +43,8 @@ class Schedule:
     model_layers: int
     moves: tuple[Move, ...] = ()
     order: tuple[Point, ...] = ()
+    derive: ClassVar[Callable[..., Any]]
+    """What :meth:`from_pipeline` calls, set in ``offload/__init__.py``, as it stands on schedules."""
     _released: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _reloaded: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
@@ -126,33 +124,14 @@ class Schedule:
         return cls(model_layers, moves, points)
 
     @classmethod
-    def from_pipeline(
-        cls,
-        actions: Iterable[Any],
-        profile: Mapping[int, StageProfile] | None = None,
-        link: Link | None = None,
-        *,
-        memory_budget: int | str | None = None,
-        fraction: float | None = None,
-        lookahead: int | None = None,
-        parts: int = 1,
-    ) -> Schedule:
+    def from_pipeline(cls, actions: Iterable[Any], *arguments: Any, **options: Any) -> Schedule:
         """Derive a schedule from the order in which a pipeline rank runs.
 
         Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
         ``parts``. See :func:`offload.pipeline_schedule.plan_pipeline` for the arguments and errors.
         """
-        from offload.pipeline_schedule import plan_pipeline
-
-        return plan_pipeline(
-            actions,
-            profile,
-            link,
-            memory_budget=memory_budget,
-            fraction=fraction,
-            lookahead=lookahead,
-            parts=parts,
-        ).schedule
+        schedule: Schedule = cls.derive(actions, *arguments, **options).schedule
+        return schedule
 
     @property
     def offloaded_layers(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Streams of the CPU backend are asynchronous and in order; events are real."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,12 +66,17 @@ def test_an_event_marks_the_work_before_it_only(streams: tuple[CpuStream, CpuStr
     gate.set()
 
 
-def test_delay_comes_before_each_piece_of_work(lab: Lab, streams: tuple[CpuStream, CpuStream]) -> None:
+def test_delay_comes_before_each_piece_of_work(
+    lab: Lab, streams: tuple[CpuStream, CpuStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream, _ = streams
     source, target = torch.ones(4), torch.zeros(4)
+    gate = threading.Event()
+    monkeypatch.setattr("offload.cpu_backend.time", SimpleNamespace(sleep=lambda _: gate.wait(), perf_counter=float))
     lab.slow(d2h_s=0.05)
     lab.backend.copy(stream, target, source)
     source.fill_(7)
+    gate.set()
     lab.drain()
     assert torch.equal(target, torch.full((4,), 7.0))
 

@@ -14,8 +14,8 @@ from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING, prediction_rows
 from offload.link import Link
 from offload.pipeline_order import one_f_one_b_order
-from offload.pipeline_walk import StageProfile
 from offload.pipelining import plan_pipeline
+from offload.profile import StageProfile
 from offload.spans import Span
 from offload.timeline import Timeline
 

@@ -53,7 +53,7 @@ def cells_of(table):
 
 
 def test_committed_blocks_and_pictures_are_up_to_date():
-    assert results.stale() == [], "run python tools/results.py and commit the result"
+    assert not results.changes(), "run python tools/results.py and commit the result"
 
 
 @pytest.mark.parametrize("path", results.PICTURES, ids=lambda path: path.stem)
@@ -124,7 +124,7 @@ def test_check_names_what_is_out_of_date(blocks, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["results.py"])
     results.main()
     assert "| A GPU | 50.0 GB/s" in page.read_text("utf-8")
-    assert results.stale() == []
+    assert not results.changes()
 
 
 # The decoder and the LayerNorm-MLP, k by k.

@@ -79,15 +79,15 @@ def write_picture(draw: Callable[[], Figure], path: Path) -> None:
         draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def stale() -> list[Path]:
-    """Committed pages and pictures that the records would change."""
-    changed = [page for page in pages() if filled(text := page.read_text("utf-8"), page) != text]
+def changes() -> dict[Path, str]:
+    """The pages and pictures that the records change, and what they make of them."""
+    changed = {page: text for page in pages() if (text := filled(before := page.read_text("utf-8"), page)) != before}
     with tempfile.TemporaryDirectory() as folder:
         for path, draw in PICTURES.items():
             drawn = Path(folder) / path.name
             write_picture(draw, drawn)
             if not is_up_to_date(ROOT / path, drawn):
-                changed.append(ROOT / path)
+                changed[ROOT / path] = drawn.read_text("utf-8")
     return changed
 
 
@@ -96,16 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something is out of date")
     arguments = parser.parse_args()
-    changed = [path.relative_to(ROOT).as_posix() for path in stale()]
-    if arguments.check:
-        if changed:
-            sys.exit(f"out of date: {', '.join(changed)}; run python tools/results.py and commit the result.")
-        return
-    for page in pages():
-        page.write_text(filled(page.read_text("utf-8"), page), "utf-8")
-    for path, draw in PICTURES.items():
-        write_picture(draw, ROOT / path)
-    print("\n".join(changed) or "all up to date")
+    changed = changes()
+    names = [path.relative_to(ROOT).as_posix() for path in changed]
+    if arguments.check and names:
+        sys.exit(f"out of date: {', '.join(names)}; run python tools/results.py and commit the result.")
+    for path, text in changed.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    print("\n".join(names) or "all up to date")
 
 
 if __name__ == "__main__":
