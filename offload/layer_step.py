@@ -1,36 +1,42 @@
 """The optimizer's step of a layer, made as soon as its gradients are complete, beside the rest of backward.
 
 ``torch.optim``'s steps treat each parameter by itself, so it makes no difference when they are made, one
-layer at a time or all at once. ``optimizer.step()`` after backward then passes over what has been stepped.
+layer at a time or all at once. The step belongs to backward then, and ``optimizer.step()`` ends it: it steps what is
+left, and refuses whatever has changed in between, which a step after backward would have used.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
+from offload.caller import warn_caller
+from offload.optimizer_part import changed_hyperparameters, check_splittable, hyperparameters, keep_counts, part_of
 from offload.weight_layer import WeightLayer
 from offload.weight_parameter import HostParameter
 from offload.weight_stats import WeightCounters
 
-_PART = "_offload_part_of_step"
-"""The attribute that marks the copies of an optimizer that step one layer."""
 
+class _Seen(NamedTuple):
+    """Tells whether a tensor is still what it was.
 
-class _Stepped(NamedTuple):
-    """Tells whether a gradient is still the one that the step has used."""
+    Its version does not grow where ``.data`` is changed, nor where a ``GradScaler`` unscales. So some of the values,
+    evenly spread, are compared by their bits as well.
+    """
 
     address: int
     version: int
+    values: bytes
 
     @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Stepped:
-        return cls(gradient.data_ptr(), gradient._version)
+    def of(cls, tensor: torch.Tensor | None) -> _Seen | None:
+        if tensor is None:
+            return None
+        some = tensor.detach().reshape(-1)[:: tensor.numel() // 64 + 1].contiguous()
+        return cls(tensor.data_ptr(), tensor._version, bytes(some.view(torch.uint8).tolist()))
 
 
 class LayerSteps:
@@ -42,18 +48,12 @@ class LayerSteps:
         counters: What is counted.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or its step is one of all parameters.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or cannot step each parameter by itself.
         ValueError: It has none of the layers' parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                "optimizer must step each parameter by itself, got LBFGS, which steps all at once; call its step after "
-                "backward."
-            )
+        check_splittable(optimizer)
         streamed = {host.parameter for layer in layers for host in layer.parameters}
         if not any(parameter in streamed for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
@@ -63,36 +63,51 @@ class LayerSteps:
         self._counters = counters
         self._arriving: set[HostParameter] = set()
         self._announced: set[HostParameter] = set()
-        self._stepped: dict[HostParameter, _Stepped] = {}
-        self._hidden: list[tuple[HostParameter, torch.Tensor]] = []
-        self._whole_step: FrameType | None = None
+        self._stepped: dict[HostParameter, tuple[_Seen | None, ...]] = {}
+        self._used: list[dict[str, Any]] = []
+        self._state: object = None
+        self._due = False
+        """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
         self.enabled = True
         """Whether layers are stepped; not while gradients are still to be added to."""
+        self._begin_hook = optimizer.register_step_pre_hook(self._begin_rest)
         self._hooks = [
-            optimizer.register_step_pre_hook(self._begin_step),
-            optimizer.register_step_post_hook(self._end_step),
+            optimizer.register_step_post_hook(self._end_rest),
+            optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
         ]
 
     def check(self, layer: WeightLayer) -> None:
-        """Raise if the layer, whose forward or backward is about to run in backward, may have been stepped already.
+        """Raise if the layer, which is about to run forward or backward, may have been stepped already.
 
         Raises:
-            RuntimeError: It was handed to the worker in this backward.
+            RuntimeError: It was handed to the worker in this backward, or ``optimizer.step()`` is due.
         """
-        announced = self._announced.intersection(layer.parameters)
-        if announced:
+        if not self._announced.isdisjoint(layer.parameters):
             raise RuntimeError(
-                f"{announced.pop().name} must get its gradient at once if its step is made in backward, but {layer} is "
-                "needed again after the step; do not use step_in_backward with layers that are checkpointed twice per "
-                "forward."
+                f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
+                "the step; do not use step_in_backward with layers that are checkpointed twice per forward."
+            )
+        if self._due and not self._announced:
+            raise RuntimeError(
+                f"{layer} must not run between a backward that has stepped layers (see step_in_backward) and "
+                "optimizer.step(), which ends that step. Run all backwards but the last inside no_step(), and skip a "
+                "bad loss before its backward. What has been stepped stays so; optimizer.step() steps what is left, "
+                "after a backward that failed too."
+            )
+
+    def warn_of_state_dict(self, *_: object) -> None:
+        """Say so if what is being saved has made a part of a step."""
+        if self._due:
+            warn_caller(
+                "state_dict() between a backward that has stepped layers (see step_in_backward) and optimizer.step() "
+                "holds some parameters before and others after their step; call optimizer.step() first."
             )
 
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
-        hosts = {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
-        for host in hosts:
-            self._stepped.pop(host, None)
-        self._arriving |= hosts
+        if not self._due and not self._announced:
+            self._stepped.clear()  # of a step that failed: until here it could be made again
+        self._arriving |= {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
 
     def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
         """What the worker is to do when all that was collected is in ``p.grad``.
@@ -116,78 +131,84 @@ class LayerSteps:
         for host in hosts:
             host.give_back_gradient()
         complete = {host.parameter: host for host in hosts}
-        optimizer = self._optimizer
-        groups = []
-        for group in optimizer.param_groups:
-            params = [parameter for parameter in group["params"] if parameter in complete]
-            if params:
-                groups.append({**group, "params": params})
-        if not groups:
+        params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
+        if not any(params):
             return
-        # A shallow copy with the same state: the user's own groups stay as they are, for the other threads. It has no
-        # hooks, which are the whole step's: neither its step nor one that this calls with super().step() runs them.
-        part = object.__new__(type(optimizer))
-        own = {"param_groups": groups, "_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}, _PART: True}
-        vars(part).update(vars(optimizer), **own)
-        step: Any = type(optimizer).step
-        getattr(step, "__wrapped__", step)(part)
-        for parameter in [parameter for group in groups for parameter in group["params"]]:
-            if parameter.grad is not None:
-                self._stepped[complete[parameter]] = _Stepped.of(parameter.grad)
+        if not self._due:
+            self._begin()
+        groups = [{**used, "params": mine} for used, mine in zip(self._used, params, strict=False) if mine]
+        part = part_of(self._optimizer, groups)
+        step: Any = type(part).step
+        try:
+            getattr(step, "__wrapped__", step)(part)
+        except Exception as error:
+            names = ", ".join(sorted(host.name for host in hosts))
+            error.add_note(f"In the step in backward of {names}. optimizer.step() makes it again, and no other twice.")
+            raise
+        self._stepped |= {complete[item]: _seen(item) for group in groups for item in group["params"]}
         self._counters.early_steps += 1
 
     def end_backward(self) -> None:
-        """The next backward may bring gradients of the same layers."""
+        """Backward has ended or failed; the next one may bring gradients of the same layers."""
         self._arriving.clear()
         self._announced.clear()
 
     def close(self) -> None:
-        """Leave the optimizer to itself."""
-        for hook in self._hooks:
+        """Leave the optimizer to itself, with the gradients that it may still step."""
+        for hook in (self._begin_hook, *self._hooks):
             hook.remove()
+        for host in self._stepped:
+            host.parameter.grad = None
 
-    def _begin_step(self, _: Any, args: Any, kwargs: Any) -> None:
-        caller = sys._getframe(1)
-        if self._whole_step is not None and _is_running(self._whole_step, caller):
-            return  # a step that calls super().step(), which has hooks as well
-        self._show()
-        if args[1:] or kwargs.get("closure") is not None:
+    def _begin(self) -> None:
+        """The first layer is stepped; the others' steps use the same hyperparameters."""
+        self._due = True
+        self._state = self._optimizer.state
+        self._used = [hyperparameters(group) for group in self._optimizer.param_groups]
+        # The last of the hooks, which sees what the others change.
+        self._begin_hook.remove()
+        self._begin_hook = self._optimizer.register_step_pre_hook(self._begin_rest)
+
+    def _begin_rest(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Let ``optimizer.step()`` step what is left."""
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise RuntimeError(
                 "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
             )
-        for host, used in self._stepped.items():
-            gradient = host.parameter.grad
-            if gradient is not None and _Stepped.of(gradient) != used:
-                raise RuntimeError(
-                    f"the gradient of {host.name} was changed after its step had been made in backward (by "
-                    "clip_grad_norm_ or a GradScaler for example); a global norm needs every gradient before the first "
-                    "step, so it cannot be used together with step_in_backward."
-                )
-        for host in self._stepped:
-            if host.parameter.grad is not None:
-                self._hidden.append((host, host.parameter.grad))
-                host.parameter.grad = None
-        self._whole_step = caller
+        self._due = False
+        stepped = {host.parameter for host in self._stepped}
+        if not stepped:
+            return None
+        changed = next(self._changes(), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
+                "(by clip_grad_norm_, a GradScaler, zero_grad or a scheduler for example). Set hyperparameters before "
+                "backward; a global norm needs every gradient before the first step, so it cannot be used together "
+                f"with step_in_backward. {len(stepped)} parameters have made their step, and no other has; go on with "
+                "zero_grad() and the next backward."
+            )
+        whole = args[0]  # this optimizer, or what the steps of other streamed layers have left of it
+        rest = [{**group, "params": [p for p in group["params"] if p not in stepped]} for group in whole.param_groups]
+        return (part_of(whole, rest), *args[1:]), kwargs
 
-    def _end_step(self, *_: Any) -> None:
-        if sys._getframe(1) is self._whole_step:
-            self._whole_step = None
-            self._stepped.clear()
-            self._show()
+    def _changes(self) -> Iterator[str]:
+        """What a step after backward would use, and those in backward have not."""
+        if self._optimizer.state is not self._state:
+            yield "the optimizer's state"
+        if getattr(self._optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
+            yield "the gradients' scale"
+        yield from changed_hyperparameters(self._used, self._optimizer)
+        for host, left in self._stepped.items():
+            if _seen(host.parameter) != left:
+                yield f"{host.name} with its gradient"
 
-    def _show(self) -> None:
-        while self._hidden:
-            host, gradient = self._hidden.pop()
-            if host.parameter.grad is None:
-                host.parameter.grad = gradient
+    def _end_rest(self, optimizer: torch.optim.Optimizer, args: Any, _: object) -> None:
+        """Keep what the step has counted in its groups and attributes, which those in backward have not."""
+        if args[0] is not optimizer:
+            keep_counts(args[0], optimizer)
+        self._stepped.clear()
 
 
-def is_part_of_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is the step of one layer, for which nothing has to be settled first."""
-    return _PART in vars(optimizer)
-
-
-def _is_running(frame: FrameType, caller: FrameType | None) -> bool:
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is frame
+def _seen(parameter: torch.Tensor) -> tuple[_Seen | None, ...]:
+    return _Seen.of(parameter), _Seen.of(parameter.grad)

@@ -70,6 +70,7 @@ class WeightStream:
             self._enter_backward(layer)
             return
         self.give_up()
+        self._refuse_stepped(layer)
         layer.check()
         if layer.number <= self._last:
             # A new pass through the layers: what was done to the weights in between may have left no trace.

@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.backend import get_backend
 from offload.gradients import GradientWriter
 from offload.layer_hooks import LayerHook, check_layers, hooks_on
-from offload.layer_step import LayerSteps, is_part_of_step
+from offload.layer_step import LayerSteps
+from offload.optimizer_part import is_part
 from offload.units import format_bytes
 from offload.weight_layer import WeightLayer, aligned, check_parameters
 from offload.weight_parameter import HostParameter
@@ -67,20 +68,25 @@ class StreamedWeights:
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
 
-        The training loop stays as it is: ``optimizer.step()`` after backward steps what is left, the parameters outside
-        the layers for example, and the results are the same. So is what follows from a gradient: set it
-        to ``None`` before the next backward. With several microbatches per step, run all but the last one's backward
-        inside :meth:`no_step`.
+        The step belongs to backward then. ``optimizer.step()`` after it ends the step: it steps what is left, the
+        parameters outside the layers for example, and the results are the same as without. What follows from that:
+
+        - With several microbatches per step, run all but the last one's backward inside :meth:`no_step`.
+        - Decide before backward whether a loss is to be skipped, and set hyperparameters before it.
+        - Between the two, layers must not run, and weights, gradients and the optimizer must stay as they are. What
+          needs every gradient before the first step, as a global norm and a ``GradScaler`` do, is impossible.
+        - A backward that failed may have stepped some layers. Call ``optimizer.step()`` after it, too: it steps what
+          has a gradient and has not been stepped. Nothing is ever stepped twice.
 
         Args:
             optimizer: Any of ``torch.optim`` that steps each parameter by itself.
 
         Raises:
-            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or it is LBFGS.
+            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, it is LBFGS or SparseAdam, or it is a wrapper
+                of another optimizer.
             ValueError: It has none of the layers' parameters.
-            RuntimeError: The handle was removed, or has an optimizer already. ``optimizer.step()`` raises it too if
-                gradients have changed since their step, as ``clip_grad_norm_`` does: a global norm needs every
-                gradient before the first step.
+            RuntimeError: The handle was removed, or has an optimizer already. Forward and ``optimizer.step()`` raise it
+                where a loop does not keep to the above, and name what they have found.
         """
         stream = self._alive()
         if stream.steps is not None:
@@ -274,7 +280,10 @@ class _EndForward(_WeightHook):
 
 class _BeforeStateDict(_WeightHook):
     def __call__(self, *args: Any) -> None:
-        self.boundary.stream.give_up()
+        stream = self.boundary.stream
+        stream.give_up()
+        if stream.steps is not None:
+            stream.steps.warn_of_state_dict()
 
 
 class _BeforeLoad(_WeightHook):
@@ -302,7 +311,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if is_part_of_step(optimizer):
+    if is_part(optimizer):
         return
     for stream in list(_streams):
         if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):

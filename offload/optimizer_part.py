@@ -1,0 +1,78 @@
+"""An optimizer that steps a part of another's parameters, with the same state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
+"""Those of every part, and what parts are known by."""
+
+
+def check_splittable(optimizer: object) -> None:
+    """Raise if parts of this optimizer would not make the steps that the whole makes.
+
+    Raises:
+        TypeError: It is no optimizer, or does not step each parameter by itself and by its dense gradient.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    reasons = {
+        "steps all at once": isinstance(optimizer, torch.optim.LBFGS),
+        "takes sparse gradients": isinstance(optimizer, torch.optim.SparseAdam),
+        "holds another optimizer": any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()),
+    }
+    for reason in (reason for reason, found in reasons.items() if found):
+        raise TypeError(
+            f"optimizer must step each parameter by itself, got {type(optimizer).__name__}, which {reason}; call its "
+            "step after backward."
+        )
+
+
+def part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A shallow copy that steps ``groups``: the user's own stay as they are, for the other threads.
+
+    It has no hooks, which are the whole step's: neither its step nor one that this calls with super().step() runs them.
+    """
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer), **_own(groups))
+    return part
+
+
+def is_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`part_of` has made it."""
+    return optimizer._optimizer_step_pre_hooks is _NO_HOOKS
+
+
+def keep_counts(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Take over what the step of a part has left in its groups and attributes, such as a count of steps."""
+    for group, used in zip(optimizer.param_groups, part.param_groups, strict=True):
+        group.update({**used, "params": group["params"]})
+    vars(optimizer).update({name: value for name, value in vars(part).items() if name not in _own([])})
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group holds beside its parameters; tensors are copied, which schedulers change in place."""
+    values = group.items()
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values if k != "params"}
+
+
+def changed_hyperparameters(used: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Names of those that are no longer as they were ``used``; groups that were added since have not been."""
+    for number, (before, group) in enumerate(zip(used, optimizer.param_groups, strict=False)):
+        for name, value in hyperparameters(group).items():
+            if name not in before or not _equal(before[name], value):
+                yield f"{name} of param_groups[{number}]"
+
+
+def _own(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"param_groups": groups, "_optimizer_step_pre_hooks": _NO_HOOKS, "_optimizer_step_post_hooks": _NO_HOOKS}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
