@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -555,3 +556,29 @@ def test_optimizers_that_hold_another_are_refused(device: torch.device) -> None:
     loop = Loop(device, sgd, in_backward=False)
     with pytest.raises(TypeError, match="got Wrapper, which holds another optimizer"):
         loop.streamed.step_in_backward(Wrapper(loop.optimizer))
+
+
+def test_a_gradient_that_comes_after_the_step_is_refused(device: torch.device) -> None:
+    stepped = threading.Event()
+
+    class Telling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            stepped.set()
+
+    class AfterTheStep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            assert stepped.wait(10)
+            return gradient
+
+    loop = Loop(device, Telling, in_backward=True)
+    # Made before forward, so that backward comes to it last.
+    penalty = AfterTheStep.apply(loop.layers[LAYERS - 1].weight.sum())  # saves nothing: autograd sees no harm
+    (loop.loss(0) + penalty.to(device)).backward()
+    with pytest.raises(RuntimeError, match="layer 2's weight with its gradient must stay as it was"):
+        loop.optimizer.step()
