@@ -1,7 +1,6 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
-from torch._dynamo import trace_rules
-
+from offload.compiler import leave_to_interpreter
 from offload.context import OffloadContext, start_offload
 from offload.cpu_offload import get_cpu_offload_context
 from offload.exclusions import mark_not_offload
@@ -31,8 +30,7 @@ __version__ = "0.1.0"
 
 Schedule.derive = plan_pipeline
 
-# Where a compiled layer breaks its graph, the compiler would take our hooks for the program's code, and compile them.
-trace_rules.add(__name__)
+leave_to_interpreter(__name__)
 
 __all__ = [
     "CaptureError",

@@ -19,6 +19,7 @@ from offload import trace
 from offload.activation_set import ActivationSet
 from offload.backend import get_backend
 from offload.caller import warn_caller
+from offload.compiler import interpreted
 from offload.host_memory import NO_HOST_MEMORY, HostMemory
 from offload.host_pool import get_host_pool
 from offload.round import Round
@@ -105,7 +106,7 @@ class OffloadContext(ContextDecorator):
     ) -> None:
         self.exit(failed=kind is not None)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def enter(self, layer: int | None = None) -> None:
         """A layer's forward begins.
 
@@ -134,7 +135,7 @@ class OffloadContext(ContextDecorator):
         self._entered.append(_Entry(self._open, hooks))
         _open_sets.append(self._open)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def exit(self, *, failed: bool = False) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
         entry = self._entered.pop() if self._entered else None
@@ -164,7 +165,7 @@ class OffloadContext(ContextDecorator):
         while self._open is not None:
             self.exit(failed=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def sync(self, output: Output) -> Output:
         """Mark a layer's output, so that the schedule learns when the layer's backward begins.
 

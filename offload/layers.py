@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from offload.compiler import forget_compiled, interpreted
 from offload.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.host_memory import HostMemory, WhenFull
 from offload.layer_hooks import LayerHook, check_layers
@@ -41,6 +42,7 @@ class OffloadedLayers:
                 layer.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
                 layer.register_forward_hook(_EndForward(boundary), always_call=True),
             ]
+        forget_compiled()
 
     @property
     def schedule(self) -> Schedule | None:
@@ -50,11 +52,13 @@ class OffloadedLayers:
     def remove(self) -> None:
         """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
         self._context.abort()  # an interrupt in a layer skips the hook that would have left it
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         for layer in self._layers:
             _Checkpoint.unwrap(layer)
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            forget_compiled()
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
@@ -216,13 +220,13 @@ class _BoundaryHook(LayerHook):
 
 
 class _BeginForward(_BoundaryHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def __call__(self, module: nn.Module, args: Any) -> None:
         _Checkpoint.wrap(module, self.boundary)
         self.boundary.begin()
 
 
 class _EndForward(_BoundaryHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.boundary.end(output)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.backend import get_backend
+from offload.compiler import interpreted
 from offload.gradients import GradientWriter
 from offload.layer_hooks import LayerHook, check_layers, hooks_on
 from offload.layer_step import LayerSteps
@@ -264,14 +265,14 @@ class _WeightHook(LayerHook):
 
 
 class _BeginForward(_WeightHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.boundary.handled_error = sys.exception()
         self.boundary.stream.begin_forward(self.boundary.layer)
 
 
 class _EndForward(_WeightHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @interpreted
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         boundary = self.boundary
         failed = sys.exception() is not boundary.handled_error

@@ -1,0 +1,114 @@
+"""What ``torch.compile`` knows of the library, and that nobody loads the compiler who does not use it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from torch import nn
+
+from offload import offload_layers
+from offload.compiler import interpreted
+
+
+def in_fresh_process(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    """Only this package and Python's own modules, beyond what PyTorch has loaded."""
+    program = "import sys, torch; before = set(sys.modules); import offload; print(*set(sys.modules) - before)"
+    loaded = {name.partition(".")[0] for name in in_fresh_process(program).split()}
+    assert "offload" in loaded
+    assert loaded - {"offload"} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import offload.context, torch._dynamo", "import torch._dynamo, offload.context"],
+    ids=["compiler last", "compiler first"],
+)
+def test_compiler_leaves_the_package_to_the_interpreter(imports: str) -> None:
+    program = f"{imports}; print(torch._dynamo.trace_rules.check_file(offload.context.__file__).skipped)"
+    assert in_fresh_process(program) == "True"
+
+
+def test_interpreted_functions_pass_results_and_errors_on() -> None:
+    @interpreted
+    def half(number: int) -> float:
+        """Half of it."""
+        return 1 / number
+
+    assert half.__doc__ == "Half of it."
+    assert half(2) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        half(0)
+
+
+class Model(nn.Module):
+    """Calls its layers in turn."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compiled_model(model: Model) -> Callable[[torch.Tensor], Any]:
+    return torch.compile(model, backend="aot_eager", dynamic=False)
+
+
+def compiled_step(model: Model) -> Callable[[torch.Tensor], Any]:
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(x)
+        return y
+
+    return step
+
+
+def compiled_in_place(model: Model) -> Callable[[torch.Tensor], Any]:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", dynamic=False)
+    return model
+
+
+def compiled_layers(model: Model) -> Callable[[torch.Tensor], Any]:
+    model.layers = nn.ModuleList(torch.compile(layer, backend="aot_eager", dynamic=False) for layer in model.layers)
+    return model
+
+
+# Where a graph breaks in a function, the compiler looks at the results of layers, which are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("compiled", [compiled_model, compiled_step, compiled_in_place, compiled_layers])
+def test_hooks_that_come_and_go_after_a_compiled_step(
+    compiled: Callable[[Model], Callable[[torch.Tensor], Any]], device: torch.device, lab: Lab
+) -> None:
+    """The compiler does not see that a module's hooks have changed."""
+    lab.adverse()
+    layers, x = build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), 3, device)
+    model = Model(layers)
+    run = compiled(model)
+    leaves = leaves_of(model, x)
+
+    def step() -> list[torch.Tensor]:
+        return gradients(leaves, lambda: loss_of(run(x)).backward())
+
+    expected = step()
+    with offload_layers(model.layers, 1, min_bytes=0) as handle:
+        assert_same(expected, step())
+        stats = handle.stats()
+    assert stats.offloaded_bytes > 0
+    assert stats.late_reloads == 0
+    assert_same(expected, step())
+    assert handle.stats() == stats
