@@ -24,6 +24,7 @@ from offload.gradients import GradientWriter
 from offload.layer_step import LayerSteps
 from offload.weight_layer import WeightLayer
 from offload.weight_slots import WeightSlots, WeightWait
+from offload.weight_user import User
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class WeightStream:
         self._backward: weakref.ref[_Backward] | None = None
         self._call: _Call | None = None
         self._aborting = threading.RLock()
+        self._user = User()
         self._last = -1
         self._sequence = 0
         for layer in layers:
@@ -64,12 +66,14 @@ class WeightStream:
 
     def begin_forward(self, layer: WeightLayer) -> None:
         """A layer's forward begins, or its recomputation in backward."""
-        self._sequence = torch._C._autograd._get_sequence_nr()
         if in_backward():
             self._refuse_stepped(layer)
             self._enter_backward(layer)
+            self._sequence = torch._C._autograd._get_sequence_nr()
             return
-        self.give_up()
+        self._user.enter(f"forward of {layer}")
+        self._sequence = torch._C._autograd._get_sequence_nr()
+        self._give_up()
         self._refuse_stepped(layer)
         layer.check()
         if layer.number <= self._last:
@@ -95,6 +99,14 @@ class WeightStream:
             if not failed and torch.is_grad_enabled():
                 self._mark(layer, output)
             return
+        if failed and not self._user.is_this_thread:
+            return  # it was refused
+        try:
+            self._end_forward(layer, output, failed=failed, training=training)
+        finally:
+            self._user.leave()
+
+    def _end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
         if self._computes is not layer:
             if failed:
                 return
@@ -124,11 +136,18 @@ class WeightStream:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
         if in_backward():
             return
+        self._user.enter("what changes or reads the host's weights")
+        try:
+            self._give_up()
+        finally:
+            self._user.leave()
+
+    def _give_up(self) -> None:
         backward = self._backward() if self._backward is not None else None
         if backward is not None:
             # It has failed, and autograd's own thread has not let go of it yet.
             backward.cancel()
-            self.abort_backward()
+            self._abort_backward()
         elif self._computes is not None:
             self._leave()
 
@@ -146,9 +165,14 @@ class WeightStream:
         self._writer.finish()
         if self.steps is not None:
             self.steps.end_backward()
+        self._user.leave()
 
     def abort_backward(self) -> None:
         """Backward has raised: drop what it left unfinished. Safe from any thread."""
+        self._abort_backward()
+        self._user.leave()
+
+    def _abort_backward(self) -> None:
         with self._aborting:
             self._backward = None
             self._leave()
@@ -211,6 +235,7 @@ class WeightStream:
             self.steps.check(layer)
 
     def _enter_backward(self, layer: WeightLayer, call: _Call | None = None) -> None:
+        self._user.enter(f"backward of {layer}")
         if self._backward is None or self._backward() is None:
             self._leave()
             token = _Backward(self)

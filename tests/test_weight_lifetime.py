@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -498,3 +500,109 @@ def test_no_other_device() -> None:
     layer = nn.Linear(3, 3)
     stream_weights([layer], None).remove()
     assert get_backend(None)
+
+
+# One thread at a time.
+
+
+def begin_and_wait(layers: nn.ModuleList, x: torch.Tensor, where: str) -> tuple[threading.Thread, threading.Event]:
+    """A thread of its own that stops in the middle of forward or backward until the event is set."""
+    there, go_on = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        there.set()
+        go_on.wait()
+
+    def run() -> None:
+        layers.zero_grad()
+        torch.manual_seed(1)
+        if where == "forward":
+            handle = layers[1].norm1.register_forward_pre_hook(stop)
+            loss = loss_of(forward(layers, x))
+            handle.remove()
+        else:
+            y = forward(layers[:2], x)
+            y.register_hook(stop)
+            loss = loss_of(forward(layers[2:], y))
+        loss.backward()
+
+    thread = threading.Thread(target=run, name="first")
+    thread.start()
+    there.wait()
+    return thread, go_on
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_threads_at_the_same_time(where: str, device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
+    with stream_weights(layers, device) as handle:
+        other = loss_of(forward(layers, x))
+        thread, go_on = begin_and_wait(layers, x, where)
+        refusals: list[Callable[[], object]] = [
+            lambda: layers[1](x),
+            lambda: layers[3](x),
+            layers.state_dict,
+            optimizer.step,
+            handle.synchronize,
+        ]
+        if where == "forward" or device.type == "cpu":  # autograd has one thread for a GPU, which has stopped
+            refusals.append(other.backward)
+        for refused in refusals:
+            with pytest.raises(RuntimeError, match=r"by one thread at a time, but MainThread begins .* first is"):
+                refused()
+        go_on.set()
+        thread.join()
+        found = [parameter.grad.cpu().clone() for parameter in layers.parameters()]
+        assert all(map(torch.equal, expected, found))
+        assert_as_before(layers, x, expected)
+
+
+def test_threads_one_after_another(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        layers.zero_grad()
+        for step in (lambda: loss_of(forward(layers, x)), lambda: loss_of(forward(layers, x)).backward()):
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+        torch.manual_seed(1)
+        losses = [loss_of(forward(layers, x))]
+        layers.zero_grad()
+        thread = threading.Thread(target=losses[0].backward)
+        thread.start()
+        thread.join()
+        assert all(map(torch.equal, expected, [parameter.grad.cpu() for parameter in layers.parameters()]))
+        assert_as_before(layers, x, expected)
+
+
+def test_threads_whose_backwards_meet(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    layers.eval()
+    xs = [(x * scale).detach().requires_grad_() for scale in (1, 2, 3)]
+    expected = [torch.autograd.grad(loss_of(forward(layers, x)), x)[0] for x in xs]
+    outcomes: set[str] = set()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def work(x: torch.Tensor, wanted: torch.Tensor) -> None:
+        for _ in range(20):
+            try:
+                found = torch.autograd.grad(loss_of(forward(layers, x)), x)[0]
+                outcomes.add("right" if torch.equal(found, wanted) else "wrong")
+            except RuntimeError as error:
+                outcomes.add("refused" if "must be used by one thread at a time" in str(error) else str(error))
+
+    with stream_weights(layers, device):
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(xs, expected, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+        assert outcomes <= {"right", "refused"}
+        layers.train()
+        twin = copy.deepcopy(layers).to(device)
+        assert_as_before(layers, x, gradients(twin, x))

@@ -1,0 +1,67 @@
+"""Who uses streamed layers now: one thread of the program at a time.
+
+Two threads would take turns in the same device memory, and each would compute with the other's weights.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_KEY = "offload: thread of the program"
+"""Autograd hands what is kept under it on to the threads that run a backward."""
+
+
+class User:
+    """The thread that is in a layer's forward or in a backward, if there is one."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._what = ""
+        self._changing = threading.Lock()
+
+    def enter(self, what: str) -> None:
+        """Let the calling thread be the user until :meth:`leave`.
+
+        Args:
+            what: What it is about to do, for messages.
+
+        Raises:
+            RuntimeError: Another thread is.
+        """
+        thread = _program_thread()
+        with self._changing:
+            if self._thread not in (None, thread) and _name_of(self._thread) is not None:
+                raise RuntimeError(
+                    "streamed layers must be used by one thread at a time, but "
+                    f"{_name_of(thread) or 'a thread'} begins {what} while {_name_of(self._thread)} is in "
+                    f"{self._what}; hold a lock from forward to the end of backward, or give each thread a model "
+                    "of its own."
+                )
+            self._thread, self._what = thread, what
+
+    def leave(self) -> None:
+        """There is no user any more."""
+        self._thread = None
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the calling thread is the user."""
+        return self._thread == _program_thread()
+
+
+def _program_thread() -> int:
+    """The thread of the program for which the calling one works, which may be autograd's."""
+    if torch._C._is_key_in_tls(_KEY):
+        thread: int = torch._C._get_obj_in_tls(_KEY)
+        return thread
+    thread = threading.get_ident()
+    if torch._C._current_graph_task_id() == -1:  # not one of autograd's
+        torch._C._stash_obj_in_tls(_KEY, thread)
+    return thread
+
+
+def _name_of(thread: int | None) -> str | None:
+    """The thread's name, or ``None`` if it has ended, in the middle of what it did."""
+    return next((one.name for one in threading.enumerate() if one.ident == thread), None)
