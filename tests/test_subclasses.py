@@ -679,6 +679,8 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One group for all tests: PyTorch caches what it worked out for a mesh, with the mesh."""
     on_cpu = request.param == "cpu"
     device = None if on_cpu else torch.device("cuda", 0)
+    if device is not None:
+        torch.cuda.set_device(device)  # else the mesh guesses, and warns, unless an earlier test has chosen one
     store = dist.HashStore()
     dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=0, world_size=1, device_id=device)
     yield init_device_mesh(request.param, (1,))
