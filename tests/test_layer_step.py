@@ -77,7 +77,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # Left to itself, PyTorch steps tensors one by one where some are on the CPU, and all at once, which rounds otherwise,
+    # Left to itself, PyTorch steps tensors one by one where some are on the CPU, but all at once, with other rounding,
     # where all that have a gradient are on a GPU, as the outside layer is once the others have been stepped.
     return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
 
