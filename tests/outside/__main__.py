@@ -30,6 +30,7 @@ def main() -> None:
     operations.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     operations.add_argument("--names", nargs="+", help="only these")
     operations.add_argument("--seed", type=int, default=0, help="what the sample inputs are drawn with")
+    operations.add_argument("--most", type=int, help="samples of one operation, chosen with the seed; by default all")
     operations.add_argument("--limit-s", type=float, default=600, help="longest time for one operation")
     operations.add_argument("--record", type=Path, default=RESULTS / "outside_ops.json")
     operations.set_defaults(run=run_operations)
@@ -49,12 +50,13 @@ def main() -> None:
 
 def run_operations(options: argparse.Namespace) -> None:
     """All samples of all operations, in each type of number that they have gradients in."""
-    record = begin_record(seed=options.seed)
+    record = begin_record(seed=options.seed, most_samples_of_one=options.most)
     record["runs"] = {}
     for dtype in options.dtypes:
         for kind in options.kinds:
             names = differentiable(kind, dtype)
-            cases = [(kind, name, dtype, options.seed) for name in names if not options.names or name in options.names]
+            wanted = [name for name in names if not options.names or name in options.names]
+            cases = [(kind, name, dtype, options.seed, options.most) for name in wanted]
             summary = summarise(run_cases("operations.check", cases, options.limit_s), f"{kind} {dtype}")
             record["runs"][f"{kind} {dtype}"] = summary
             write(record, options.record)
