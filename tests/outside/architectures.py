@@ -238,12 +238,21 @@ def check(model_type: str, name: str) -> Report:
     report = Report(type(layers[0]).__name__, what_suits)
     with adverse():
         _compare(run, layers, "", report)
-        if getattr(model, "supports_gradient_checkpointing", False):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if _checkpoint_layers(model):
             _compare(run, layers, "checkpointing ", report)
     if not report.offloaded_bytes and not report.different:
         report.skipped = "nothing was offloaded"
     return report
+
+
+def _checkpoint_layers(model: Any) -> bool:
+    if not model.supports_gradient_checkpointing:
+        return False
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError:  # of a part of a model, which says that it can what only the whole model can
+        return False
+    return True
 
 
 def _compare(run: Callable[[], Outcome], layers: list[nn.Module], how: str, report: Report) -> None:
