@@ -14,7 +14,7 @@ from offload.exclusions import held_by_autograd, is_plain, reason_of_memory, rea
 from offload.saved import Handle, KeptHandle, MovedHandle, SavedStorage, shares_versions
 from offload.states import OffloadState, next_state
 from offload.subclasses import SubclassHandle, parts_of
-from offload.waste import maker_of, next_node
+from offload.waste import maker_of
 
 if TYPE_CHECKING:
     from offload.round import Round
@@ -39,8 +39,6 @@ class ActivationSet:
         self.layer = layer
         self.state = OffloadState.RESIDENT
         self.transfers = microbatch.transfers
-        self.copies = microbatch.copies
-        self.first_node = None if microbatch.sets else next_node()
         self.stays = not microbatch.may_offload(layer)
         self._device = self.transfers.backend.device
         self._compute_stream = self.transfers.backend.compute_stream()

@@ -12,7 +12,6 @@ from offload.saved import SavedStorage
 from offload.schedule import Schedule
 from offload.states import OffloadState
 from offload.transfers import Transfers
-from offload.waste import RoundCopies
 
 
 class Round:
@@ -34,7 +33,6 @@ class Round:
         self.transfers = transfers
         self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
-        self.copies = RoundCopies()
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
@@ -68,7 +66,7 @@ class Round:
     def begin_forward(self, layer: int) -> ActivationSet:
         """The layer's forward begins: act on the schedule, then open its activation set."""
         if not self.sets:
-            self.transfers.counters.begin_round(self.copies)
+            self.transfers.counters.begin_round()
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
-from offload.waste import maker_of, origin_of
+from offload.waste import kind_of, maker_of
 
 if TYPE_CHECKING:
     from offload.activation_set import ActivationSet
@@ -46,8 +46,8 @@ class SavedStorage:
         "counted",
         "device",
         "host",
+        "kind",
         "nbytes",
-        "origin",
         "original",
         "ready",
         "reload_done",
@@ -67,7 +67,7 @@ class SavedStorage:
         self.version = tensor._version
         self.versions = version_counter(tensor) if self.version else None
         self.changes = changes
-        self.origin = origin_of(maker_of(tensor), owner.first_node)
+        self.kind = kind_of(maker_of(tensor))
         self.host: HostBuffer | None = None
         self.batch: CopyBatch | None = None
         # While the weak reference lives, no other storage can have the same address.
@@ -95,7 +95,6 @@ class SavedStorage:
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
         transfers.counters.offloaded_storages += 1
         transfers.counters.offloaded_bytes += self.nbytes
-        self.set.copies.offloaded_bytes += self.nbytes
         self.wasted = False
 
     def release(self) -> None:
@@ -141,7 +140,7 @@ class SavedStorage:
         """Stay on the device after all: a layer that is not offloaded saved the same storage."""
         if self.host is not None:
             self._give_host_back()
-            self._waste(surprising=False)
+            self._waste()
         self._uncount()
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -178,14 +177,12 @@ class SavedStorage:
 
     def _look_for_waste(self) -> None:
         if not self.original.expired():
-            _, given = self.origin
-            self._waste(surprising=not given)
+            self._waste()
 
-    def _waste(self, *, surprising: bool) -> None:
+    def _waste(self) -> None:
         if not self.wasted:
             self.wasted = True
-            maker, _ = self.origin
-            self.set.transfers.counters.waste(self.nbytes, self.set.copies, maker, surprising=surprising)
+            self.set.transfers.counters.waste(self.nbytes, self.kind)
 
     def _uncount(self) -> None:
         if self.counted:

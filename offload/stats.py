@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, fields
 
 from offload.stalls import Stalls
 from offload.units import format_s
-from offload.waste import RoundCopies, Waste
+from offload.waste import operation_name, warn_of_waste
+
+WORTH_A_WARNING = 0.5
+"""Of the bytes copied so far, as many that freed nothing. The input of the first layer often is a smaller share."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Counters:
         self.wasted_bytes = 0
         self.late_reloads = 0
         self.stalls = Stalls()
-        self._waste = Waste()
+        self.wasted: Counter[str] = Counter()
+        self._warned = False
 
     def hold(self, nbytes: int) -> None:
         """Device memory of an offloaded layer's activation set came into being."""
@@ -78,22 +82,17 @@ class Counters:
         """Device memory of an offloaded layer's activation set was let go."""
         self.resident_bytes -= nbytes
 
-    def begin_round(self, copies: RoundCopies) -> None:
-        """A round of layers begins: look back at the earlier ones. What it copies will be counted in ``copies``."""
+    def begin_round(self) -> None:
+        """A round of layers begins: look back at the earlier ones."""
         self.stalls.collect()
-        self._waste.begin_round(copies)
+        if not self._warned and self.wasted_bytes > WORTH_A_WARNING * self.offloaded_bytes:
+            self._warned = True
+            warn_of_waste(self.wasted, self.offloaded_bytes)
 
-    def waste(self, nbytes: int, copies: RoundCopies, maker: type | None, *, surprising: bool) -> None:
-        """Bytes were copied, and freed no device memory.
-
-        Args:
-            nbytes: How many.
-            copies: The round that they were copied in.
-            maker: The type of the autograd node whose operation made the tensor.
-            surprising: Whether it counts for the warning.
-        """
+    def waste(self, nbytes: int, kind: type | None) -> None:
+        """Bytes were copied, and freed no device memory; ``kind`` is of the node whose operation made the tensor."""
         self.wasted_bytes += nbytes
-        self._waste.add(copies, nbytes, maker, surprising=surprising)
+        self.wasted[operation_name(kind)] += nbytes
 
     def snapshot(self, pinned_bytes: int) -> OffloadStats:
         """The counts now."""
@@ -104,7 +103,7 @@ class Counters:
                 **counts,
                 "skipped": dict(self.skipped),
                 "pinned_bytes": pinned_bytes,
-                "wasted": dict(self._waste.wasted),
+                "wasted": dict(self.wasted),
                 "stall_s": self.stalls.seconds,
             }
         )
