@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from offload.backend import Backend, get_backend, resolve_device
+from offload.clock import Clock
 from offload.context import DEFAULT_MIN_BYTES, tensors_in
 from offload.exclusions import reason_to_stay
 from offload.link import Link
@@ -122,23 +124,23 @@ def profile_layers(
         with recorder.counting():
             step()
         recorder.calls.clear()
-        marks = [recorder.mark()]
+        marks = [recorder.clock.mark()]
         for _ in range(steps):
             step()
-            marks.append(recorder.mark())
+            marks.append(recorder.clock.mark())
     return recorder.profile(marks)
 
 
+@dataclass
 class _Call:
     """One microbatch's pass through one layer, with the marks at its four ends."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
-        self.forward_start: Any = None
-        self.forward_end: Any = None
-        self.backward_start: Any = None
-        self.backward_end: Any = None
-        self.input_needs_grad = False
+    layer: int
+    forward_start: Any = None
+    forward_end: Any = None
+    backward_start: Any = None
+    backward_end: Any = None
+    input_needs_grad: bool = False
 
 
 class _Recorder:
@@ -147,6 +149,7 @@ class _Recorder:
     def __init__(self, layers: list[torch.nn.Module], device: torch.device, min_bytes: int) -> None:
         self.layers = layers
         self.calls: list[_Call] = []
+        self.clock = Clock(device)
         self._device = device
         self._min_bytes = min_bytes
         self._open: list[_Call] = []
@@ -160,14 +163,6 @@ class _Recorder:
         self._start_bytes = 0
         self._peak_bytes = [0] * len(layers)
         """Per layer the most device memory while it ran, above that at the step's start."""
-
-    def mark(self) -> Any:
-        """A point in the compute stream's time."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -200,8 +195,6 @@ class _Recorder:
 
     def profile(self, step_marks: list[Any]) -> Profile:
         """What was recorded, as a profile."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
         layers = [self._layer_profile(layer) for layer in range(len(self.layers))]
         if not any(layer.saved_bytes for layer in layers):
             raise ValueError(
@@ -237,9 +230,7 @@ class _Recorder:
         return [call for call in self.calls if call.layer == layer]
 
     def _median_s(self, marks: Iterable[tuple[Any, Any]]) -> float:
-        on_cpu = self._device.type == "cpu"
-        times_s: list[float] = [end - start if on_cpu else start.elapsed_time(end) / 1e3 for start, end in marks]
-        return statistics.median(times_s)
+        return statistics.median(self.clock.seconds(marks))
 
     def _forward_begins(self, layer: int) -> Callable[..., None]:
         def hook(_: torch.nn.Module, args: object, kwargs: object) -> None:
@@ -250,7 +241,7 @@ class _Recorder:
             self._open.append(call)
             self._watch_input(call, (args, kwargs))
             self._forget_peak()
-            call.forward_start = self.mark()
+            call.forward_start = self.clock.mark()
 
         return hook
 
@@ -258,7 +249,7 @@ class _Recorder:
         if not _is_training_pass():
             return
         call = self._open.pop()
-        call.forward_end = self.mark()
+        call.forward_end = self.clock.mark()
         self._read_peak(call.layer)
         self._counted.update({call.layer} if self._counting else ())
         for tensor in tensors_in(output):
@@ -268,7 +259,7 @@ class _Recorder:
     def _backward_begins(self, call: _Call) -> None:
         if call.backward_start is None:
             self._forget_peak()
-            call.backward_start = self.mark()
+            call.backward_start = self.clock.mark()
             if not call.input_needs_grad:
                 self._ended_by_parameters[call.layer] = call
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -279,7 +270,7 @@ class _Recorder:
             self._backward_ends(call)
 
     def _backward_ends(self, call: _Call) -> None:
-        call.backward_end = self.mark()
+        call.backward_end = self.clock.mark()
         self._read_peak(call.layer)
 
     def _watch_input(self, call: _Call, inputs: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.backend import resolve_device
 
 
+@dataclass
 class MemoryMeter:
     """The reading of :func:`memory_meter`."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        """The most bytes allocated at once, above what was allocated when the meter was entered."""
+    peak_bytes: int = 0
+    """The most bytes allocated at once, above what was allocated when the meter was entered."""
 
 
 @contextmanager

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,7 +138,7 @@ def measure_shared_link(device: torch.device | str | int | None = None, group: d
     return link
 
 
-class PipelineOffload:
+class PipelineOffload(AbstractContextManager["PipelineOffload"]):
     """A rank's stages whose activations move; made by :func:`attach`, undone by :meth:`detach`.
 
     As a context manager it is undone at the end of the block.
@@ -187,12 +186,7 @@ class PipelineOffload:
         """A frozen snapshot of what has moved so far."""
         return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:

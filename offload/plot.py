@@ -7,11 +7,10 @@ layers have numbers, stalls have hatching.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from offload.spans import LANES, Kind, Span
+from offload.spans import LANES, Kind, Lane, Span, merged
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -100,25 +99,13 @@ def style_axes(ax: Axes) -> None:
         spine.set_color(INK)
 
 
-def _merged(spans: Iterable[Span], gap_s: float) -> Iterator[Span]:
-    """Spans of one stream; those of one kind and layer that follow each other closely are one."""
-    box: Span | None = None
-    for span in spans:
-        if box and (box.kind, box.layer) == (span.kind, span.layer) and span.start_s - box.end_s <= gap_s:
-            box = replace(box, end_s=max(box.end_s, span.end_s))
-            continue
-        if box:
-            yield box
-        box = span
-    if box:
-        yield box
-
-
 def _draw_streams(ax: Axes, spans: Sequence[Span], time: _TimeAxis, *, shown: bool = True) -> None:
     from matplotlib.patches import Patch, Rectangle
 
-    gap_s = 0.002 * time.duration_s
-    rows = [list(_merged((span for span in spans if span.lane == lane), gap_s)) for lane in reversed(LANES)]
+    def in_boxes(lane: Lane) -> list[Span]:
+        return list(merged((span for span in spans if span.lane == lane), lambda _: 0.002 * time.duration_s))
+
+    rows = [in_boxes(lane) for lane in reversed(LANES)]
     styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": color, "linewidth": 0} for kind, color in COLORS.items()}
     styles["stall"] = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
     for row, boxes in enumerate(rows):

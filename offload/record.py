@@ -21,6 +21,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -30,7 +31,7 @@ import torch
 from offload import trace
 from offload.backend import resolve_device
 from offload.memory import CpuAllocations
-from offload.spans import Kind, Lane, Span
+from offload.spans import Kind, Lane, Span, merged
 from offload.timeline import Timeline
 from offload.trace import Mark
 
@@ -82,21 +83,9 @@ def record_timeline(
         raise RuntimeError("nothing was recorded: is another profiler running, or did the step run on another device?")
     start_s = min(span.start_s for span in spans)
     return Timeline(
-        tuple(_shifted(span, start_s) for span in spans),
+        tuple(replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans),
         tuple((max(0.0, time_s - start_s), nbytes) for time_s, nbytes in memory),
         title,
-    )
-
-
-def _shifted(span: Span, start_s: float) -> Span:
-    return Span(
-        span.lane,
-        span.kind,
-        span.start_s - start_s,
-        span.end_s - start_s,
-        span.label,
-        span.layer,
-        span.nbytes,
     )
 
 
@@ -129,16 +118,16 @@ def _recording(recorder: trace.Recorder) -> Iterator[None]:
 
 def _between(begin_s: float, end_s: float, stalls: list[Span], marks: _Marks) -> Iterator[Span]:
     """Compute, as the time between marks that is not spent in stalls."""
-    cuts = [time_s for time_s, _ in marks.phases if begin_s < time_s < end_s]
+    cuts = [time_s for time_s in marks.phases.times_s if begin_s < time_s < end_s]
     edges = sorted({begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))})
     for start_s, stop_s in itertools.pairwise(edges):
         if not any(stall.start_s <= start_s < stall.end_s for stall in stalls):
-            phase = marks.phase(start_s)
+            phase = marks.phases.at(start_s)
             yield Span("compute", _kind(phase), start_s, stop_s, layer=phase.layer)
 
 
 def _record_accelerator(step: Callable[[], object], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
-    activities = [torch.profiler.ProfilerActivity.CPU, _activity_of(device)]
+    activities = [getattr(torch.profiler.ProfilerActivity, name) for name in ("CPU", device.type.upper())]
     torch.accelerator.synchronize(device)
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         step()
@@ -148,10 +137,6 @@ def _record_accelerator(step: Callable[[], object], device: torch.device) -> tup
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return _read(events, device)
-
-
-def _activity_of(device: torch.device) -> torch.profiler.ProfilerActivity:
-    return cast("torch.profiler.ProfilerActivity", getattr(torch.profiler.ProfilerActivity, device.type.upper()))
 
 
 def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
@@ -170,7 +155,7 @@ def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span
     )
     work = sorted(_device_work(events, launches))
     kernels = [piece for piece in work if piece.lane == "compute"]
-    copies = [(piece, marks.copy(piece.launched_s).layer) for piece in work if piece.lane != "compute"]
+    copies = [(piece, marks.copies.at(piece.launched_s).layer) for piece in work if piece.lane != "compute"]
     compute = list(_compute_spans(kernels, marks))
     return [*compute, *_copy_spans(copies)], _memory(events, kernels, device)
 
@@ -196,7 +181,7 @@ def _compute_spans(kernels: list[_Work], marks: _Marks) -> Iterator[Span]:
     for kernel in kernels:
         if begin is not None and previous is not None:
             stalled = kernel.start_s - previous.end_s > STALL_S and kernel.launched_s < previous.end_s
-            if stalled or marks.phase(kernel.launched_s) != marks.phase(begin.launched_s):
+            if stalled or marks.phases.at(kernel.launched_s) != marks.phases.at(begin.launched_s):
                 yield _compute_span(begin, previous, marks)
                 begin = None
             if stalled:
@@ -208,7 +193,7 @@ def _compute_spans(kernels: list[_Work], marks: _Marks) -> Iterator[Span]:
 
 
 def _compute_span(first: _Work, last: _Work, marks: _Marks) -> Span:
-    phase = marks.phase(first.launched_s)
+    phase = marks.phases.at(first.launched_s)
     return Span("compute", _kind(phase), first.start_s, last.end_s, layer=phase.layer)
 
 
@@ -217,7 +202,7 @@ def _kind(phase: Mark) -> Kind:
 
 
 def _stall(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Span:
-    layer = marks.wait(launched_s).layer
+    layer = marks.waits.at(launched_s).layer
     label = "wait" if layer is None else f"wait for {layer}"
     return Span("compute", "stall", start_s, end_s, label, layer)
 
@@ -225,18 +210,9 @@ def _stall(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Sp
 def _copy_spans(copies: list[tuple[_Work, int | None]]) -> Iterator[Span]:
     """Copies of one layer that follow each other closely as one span."""
     for lane, kind in COPY_KINDS.items():
-        open_span: Span | None = None
-        for piece, layer in sorted(copy for copy in copies if copy[0].lane == lane):
-            gap_s = STALL_S if layer is None else MERGE_S
-            if open_span and open_span.layer == layer and piece.start_s - open_span.end_s < gap_s:
-                nbytes = open_span.nbytes + piece.nbytes
-                open_span = Span(lane, kind, open_span.start_s, piece.end_s, layer=layer, nbytes=nbytes)
-                continue
-            if open_span:
-                yield open_span
-            open_span = Span(lane, kind, piece.start_s, piece.end_s, layer=layer, nbytes=piece.nbytes)
-        if open_span:
-            yield open_span
+        here = (copy for copy in sorted(copies) if copy[0].lane == lane)
+        spans = (Span(lane, kind, work.start_s, work.end_s, layer=layer, nbytes=work.nbytes) for work, layer in here)
+        yield from merged(spans, lambda span: STALL_S if span.layer is None else MERGE_S)
 
 
 def _memory(events: list[dict[str, Any]], kernels: list[_Work], device: torch.device) -> list[tuple[float, int]]:
@@ -265,23 +241,19 @@ class _Marks:
     """Marks by time, apart for phases, waits and copies."""
 
     def __init__(self, marks: list[tuple[float, Mark]]) -> None:
-        self.phases = [(time_s, mark) for time_s, mark in marks if mark.what in ("forward", "backward", "other")]
-        self._waits = [(time_s, mark) for time_s, mark in marks if mark.what == "wait"]
-        self._copies = [(time_s, mark) for time_s, mark in marks if mark.what in COPY_KINDS]
-
-    def phase(self, time_s: float) -> Mark:
-        """What was computed at that time."""
-        return _last(self.phases, time_s)
-
-    def wait(self, time_s: float) -> Mark:
-        """Whose copies were waited for last."""
-        return _last(self._waits, time_s)
-
-    def copy(self, time_s: float) -> Mark:
-        """Whose bytes a copy launched at that time belongs to."""
-        return _last(self._copies, time_s)
+        self.phases = _MarksOfOneKind(marks, "forward", "backward", "other")
+        """What was computed."""
+        self.waits = _MarksOfOneKind(marks, "wait")
+        """Whose copies were waited for."""
+        self.copies = _MarksOfOneKind(marks, *COPY_KINDS)
+        """Whose bytes were copied."""
 
 
-def _last(marks: list[tuple[float, Mark]], time_s: float) -> Mark:
-    index = bisect_right(marks, time_s, key=lambda pair: pair[0])
-    return marks[index - 1][1] if index else Mark("other", None)
+class _MarksOfOneKind:
+    def __init__(self, marks: list[tuple[float, Mark]], *kinds: str) -> None:
+        self._marks = [mark for _, mark in marks if mark.what in kinds]
+        self.times_s = [time_s for time_s, mark in marks if mark.what in kinds]
+
+    def at(self, time_s: float) -> Mark:
+        index = bisect_right(self.times_s, time_s)
+        return self._marks[index - 1] if index else Mark("other", None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Lane = Literal["compute", "d2h", "h2d"]
@@ -51,6 +51,20 @@ class Span:
     def duration_s(self) -> float:
         """Seconds from start to end."""
         return self.end_s - self.start_s
+
+
+def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Span]:
+    """Spans of one stream, by start; those of one kind and layer are one where they are no further apart than that."""
+    last: Span | None = None
+    for span in spans:
+        if last and (last.kind, last.layer) == (span.kind, span.layer) and span.start_s - last.end_s <= gap_s(span):
+            last = replace(last, end_s=max(last.end_s, span.end_s), nbytes=last.nbytes + span.nbytes)
+            continue
+        if last:
+            yield last
+        last = span
+    if last:
+        yield last
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:

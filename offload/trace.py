@@ -8,6 +8,7 @@ CPU backend runs, its recorder gets them. At all other times a mark costs one ch
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
@@ -37,15 +38,15 @@ class Mark(NamedTuple):
         return cls(what, int(layer) if layer else None)
 
 
+@dataclass
 class Recorder:
     """What a recording on the CPU backend has seen, in seconds of ``time.perf_counter``."""
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, Mark]] = []
-        self.copies: list[tuple[float, float, Mark, int]] = []
-        """Start, end, what and bytes of each piece of work on a copy stream."""
-        self.waits: list[tuple[float, float]] = []
-        """When the compute stream waited."""
+    marks: list[tuple[float, Mark]] = field(default_factory=list)
+    copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)
+    """Start, end, what and bytes of each piece of work on a copy stream."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """When the compute stream waited."""
 
     @property
     def last_mark(self) -> Mark:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from lab import Lab
 
 from offload import host_pool
@@ -12,6 +13,11 @@ from offload.backend import get_backend, resolve_device
 
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+# A busy machine is no fault of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def _gpus_needed(item: pytest.Item) -> int:

@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("offload.measure.time", clock)
+    monkeypatch.setattr("offload.clock.time", clock)
     return clock
 
 
