@@ -7,6 +7,8 @@ whatever else looks into the same memory is recognised too.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,21 @@ class _Exclusions(dict[int, _Exclusion]):
 
 
 _excluded = _Exclusions()
+
+_KEYS = torch._C.DispatchKey.__members__
+_DENSE: int = torch._C.DispatchKeySet(_KEYS["Dense"]).raw_repr()
+_ORDINARY_KEYS = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key).raw_repr()
+        for name, key in _KEYS.items()
+        if name in ("Conjugate", "Negative", "ADInplaceOrView", "AutogradFunctionality") or name.startswith("Autocast")
+    ),
+    _DENSE | (_DENSE - 1),  # the bits below are those of the devices
+)
+"""The dispatch keys of tensors that are what their storage holds. Quantized and nested tensors are more than that, and
+zero tensors and wrappers such as functional tensors have a storage with a size and no memory. All of them say that they
+are strided, and only their keys tell."""
 
 _Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
 """What autocast does to a parameter."""
@@ -100,7 +117,9 @@ def reason_of_memory(tensor: torch.Tensor, key: int, device: torch.device) -> st
     exclusion = _excluded.get(key)
     if exclusion is not None:
         return exclusion.reason
-    return None if tensor.device == device else "device"
+    if tensor.device != device:
+        return "device"
+    return "layout" if torch._C._dispatch_keys(tensor).raw_repr() & ~_ORDINARY_KEYS else None
 
 
 def held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:

@@ -92,6 +92,10 @@ def test_empty_storages_stay_whatever_the_threshold() -> None:
 
 def test_other_layouts_and_devices_stay() -> None:
     assert why(torch.ones(2, 2).to_sparse()) == "layout"
+    assert why(torch._efficientzerotensor((2, 2))) == "layout"
+    assert why(torch._to_functional_tensor(torch.ones(2))) == "layout"
+    for ordinary in (torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, dtype=torch.cfloat).conj().imag):
+        assert why(ordinary) is None
     assert why(torch.ones(2, device="meta")) == "device"
 
 

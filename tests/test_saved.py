@@ -12,6 +12,7 @@ import torch
 from lab import Lab
 from models import NOTHING, WIDTH, Offloading, Recurrent, build, gradients, leaves_of, loss_of, offloading, save
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -413,6 +414,50 @@ def test_sparse_tensors_stay(lab: Lab, x: torch.Tensor) -> None:
     found, offloaded = round_trip(make, x)
     assert torch.equal(found.to_dense(), make().to_dense())
     assert offloaded.stats.skipped == {"layout": 1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_stay(lab: Lab, x: torch.Tensor) -> None:
+    """Their scale is not in their bytes."""
+
+    def make() -> torch.Tensor:
+        return torch.quantize_per_tensor(normal(8, 12).to(lab.device), 0.1, 3, torch.quint8)
+
+    found, offloaded = round_trip(make, x)
+    assert torch.equal(found.dequantize(), make().dequantize())
+    assert offloaded.stats.skipped == {"layout": 1}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_strided_nested_tensors_stay(lab: Lab) -> None:
+    """They have no size of their own."""
+    parts = [normal(3, 8).to(lab.device).requires_grad_(), normal(5, 8).to(lab.device).requires_grad_()]
+
+    def step(offloaded: Offloading) -> None:
+        y = offloaded.forward([nn.functional.gelu] * 3, torch.nested.as_nested_tensor(parts))
+        torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+
+    offloaded = offloading(1, 3, lab.device)
+    expected = gradients(parts, lambda: step(NOTHING))
+    assert all(map(torch.equal, expected, gradients(parts, lambda: step(offloaded))))
+    assert offloaded.stats.skipped == {"layout": 1}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which PyTorch itself uses for it
+def test_forward_mode_over_offloaded_layers(lab: Lab) -> None:
+    """A Hessian times a vector: autograd saves zero tensors, which have a size and no memory."""
+    layers = [nn.LayerNorm(64, device=lab.device) for _ in range(3)]
+
+    def product(offloaded: Offloading) -> torch.Tensor:
+        x = normal(2, 64).to(lab.device).requires_grad_()
+        with forward_ad.dual_level():
+            y = offloaded.forward(layers, forward_ad.make_dual(x, torch.ones_like(x)) * 1.0)
+            (gradient,) = torch.autograd.grad(y.pow(3).sum(), x)
+            return forward_ad.unpack_dual(gradient).tangent
+
+    offloaded = offloading(1, 3, lab.device)
+    assert torch.equal(product(offloaded), product(NOTHING))
+    assert offloaded.stats.skipped["layout"] > 0
 
 
 @pytest.mark.gpu
