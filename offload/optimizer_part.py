@@ -23,7 +23,9 @@ def check_splittable(optimizer: object) -> None:
     reasons = {
         "steps all at once": isinstance(optimizer, torch.optim.LBFGS),
         "takes sparse gradients": isinstance(optimizer, torch.optim.SparseAdam),
-        "holds another optimizer": any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()),
+        "holds another optimizer (pass that one)": any(
+            isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()
+        ),
     }
     for reason in (reason for reason, found in reasons.items() if found):
         raise TypeError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -584,3 +586,121 @@ def test_a_gradient_that_comes_after_the_step_is_refused(device: torch.device) -
     (loop.loss(0) + penalty.to(device)).backward()
     with pytest.raises(RuntimeError, match="layer 2's weight with its gradient must stay as it was"):
         loop.optimizer.step()
+
+
+# What a loop may do, in any order.
+
+
+def a_backward(loop: Loop, choice: random.Random) -> None:
+    loop.backward(choice.randrange(STEPS))
+
+
+def a_backward_through_some_layers(loop: Loop, choice: random.Random) -> None:
+    loop.layers[choice.randrange(LAYERS) :](loop.inputs[0]).square().mean().backward()
+
+
+def a_backward_without_a_step(loop: Loop, choice: random.Random) -> None:
+    with loop.streamed.no_step():
+        a_backward(loop, choice)
+
+
+def a_backward_that_fails(loop: Loop, choice: random.Random) -> None:
+    def fail(_: Any) -> None:
+        raise ArithmeticError
+
+    first = choice.randrange(1, LAYERS)
+    x = loop.layers[:first](loop.inputs[0])
+    if x.requires_grad:
+        x.register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        loop.layers[first:](x).square().mean().backward()
+
+
+def a_step(loop: Loop, _: random.Random) -> None:
+    loop.optimizer.step()
+
+
+def no_gradients(loop: Loop, choice: random.Random) -> None:
+    loop.optimizer.zero_grad(set_to_none=choice.random() < 0.5)
+
+
+def another_learning_rate(loop: Loop, choice: random.Random) -> None:
+    loop.group["lr"] = choice.choice((0.1, 0.05, 0.2))
+
+
+def clipping(loop: Loop, _: random.Random) -> None:
+    nn.utils.clip_grad_norm_(loop.parameters, 0.01)
+
+
+def halved_data(loop: Loop, _: random.Random) -> None:
+    for parameter in loop.parameters:
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+
+def halved_weights(loop: Loop, _: random.Random) -> None:
+    with torch.no_grad():
+        for parameter in loop.parameters:
+            parameter.mul_(0.5)
+
+
+def loading(loop: Loop, choice: random.Random) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = copy.deepcopy((loop.layers.state_dict(), loop.optimizer.state_dict()))
+    if choice.random() < 0.5:
+        a_step(loop, choice)
+    if choice.random() < 0.7:
+        loop.layers.load_state_dict(saved[0])
+    if choice.random() < 0.7:
+        loop.optimizer.load_state_dict(saved[1])
+
+
+def freezing(loop: Loop, choice: random.Random) -> None:
+    loop.layers[choice.randrange(LAYERS)].requires_grad_(choice.random() < 0.5)
+
+
+def an_evaluation(loop: Loop, _: random.Random) -> None:
+    evaluation(loop)
+
+
+ROUND = [a_backward_without_a_step, a_backward, a_step, no_gradients]
+DISTURBANCES = [
+    *(a_backward, a_backward_through_some_layers, a_backward_without_a_step, a_backward_that_fails, a_step),
+    *(no_gradients, another_learning_rate, clipping, halved_data, halved_weights, loading, freezing, an_evaluation),
+]
+
+
+def random_loop(choice: random.Random) -> list[Callable[[Loop, random.Random], None]]:
+    """Three rounds of an ordinary loop, and two things more anywhere."""
+    actions = 3 * ROUND
+    for _ in range(2):
+        actions.insert(choice.randrange(len(actions)), choice.choice(DISTURBANCES))
+    return actions
+
+
+@pytest.mark.parametrize("make", [sgd, adam, fused, Counting])
+def test_any_loop_is_the_same_or_refused(make: Make, device: torch.device) -> None:
+    ended = 0
+    for seed in range(20):
+        actions = random_loop(random.Random(seed))
+        refused = None
+        values = []
+        for in_backward in (False, True):
+            loop = Loop(device, make, in_backward=in_backward)
+            choice = random.Random(seed)
+            for action in actions:
+                try:
+                    action(loop, choice)
+                except RuntimeError as error:
+                    refused = str(error)
+                    assert in_backward, (seed, refused)
+                    assert FORWARD in refused or "must stay as it was" in refused, (seed, refused)
+                    break
+            values.append(loop.values)
+        last = [action for action in actions if action is a_step or "backward" in action.__name__][-1:]
+        if refused is None and last == [a_step]:  # else the weights are those after a step in backward
+            ended += 1
+            names = [action.__name__ for action in actions]
+            assert all(map(torch.equal, *values)), f"seed {seed}: {names}"
+    assert 3 < ended < 18  # something is refused in the others
