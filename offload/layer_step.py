@@ -7,36 +7,18 @@ left, and refuses whatever has changed in between, which a step after backward w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from offload.caller import warn_caller
-from offload.optimizer_part import changed_hyperparameters, check_splittable, hyperparameters, keep_counts, part_of
+from offload.optimizer_part import check_splittable, keep_counts, part_of
+from offload.step_record import StepRecord
 from offload.weight_layer import WeightLayer
 from offload.weight_parameter import HostParameter
 from offload.weight_stats import WeightCounters
-
-
-class _Seen(NamedTuple):
-    """Tells whether a tensor is still what it was.
-
-    Its version does not grow where ``.data`` is changed, nor where a ``GradScaler`` unscales. So some of the values,
-    evenly spread, are compared by their bits as well.
-    """
-
-    address: int
-    version: int
-    values: bytes
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor | None) -> _Seen | None:
-        if tensor is None:
-            return None
-        some = tensor.detach().reshape(-1)[:: tensor.numel() // 64 + 1].contiguous()
-        return cls(tensor.data_ptr(), tensor._version, bytes(some.view(torch.uint8).tolist()))
 
 
 class LayerSteps:
@@ -63,9 +45,7 @@ class LayerSteps:
         self._counters = counters
         self._arriving: set[HostParameter] = set()
         self._announced: set[HostParameter] = set()
-        self._stepped: dict[HostParameter, tuple[_Seen | None, ...]] = {}
-        self._used: list[dict[str, Any]] = []
-        self._state: object = None
+        self._record = StepRecord(optimizer)
         self._due = False
         """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
         self.enabled = True
@@ -106,7 +86,7 @@ class LayerSteps:
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
         if not self._due and not self._announced:
-            self._stepped.clear()  # of a step that failed: until here it could be made again
+            self._record.stepped.clear()  # of a step that failed: until here it could be made again
         self._arriving |= {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
 
     def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
@@ -136,7 +116,7 @@ class LayerSteps:
             return
         if not self._due:
             self._begin()
-        groups = [{**used, "params": mine} for used, mine in zip(self._used, params, strict=False) if mine]
+        groups = [{**used, "params": mine} for used, mine in zip(self._record.groups, params, strict=False) if mine]
         part = part_of(self._optimizer, groups)
         step: Any = type(part).step
         try:
@@ -145,7 +125,8 @@ class LayerSteps:
             names = ", ".join(sorted(host.name for host in hosts))
             error.add_note(f"In the step in backward of {names}. optimizer.step() makes it again, and no other twice.")
             raise
-        self._stepped |= {complete[item]: _seen(item) for group in groups for item in group["params"]}
+        for parameter in [item for group in groups for item in group["params"]]:
+            self._record.add(parameter, complete[parameter].name)
         self._counters.early_steps += 1
 
     def end_backward(self) -> None:
@@ -157,14 +138,13 @@ class LayerSteps:
         """Leave the optimizer to itself, with the gradients that it may still step."""
         for hook in (self._begin_hook, *self._hooks):
             hook.remove()
-        for host in self._stepped:
-            host.parameter.grad = None
+        for parameter in self._record.stepped:
+            parameter.grad = None
 
     def _begin(self) -> None:
         """The first layer is stepped; the others' steps use the same hyperparameters."""
         self._due = True
-        self._state = self._optimizer.state
-        self._used = [hyperparameters(group) for group in self._optimizer.param_groups]
+        self._record = StepRecord(self._optimizer)
         # The last of the hooks, which sees what the others change.
         self._begin_hook.remove()
         self._begin_hook = self._optimizer.register_step_pre_hook(self._begin_rest)
@@ -176,10 +156,10 @@ class LayerSteps:
                 "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
             )
         self._due = False
-        stepped = {host.parameter for host in self._stepped}
+        stepped = self._record.stepped
         if not stepped:
             return None
-        changed = next(self._changes(), None)
+        changed = next(self._record.changes(), None)
         if changed is not None:
             raise RuntimeError(
                 f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
@@ -192,23 +172,8 @@ class LayerSteps:
         rest = [{**group, "params": [p for p in group["params"] if p not in stepped]} for group in whole.param_groups]
         return (part_of(whole, rest), *args[1:]), kwargs
 
-    def _changes(self) -> Iterator[str]:
-        """What a step after backward would use, and those in backward have not."""
-        if self._optimizer.state is not self._state:
-            yield "the optimizer's state"
-        if getattr(self._optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
-            yield "the gradients' scale"
-        yield from changed_hyperparameters(self._used, self._optimizer)
-        for host, left in self._stepped.items():
-            if _seen(host.parameter) != left:
-                yield f"{host.name} with its gradient"
-
     def _end_rest(self, optimizer: torch.optim.Optimizer, args: Any, _: object) -> None:
         """Keep what the step has counted in its groups and attributes, which those in backward have not."""
         if args[0] is not optimizer:
             keep_counts(args[0], optimizer)
-        self._stepped.clear()
-
-
-def _seen(parameter: torch.Tensor) -> tuple[_Seen | None, ...]:
-    return _Seen.of(parameter), _Seen.of(parameter.grad)
+        self._record.stepped.clear()

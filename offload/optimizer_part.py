@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,25 +55,5 @@ def keep_counts(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -
     vars(optimizer).update({name: value for name, value in vars(part).items() if name not in _own([])})
 
 
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group holds beside its parameters; tensors are copied, which schedulers change in place."""
-    values = group.items()
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values if k != "params"}
-
-
-def changed_hyperparameters(used: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Names of those that are no longer as they were ``used``; groups that were added since have not been."""
-    for number, (before, group) in enumerate(zip(used, optimizer.param_groups, strict=False)):
-        for name, value in hyperparameters(group).items():
-            if name not in before or not _equal(before[name], value):
-                yield f"{name} of param_groups[{number}]"
-
-
 def _own(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {"param_groups": groups, "_optimizer_step_pre_hooks": _NO_HOOKS, "_optimizer_step_post_hooks": _NO_HOOKS}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one is other or bool(one == other)
