@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch._C._autograd import _get_sequence_nr
+from torch._C._functorch import TransformType
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from offload import trace
 from offload.activation_set import ActivationSet
@@ -31,15 +35,12 @@ from offload.transfers import Transfers
 
 Output = TypeVar("Output")
 
+_WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
+
 DEFAULT_MIN_BYTES = 1 << 22
 
 _open_sets: list[ActivationSet] = []
 """The activation sets of the layers whose forward runs now, innermost last."""
-
-
-class _Entry(NamedTuple):
-    opened: ActivationSet
-    hooks: AbstractContextManager[Any] | None
 
 
 class _Closed(NamedTuple):
@@ -86,8 +87,10 @@ class OffloadContext(ContextDecorator):
             backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters(), host or HostMemory()
         )
         self._round = self._new_round()
-        self._entered: list[_Entry | None] = []
-        self._open: ActivationSet | None = None
+        self._first_node = 0
+        """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
+        self._entered: list[ActivationSet | None] = []
+        """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
         self._ever_entered = False
@@ -98,13 +101,22 @@ class OffloadContext(ContextDecorator):
         """Whether the context did nothing when it was entered last."""
 
     def __enter__(self) -> Self:
-        self.enter()
-        return self
+        depth = len(self._entered)
+        try:
+            self.enter()
+            return self
+        except BaseException:
+            self._leave(depth)  # nobody else will: an interrupt can come between here and the first line of the block
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.exit(failed=kind is not None)
+        try:
+            self.exit(failed=kind is not None)
+        except BaseException:
+            self.abort()
+            raise
 
     @interpreted
     def enter(self, layer: int | None = None) -> None:
@@ -115,55 +127,69 @@ class OffloadContext(ContextDecorator):
 
         Raises:
             OffloadStateError: The context is already inside a layer's forward.
+            RuntimeError: PyTorch allows no hooks on saved tensors here. The context is as it was before.
         """
-        self._ever_entered = True
-        self._closed = None
-        self.skipped = not torch.is_grad_enabled() or _in_backward()
-        if self.skipped:
+        self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
+        if self.has_nothing_to_do():
             self._entered.append(None)
+            self._ever_entered = self.skipped = True
             return
         if self._open is not None:
             raise OffloadStateError(
                 f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
-                "or use one context per level of nesting."
+                "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
+                "reset()."
             )
-        self._open = self._begin_layer(layer)
-        hooks = None
-        if not (self._round.passes_by(self._open.layer) or _in_checkpoint()):
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._open.pack, unpack)
-            hooks.__enter__()
-        self._entered.append(_Entry(self._open, hooks))
-        _open_sets.append(self._open)
+        number = self._next_layer(layer)
+        takes_all = not (self._round.passes_by(number) or _in_checkpoint())
+        if takes_all:
+            _check_hooks_are_allowed(number)
+        try:
+            opened = self._begin_layer(number)
+        except BaseException:
+            self._give_up_round()
+            raise
+        # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
+        self._entered.append(opened)
+        self._ever_entered = True
+        self.skipped = False
+        _open_sets.append(opened)
+        if takes_all:
+            torch._C._autograd._push_saved_tensors_default_hooks(opened.pack, unpack)
 
     @interpreted
     def exit(self, *, failed: bool = False) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
-        entry = self._entered.pop() if self._entered else None
-        if entry is None:
+        opened = self._entered[-1] if self._entered else None
+        if opened is None:
+            del self._entered[-1:]
             return
-        if entry.hooks is not None:
-            entry.hooks.__exit__(None, None, None)
-        trace.point("other")
-        self._open = None
-        _open_sets.remove(entry.opened)
-        alive = entry.opened.alive if self._round.passes_by(entry.opened.layer) else None
         try:
-            entry.opened.close()
+            _pop_hooks(opened)
+            if opened in _open_sets:
+                _open_sets.remove(opened)
+            self._entered.pop()
+            trace.point("other")
+            alive = opened.alive if self._round.passes_by(opened.layer) else None
+            opened.close()
+            if not failed:
+                self._closed = _Closed(self._round, opened, alive)
+                if opened.layer == self.model_layers - 1:
+                    self._transfers.join()
+                    self._warn_if_nothing_moved()
         except BaseException:
             self._give_up_round()
             raise
         if failed:
             self._give_up_round()
-            return
-        self._closed = _Closed(self._round, entry.opened, alive)
-        if entry.opened.layer == self.model_layers - 1:
-            self._transfers.join()
-            self._warn_if_nothing_moved()
 
     def abort(self) -> None:
         """Leave a forward that was cut off without leaving the context, if there is one."""
-        while self._open is not None:
-            self.exit(failed=True)
+        self._leave(0)
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
+        return not torch.is_grad_enabled() or _in_backward() or _is_traced() or _is_transformed()
 
     @interpreted
     def sync(self, output: Output) -> Output:
@@ -191,7 +217,12 @@ class OffloadContext(ContextDecorator):
             )
         if self._closed is not None:
             opened = self._closed.opened
-            nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            # A tensor that a layer only passes on may live on from round to round, and would collect a hook in each.
+            nodes = {
+                tensor.grad_fn
+                for tensor in tensors_in(output)
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first_node
+            }
             for node in nodes:
                 node.register_prehook(self._closed.begin_backward)
                 opened.in_graph |= self._closed.alive is not None
@@ -213,9 +244,12 @@ class OffloadContext(ContextDecorator):
         return [found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone]
 
     def reset(self) -> None:
-        """Give up the current round: the next layer is layer 0. Graphs that exist stay valid."""
-        self._round = self._new_round()
-        self._closed = None
+        """Give up the current round: the next layer is layer 0. Graphs that exist stay valid.
+
+        Called inside of a layer's forward, this leaves it.
+        """
+        self.abort()
+        self._begin_round()
 
     @property
     def inside(self) -> bool:
@@ -226,21 +260,40 @@ class OffloadContext(ContextDecorator):
         what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
         return f"OffloadContext({what}, device={str(self._transfers.backend.device)!r})"
 
-    def _begin_layer(self, layer: int | None) -> ActivationSet:
+    @property
+    def _open(self) -> ActivationSet | None:
+        """The set of the layer whose forward runs now."""
+        return next((opened for opened in self._entered if opened is not None), None)
+
+    def _leave(self, depth: int) -> None:
+        """Leave as failed what was entered inside of the outermost ``depth`` levels."""
+        while len(self._entered) > depth:
+            self.exit(failed=True)
+
+    def _next_layer(self, layer: int | None) -> int:
+        """The number of the layer that begins now, in a new round if the current one is over."""
         last = self._round.last_layer
         number = last + 1 if layer is None else layer
         if number >= self.model_layers or number <= last or self._round.abandoned:
             self._round = self._new_round()
             number = 0 if layer is None else layer
+        return number
+
+    def _begin_layer(self, number: int) -> ActivationSet:
         if not self._round.sets:
             self.microbatch += 1
+            self._first_node = _get_sequence_nr()
         opened = self._round.begin_forward(number)
         self._sets[self.microbatch, number] = opened
         return opened
 
     def _give_up_round(self) -> None:
         self._transfers.join()
-        self.reset()
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._round = self._new_round()
+        self._closed = None
 
     def _new_round(self) -> Round:
         return Round(self.schedule, self._transfers, self._min_bytes)
@@ -298,6 +351,45 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None or is_fx_symbolic_tracing()
+
+
+def _is_transformed() -> bool:
+    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
+
+    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
+    """
+    transforms = torch._C._functorch.get_interpreter_stack()
+    if not transforms:
+        return False
+    kinds = {transform.key() for transform in transforms}
+    return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
+
+
+def _check_hooks_are_allowed(layer: int) -> None:
+    reason = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if reason is not None:
+        raise RuntimeError(
+            f"layer {layer} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: "
+            f"{reason} Take the derivative by torch.autograd, or run the layer without offloading: outside of the "
+            "context, or after handle.remove()."
+        )
+
+
+def _pop_hooks(opened: ActivationSet) -> None:
+    """Take off the hooks that hand tensors to the set, if they are there, also from below others that were left."""
+    above = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) and hooks[0] != opened.pack:
+        above.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if hooks:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for left in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*left)
 
 
 def _in_checkpoint() -> bool:

@@ -8,14 +8,24 @@ from typing import Any
 from torch import nn
 
 
-class LayerHook:
+class _Hook:
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script`` asks each hook for; an ``AttributeError``, so that others do without."""
+        raise AttributeError(
+            "torch.jit.script must be called on layers without hooks of offload, which it cannot compile; call "
+            "remove() on the handle of the layers, or of those that they are a copy of, first."
+        )
+
+
+class LayerHook(_Hook):
     """A module hook that copies and pickles as one that does nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Inert, ())
 
 
-class _Inert:
+class _Inert(_Hook):
     """What a layer hook becomes in a copy of its module."""
 
     def __call__(self, *args: Any) -> None:

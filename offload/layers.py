@@ -152,7 +152,8 @@ class _Boundary:
         if self.around_checkpoint:
             return
         self.handled_error = sys.exception()
-        self.context.abort()
+        if not self.context.has_nothing_to_do():
+            self.context.abort()
         self.context.enter(self.layer)
 
     def end(self, output: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,26 @@ def test_sync_twice_and_late(lab: Lab) -> None:
     offloaded.sync = lambda output: sync(sync(output))
     assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
     assert offloaded.stats.late_reloads == 0
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_tensor_that_lives_on_holds_no_rounds(used: bool, lab: Lab) -> None:
+    """Layers pass a tensor on that was computed once, and whose graph is kept."""
+    offloaded = offloading(2, 4, lab.device)
+    w = torch.ones(8, device=lab.device, requires_grad=True)
+    memory = w * 2
+    rounds = []
+    for _ in range(5):
+        y = torch.ones(8, device=lab.device, requires_grad=True)
+        x = y
+        for _ in range(4):
+            x, memory = offloaded.layer(lambda x, memory: (x.exp() * memory, memory), x, memory)
+        torch.autograd.grad(x.sum(), w if used else y, retain_graph=used)
+        rounds.append(weakref.ref(offloaded.context._round))
+    assert offloaded.stats.reloaded_bytes > 0
+    assert offloaded.stats.late_reloads == 0
+    del x
+    assert [held() is not None for held in rounds] == [False] * 4 + [True]
 
 
 def test_as_a_decorator(lab: Lab) -> None:

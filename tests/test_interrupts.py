@@ -1,0 +1,79 @@
+"""An interrupt at any line of the entry points: the next step is right, is offloaded, and nothing stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, assert_same, build, offloading, step_gradients
+from torch import nn
+
+import offload
+from offload import compiler, context, layers
+
+
+class InterruptAt:
+    """Raises ``KeyboardInterrupt`` before the n-th line that is run of some modules, as Ctrl-C may."""
+
+    def __init__(self, line: int, *modules: Any) -> None:
+        self.left = line
+        self._files = {module.__file__ for module in modules}
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename in self._files else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("kind", ["context", "hooks"])
+def test_every_line(kind: str, lab: Lab) -> None:
+    modules, x = build(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), 3, lab.device
+    )
+    expected = step_gradients(modules, x)
+    offloaded = offloading(1, 3, lab.device)
+    if kind == "hooks":
+        handle = offload.offload_layers(modules, 1, min_bytes=0)
+        step = lambda: step_gradients(modules, x)  # noqa: E731  two ways to do the same
+        stats = handle.stats
+    else:
+        step = lambda: step_gradients(modules, x, offloaded)  # noqa: E731  as above
+        stats = offloaded.context.stats
+    left_open = 0
+    for line in range(1, 10_000):
+        with InterruptAt(line, compiler, context, layers) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            step()
+        if interrupt.left > 0:
+            break
+        if kind == "context" and offloaded.context.inside:
+            # Python runs a line of __exit__ before anything can be caught there; the next entry says what to do.
+            with pytest.raises(offload.OffloadStateError, match=r"After an interrupt .* call reset\(\)"):
+                step()
+            offloaded.context.reset()
+            left_open += 1
+        for _ in range(2):
+            before = stats()
+            assert_same(expected, step())
+            assert stats().offloaded_bytes > before.offloaded_bytes, f"after an interrupt at line {line}"
+        assert stats().late_reloads == before.late_reloads
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert not context._open_sets
+    assert line > 150
+    assert left_open <= len(modules)

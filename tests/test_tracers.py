@@ -1,0 +1,245 @@
+"""Tracers and transforms over layers that are offloaded: each works, or says what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import NOTHING, assert_same, gradients, leaves_of, loss_of, offloading
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from offload import offload_layers
+from offload.stats import OffloadStats
+
+# PyTorch's own forward-mode formulas are scripted when they are first needed.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+
+LAYERS = 4
+
+
+class Model(nn.Module):
+    """Layers, with a context around each if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
+        self.offloading: Any = NOTHING
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.offloading.forward(self.layers, x)
+
+
+class Case:
+    """A model whose layers are offloaded, the same one without, and an input."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.plain = Model().to(device)
+        self.model = Model().to(device)
+        self.kind = kind
+        self.x = torch.linspace(-1, 1, 24, device=device).view(3, 8)
+        if kind == "hooks":
+            self.handle = offload_layers(self.model.layers, 2, min_bytes=0)
+        else:
+            self.model.offloading = offloading(2, LAYERS, device)
+
+    @property
+    def stats(self) -> OffloadStats:
+        return self.handle.stats() if self.kind == "hooks" else self.model.offloading.stats
+
+    def assert_unharmed(self) -> None:
+        """An ordinary step is right, and is offloaded."""
+        before = self.stats
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_same(step(self.plain, self.x), step(self.model, self.x))
+        assert self.stats.offloaded_bytes > before.offloaded_bytes
+        assert self.stats.late_reloads == before.late_reloads
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return gradients(leaves_of(model), lambda: loss_of(model(x)).backward())
+
+
+@pytest.fixture(params=["context", "hooks"])
+def case(request: pytest.FixtureRequest, device: torch.device, lab: Lab) -> Case:
+    lab.adverse()
+    return Case(request.param, device)
+
+
+# Recorded: the graph is that of the layers without offloading
+
+
+def by_jit_trace(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.jit.trace(model, x)
+
+
+def by_make_fx(model: nn.Module, x: torch.Tensor) -> Any:
+    return make_fx(model)(x)
+
+
+def by_make_fx_above_autograd(model: nn.Module, x: torch.Tensor) -> Any:
+    return make_fx(model, pre_dispatch=True)(x)
+
+
+def by_fx(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.fx.symbolic_trace(model)
+
+
+def by_export(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.export.export(model, (x,), strict=False).module()
+
+
+def operations(graph: Any) -> Counter[str]:
+    """How often each operation occurs."""
+    if isinstance(graph, torch.jit.ScriptModule):
+        return Counter(node.kind() for node in graph.inlined_graph.nodes())
+    return Counter(f"{node.op} {node.target}" for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("record", [by_jit_trace, by_make_fx, by_make_fx_above_autograd, by_fx, by_export])
+def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor], Any], case: Case) -> None:
+    expected, found = record(case.plain, case.x), record(case.model, case.x)
+    assert operations(found) == operations(expected)
+    assert torch.equal(found(case.x), case.plain(case.x))
+    assert case.stats.offloaded_bytes == 0
+    case.assert_unharmed()
+
+
+def test_step_recorded_without_offloading(case: Case) -> None:
+    """Forward and backward in one graph."""
+
+    def recorded(model: nn.Module) -> Any:
+        def whole_step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+
+        return make_fx(whole_step)(case.x)
+
+    expected, found = recorded(case.plain), recorded(case.model)
+    assert operations(found) == operations(expected)
+    assert_same(expected(case.x), found(case.x))
+    assert case.stats.offloaded_bytes == 0
+    case.assert_unharmed()
+
+
+# Refused
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["fullgraph", "strict export"])
+def test_one_graph_cannot_hold_the_copies(strict: bool, case: Case) -> None:
+    remedy = {
+        "hooks": r"compile without fullgraph=True, or compile each\s+layer by itself.*handle.remove\(\)",
+        "context": "how to enter a `OffloadContext` context manager",
+    }
+    model, x = case.model, case.x
+    if strict:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=remedy[case.kind]):
+            torch.export.export(model, (x,), strict=True)
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=remedy[case.kind]):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    case.assert_unharmed()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a copy"])
+def test_scripting_layers_with_hooks_says_what_to_do(copied: bool, device: torch.device) -> None:
+    case = Case("hooks", device)
+    model = copy.deepcopy(case.model.layers[0]) if copied else case.model.layers[0]
+    with pytest.raises(AttributeError, match=r"torch.jit.script must be called on layers without.*call remove\(\) on"):
+        torch.jit.script(model)
+    case.assert_unharmed()
+    case.handle.remove()
+    layer = case.model.layers[0]
+    assert torch.equal(torch.jit.script(layer)(case.x), layer(case.x))
+
+
+def test_scripting_a_context_names_it(device: torch.device) -> None:
+    class Layer(nn.Module):
+        def __init__(self, context: Any) -> None:
+            super().__init__()
+            self.context = context
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with self.context:
+                return x.exp()
+
+    with pytest.raises(RuntimeError, match="OffloadContext"):
+        torch.jit.script(Layer(offloading(1, 3, device).context))
+
+
+def transform_of(name: str) -> Callable[[Model, torch.Tensor], object]:
+    def run(model: Model, x: torch.Tensor) -> object:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().sum()
+
+        if name == "vjp":
+            return torch.func.vjp(loss, x)
+        if name == "per sample":
+            return torch.vmap(torch.func.grad(loss))(x)
+        if name == "disabled":
+            with torch.autograd.graph.disable_saved_tensors_hooks("not in this block, says the program."):
+                return loss(x)
+        return getattr(torch.func, name)(loss)(x)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["grad", "vjp", "jacrev", "hessian", "per sample", "disabled"])
+def test_without_hooks_on_saved_tensors(name: str, case: Case) -> None:
+    """The error says what to do, and the context is as if it had not been entered."""
+    message = (
+        "layer 0 must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: .*"
+        r"Take the derivative by torch.autograd, or run the layer without offloading: .* handle.remove\(\)"
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            transform_of(name)(case.model, case.x)
+        case.assert_unharmed()
+
+
+def test_without_hooks_in_the_midst_of_a_round(device: torch.device) -> None:
+    """The layer can be run without the context, and the round goes on."""
+    case = Case("context", device)
+    context, x = case.model.offloading.context, case.x
+    y = case.model.offloading.layer(case.model.layers[0], x)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here."),
+        pytest.raises(RuntimeError, match="layer 1 must run"),
+        context,
+    ):
+        raise AssertionError("the block must not be run")
+    with context:
+        assert context._open.layer == 1
+        y = case.model.layers[1](y)
+    assert context.microbatch == 0
+
+
+# Run in modes of their own
+
+
+def jvp(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.func.jvp(model, (x,), (torch.ones_like(x),)))
+
+
+def jacfwd(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.func.jacfwd(model)(x)]
+
+
+def functionalized(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(torch.func.functionalize(model)(x).sum(), list(model.parameters())))
+
+
+def vectorized(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(torch.vmap(model)(x).sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("run", [jvp, jacfwd, functionalized, vectorized])
+def test_transforms(run: Callable[[Model, torch.Tensor], list[torch.Tensor]], case: Case) -> None:
+    expected, found = run(case.plain, case.x), run(case.model, case.x)
+    assert_same([tensor.detach() for tensor in expected], [tensor.detach() for tensor in found])
+    case.assert_unharmed()
