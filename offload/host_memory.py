@@ -14,7 +14,7 @@ from offload.backend import get_backend
 from offload.caller import warn_caller
 from offload.host_pool import HostBuffer, HostPool, get_host_pool
 from offload.host_ranges import Range
-from offload.pinned import HostMemoryError, pageable
+from offload.pinned import HostMemoryError, check_room, pageable
 from offload.units import parse_bytes
 
 WhenFull = Literal["keep", "pageable", "raise"]
@@ -83,9 +83,12 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
             is none.
 
     Raises:
-        HostMemoryError: The system refused; what was pinned before stays usable.
+        HostMemoryError: The system has not that much left, or refused; what was pinned before stays usable.
     """
-    get_host_pool(get_backend(device)).reserve(parse_bytes(nbytes, "nbytes"))
+    pool = get_host_pool(get_backend(device))
+    total = parse_bytes(nbytes, "nbytes")
+    check_room(total - pool.pinned_bytes)  # the pool takes it in parts
+    pool.reserve(total)
 
 
 def empty_host_cache(device: torch.device | str | int | None = None) -> int:

@@ -27,6 +27,9 @@ TOUCH_BYTES = 64 << 20
 """What one thread touches at a time; smaller mappings are not worth a second thread."""
 TOUCH_THREADS = 8
 
+SPARE = 1 / 32
+"""What many mappings, some of them made at once, leave of the memory that each by itself finds."""
+
 # Advice of Linux that Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
@@ -57,6 +60,24 @@ class _Mapping(mmap.mmap):
             return
         with contextlib.suppress(cuda_driver.CudaDriverError):
             self._unregister()
+
+
+def check_room(nbytes: int, *, spare: float = SPARE) -> None:
+    """Raise if the system has not that much host memory left; nothing has been taken then.
+
+    Args:
+        nbytes: How much is needed.
+        spare: The part of what is left that it should keep.
+
+    Raises:
+        HostMemoryError: It has less.
+    """
+    available = available_bytes()
+    if available is not None and nbytes > available * (1 - spare):
+        raise HostMemoryError(
+            f"{format_bytes(nbytes)} of host memory are missing, but the system has {format_bytes(available)} left; "
+            "free host memory, or offload fewer layers."
+        )
 
 
 def pageable(nbytes: int) -> torch.Tensor:
@@ -107,12 +128,7 @@ def forget_on_fork(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _map(nbytes: int) -> _Mapping:
-    available = available_bytes()
-    if available is not None and nbytes > available:
-        raise HostMemoryError(
-            f"{format_bytes(nbytes)} of host memory are missing, but the system has {format_bytes(available)} left; "
-            "free host memory, or offload fewer layers."
-        )
+    check_room(nbytes, spare=0.0)
     try:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from offload.backend import Backend
 from offload.exclusions import exclude
@@ -93,13 +94,20 @@ class WeightLayer:
         """Raise if the modules no longer hold the parameters that are streamed.
 
         Raises:
-            RuntimeError: A parameter was replaced, or its data was.
+            RuntimeError: A parameter was replaced, or its data was, or DistributedDataParallel has it.
         """
+        wrapper = DistributedDataParallel._active_ddp_module
+        wrapped = set() if wrapper is None else set(wrapper._module_parameters)
+        if any(host.parameter in wrapped for host in self.parameters):
+            raise RuntimeError(
+                f"{self} must not be a part of what DistributedDataParallel wraps, which reduces gradients before they "
+                "have arrived; wrap the rest of the model, and all-reduce p.grad of the streamed layers after backward."
+            )
         for host, places in zip(self.parameters, self._places, strict=True):
             if any(container[key] is not host.parameter for container, key in places):
                 raise RuntimeError(
-                    f"{host.name} was replaced by another parameter (by load_state_dict(assign=True) for example); "
-                    "call remove() on the handle and stream the layers again."
+                    f"{host.name} was replaced by another parameter (by load_state_dict(assign=True) or "
+                    "fully_shard for example); call remove() on the handle and stream the layers again."
                 )
             host.check()
 
@@ -182,6 +190,22 @@ def check_parameters(modules: list[nn.Module]) -> None:
         raise ValueError(f"layers must hold parameters, got {len(modules)} modules without any")
 
 
+def missing_bytes(modules: list[nn.Module]) -> int:
+    """Host memory that must be free before the parameters of these layers move there.
+
+    What is in the host's memory already makes room for itself, one layer at a time.
+    """
+    known: set[nn.Parameter] = set()
+    coming = largest = 0
+    for module in modules:
+        new = [parameter for parameter in module.parameters() if parameter not in known]
+        known.update(new)
+        sizes = [aligned(parameter.numel() * parameter.element_size()) for parameter in new]
+        largest = max(largest, sum(sizes))
+        coming += sum(size for parameter, size in zip(new, sizes, strict=True) if parameter.device.type != "cpu")
+    return coming + largest
+
+
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]:
     places: list[tuple[Any, Any]] = []
     for inner in module.modules():
@@ -216,7 +240,13 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"{name} must have a shape, got a lazy parameter; run one forward before streaming.")
     if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
         kind = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
-        raise TypeError(f"{name} must be a plain nn.Parameter, got a {kind}; stream the layers before wrapping.")
+        instead = "leave its layer out"
+        if kind == "DTensor":
+            instead = (
+                "fully_shard keeps sharded weights on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
+                "stream the layers of a model that is not wrapped, and all-reduce p.grad after backward"
+            )
+        raise TypeError(f"{name} must be a plain nn.Parameter, got a {kind}; {instead}.")
     if parameter.is_meta:
         raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
     if parameter.layout is not torch.strided:

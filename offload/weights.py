@@ -24,8 +24,9 @@ from offload.gradients import GradientWriter
 from offload.layer_hooks import LayerHook, check_layers, hooks_on
 from offload.layer_step import LayerSteps
 from offload.optimizer_part import is_part
+from offload.pinned import check_room
 from offload.units import format_bytes
-from offload.weight_layer import WeightLayer, aligned, check_parameters
+from offload.weight_layer import WeightLayer, aligned, check_parameters, missing_bytes
 from offload.weight_parameter import HostParameter
 from offload.weight_slots import WeightSlots
 from offload.weight_stats import WeightCounters, WeightStats
@@ -202,7 +203,8 @@ def stream_weights(
         TypeError: ``layers`` does not hold modules, or a parameter is of a kind that cannot be streamed.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
             parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
-        HostMemoryError: The system refused to page-lock so much host memory.
+        HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
+            page-lock it.
     """
     modules = check_layers(layers, _WeightHook, "streamed", "is still listed once")
     check_parameters(modules)
@@ -212,6 +214,7 @@ def stream_weights(
             raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    check_room(missing_bytes(modules))
     backend = get_backend(device)
     counters = WeightCounters()
     known: dict[nn.Parameter, HostParameter] = {}

@@ -12,7 +12,7 @@ from lab import Lab
 from torch import nn
 
 import offload
-from offload import host_memory
+from offload import host_memory, host_pool, pinned
 from offload.backend import get_backend
 from offload.host_pool import get_host_pool
 
@@ -177,6 +177,16 @@ def test_reserving_leaves_nothing_to_pin_in_the_first_step(
     with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, device="cpu") as handle:
         gradients(layers)
     assert handle.stats().offloaded_bytes > 0
+
+
+def test_more_than_the_system_has_left_is_not_reserved_in_part(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 2 << 20)  # more than each part, less than all
+    monkeypatch.setattr(host_pool, "RESERVE_BYTES", 1 << 20)
+    offload.reserve_host_memory("1MiB", lab.device)
+    before = lab.pool.pinned_bytes
+    with pytest.raises(offload.HostMemoryError, match=r"8.00 MiB of host memory are missing, .* has 2.00 MiB left"):
+        offload.reserve_host_memory("9MiB", lab.device)
+    assert lab.pool.pinned_bytes == before
 
 
 def test_the_cache_is_given_back_but_for_what_is_in_use(layers: nn.ModuleList) -> None:

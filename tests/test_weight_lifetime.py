@@ -8,18 +8,22 @@ import io
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lab import Lab
 from models import WIDTH, GptBlock, build, loss_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from offload import record_timeline, stream_weights
+from offload import HostMemoryError, pinned, record_timeline, stream_weights
 from offload.backend import get_backend
+from offload.weight_layer import aligned, missing_bytes
 
 LAYERS = 4
 
@@ -500,6 +504,64 @@ def test_no_other_device() -> None:
     layer = nn.Linear(3, 3)
     stream_weights([layer], None).remove()
     assert get_backend(None)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_layers() -> None:
+    layers, _ = build("gpt", 2, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(layers[1], mesh=mesh)
+    with pytest.raises(TypeError, match=r"layer 1's .* got a DTensor; .*offload_policy=CPUOffloadPolicy\(\); or"):
+        stream_weights(layers, "cpu")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_layers_of_a_distributed_model(wrapped_first: bool) -> None:
+    layers, x = build("gpt", 2, torch.device("cpu"))
+    model = nn.Sequential(*layers)
+    wrapped = nn.parallel.DistributedDataParallel(model) if wrapped_first else None
+    with stream_weights(layers, "cpu"):
+        wrapped = wrapped or nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match=r"layer 0 .* must not be a part of what DistributedDataParallel wraps"):
+            wrapped(x)
+        model(x).sum().backward()
+    assert stream_weights(layers, "cpu").remove() is None
+
+
+def test_too_little_host_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("gpt", LAYERS, torch.device("cpu"))
+    expected = gradients(layers, x)
+    addresses = [parameter.data_ptr() for parameter in layers.parameters()]
+    one_layer = sum(aligned(parameter.numel() * 4) for parameter in layers[0].parameters())
+    monkeypatch.setattr(pinned, "available_bytes", lambda: one_layer)
+    with pytest.raises(HostMemoryError, match=r"of host memory are missing, but the system has .* left"):
+        stream_weights(layers, "cpu")
+    assert addresses == [parameter.data_ptr() for parameter in layers.parameters()]
+    # The parameters make room for themselves, as long as the first ones fit.
+    monkeypatch.setattr(pinned, "available_bytes", lambda: int(one_layer * 1.1))
+    with stream_weights(layers, "cpu"):
+        monkeypatch.undo()
+        assert_as_before(layers, x, expected)
+
+
+def test_host_memory_for_parameters_that_are_on_the_device(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, device)
+    one_layer = sum(aligned(parameter.numel() * 4) for parameter in layers[0].parameters())
+    assert missing_bytes(list(layers)) == one_layer * (1 if device.type == "cpu" else 1 + LAYERS)
+    layers[1].mlp = layers[0].mlp
+    layers[3].to("meta")
+    shared = sum(aligned(parameter.numel() * 4) for parameter in layers[0].mlp.parameters())
+    assert missing_bytes(list(layers)) == one_layer * (2 if device.type == "cpu" else 1 + LAYERS) - (
+        0 if device.type == "cpu" else shared
+    )
 
 
 # One thread at a time.
