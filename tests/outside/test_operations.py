@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from .operations import KNOWN, draw
+import pytest
+
+from offload.backend import Wait, get_backend
+from tests.lab import Lab
+
+from .operations import KNOWN, check, draw
 from .workers import run_cases
 
 
@@ -20,3 +25,8 @@ def test_a_sample_of_operations_and_modules(seed: int) -> None:
 
 def test_another_seed_is_another_sample() -> None:
     assert list(draw(1)) == list(draw(1)) != list(draw(2))
+
+
+def test_a_missing_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    Lab(get_backend("cpu"), monkeypatch).drop(Wait.RELOADED)
+    assert check("operation", "sin", "float32").different
