@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from offload.caller import warn_caller
-from offload.optimizer_part import check_splittable, keep_counts, part_of
+from offload.optimizer_part import check_splittable, keep_counts, part_of, rest_of
 from offload.step_record import StepRecord
 from offload.weight_layer import WeightLayer
 from offload.weight_parameter import HostParameter
@@ -168,9 +168,8 @@ class LayerSteps:
                 f"with step_in_backward. {len(stepped)} parameters have made their step, and no other has; go on with "
                 "zero_grad() and the next backward."
             )
-        whole = args[0]  # this optimizer, or what the steps of other streamed layers have left of it
-        rest = [{**group, "params": [p for p in group["params"] if p not in stepped]} for group in whole.param_groups]
-        return (part_of(whole, rest), *args[1:]), kwargs
+        # Of this optimizer, or of what the steps of other streamed layers have left of it.
+        return (rest_of(args[0], stepped), *args[1:]), kwargs
 
     def _end_rest(self, optimizer: torch.optim.Optimizer, args: Any, _: object) -> None:
         """Keep what the step has counted in its groups and attributes, which those in backward have not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
     return part
 
 
+def rest_of(optimizer: torch.optim.Optimizer, stepped: Container[torch.Tensor]) -> torch.optim.Optimizer:
+    """The part that has the parameters that are not in ``stepped``."""
+    groups = []
+    for group in optimizer.param_groups:
+        rest = {**group, "params": [parameter for parameter in group["params"] if parameter not in stepped]}
+        if group.get("foreach", False) is None and len(rest["params"]) < len(group["params"]):
+            # PyTorch's choice for a group with parameters on the host. The others alone may all be on a GPU, where
+            # it would step all at once, which rounds otherwise.
+            rest["foreach"] = False
+        groups.append(rest)
+    return part_of(optimizer, groups)
+
+
 def is_part(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`part_of` has made it."""
     return optimizer._optimizer_step_pre_hooks is _NO_HOOKS
@@ -51,7 +65,7 @@ def is_part(optimizer: torch.optim.Optimizer) -> bool:
 def keep_counts(part: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Take over what the step of a part has left in its groups and attributes, such as a count of steps."""
     for group, used in zip(optimizer.param_groups, part.param_groups, strict=True):
-        group.update({**used, "params": group["params"]})
+        group.update({name: value for name, value in used.items() if name not in ("params", "foreach")})
     vars(optimizer).update({name: value for name, value in vars(part).items() if name not in _own([])})
 
 

@@ -79,9 +79,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # Left to itself, PyTorch steps tensors one by one where some are on the CPU, but all at once, with other rounding,
-    # where all that have a gradient are on a GPU, as the outside layer is once the others have been stepped.
-    return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
+    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def adam_with_tensor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -412,6 +410,25 @@ def test_what_a_step_counts_is_counted_once(device: torch.device) -> None:
         loop.step(number)
     assert loop.group["count"] == loop.optimizer.steps == STEPS
     assert all(map(torch.equal, plain.values, loop.values))
+
+
+def test_what_is_left_is_stepped_in_the_way_of_the_whole(device: torch.device) -> None:
+    """Left to itself, PyTorch steps one by one where some are on the host, and all at once where all are on a GPU."""
+    ways = []
+
+    class Telling(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            ways.append([group["foreach"] for group in self.param_groups])
+            super().step(closure)
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        *streamed, weight, bias = parameters
+        return Telling([{"params": [*streamed, weight]}, {"params": [bias]}], lr=0.01)
+
+    loop = Loop(device, make, in_backward=True)
+    loop.step(0)
+    assert ways == [*(LAYERS * [[None]]), [False, None]]
+    assert [group["foreach"] for group in loop.optimizer.param_groups] == [None, None]
 
 
 def test_one_optimizer_of_two_streams(device: torch.device) -> None:
