@@ -52,6 +52,7 @@ def cells_of(table):
 # The pages.
 
 
+@pytest.mark.slow
 def test_committed_blocks_and_pictures_are_up_to_date():
     assert not results.changes(), "run python tools/results.py and commit the result"
 

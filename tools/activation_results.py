@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_tables import markdown_table
+from page_text import GIB, day_of, gib, machine, markdown_table, ms
 from suite_results import read_record, run_of
 from tabulate import tabulate
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = Path("docs/_static/results/tradeoff.svg")
 
-GIB = 1 << 30
 FREE = 1.02
 """Up to this multiple of the step without offloading, the time counts as hardly changed."""
 
@@ -78,10 +77,11 @@ def tradeoff_picture(record: Row, page: Path) -> str:
     """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
     rows = rows_of(record, "decoder")
     free, most = rows[[row["k"] for row in rows].index(free_layers(rows))], rows[-1]
+    peaks = [gib(row["peak_bytes"]) for row in (rows[0], free, most)]
+    times = [ms(row["step_s"]) for row in (rows[0], free, most)]
     alt = (
-        f"Step time against activation peak for 0 to {most['k']} offloaded layers: from {_peak(rows[0])} to "
-        f"{_peak(free)} GiB the time goes from {_ms(rows[0])} to {_ms(free)} ms, then to {_ms(most)} ms at "
-        f"{_peak(most)} GiB."
+        f"Step time against activation peak for 0 to {most['k']} offloaded layers: from {peaks[0]} to {peaks[1]} GiB "
+        f"the time goes from {times[0]} to {times[1]} ms, then to {times[2]} ms at {peaks[2]} GiB."
     )
     return f"![{alt}]({Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()})\n"
 
@@ -123,14 +123,8 @@ def _draw_free(ax: Axes, peaks: list[float], top: float) -> None:
 
 
 def _setting(record: Row) -> str:
-    run, versions = run_of(record), record["versions"]
-    link = run["link"]
-    speeds = (f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
-    return (
-        f"{record['hardware']['gpu']}, link {' and '.join(speeds)} GB/s (to the host and back), "
-        f"torch {versions['torch'].partition('+')[0]}, {run['date'].partition('T')[0]}. "
-        "Gradients are bit-identical in every row."
-    )
+    run = run_of(record)
+    return f"{machine(record, run['link'], day_of(run))}. Gradients are bit-identical in every row."
 
 
 def _table(rows: list[Row]) -> str:
@@ -138,24 +132,16 @@ def _table(rows: list[Row]) -> str:
     shown = [
         {
             "layers offloaded": row["k"],
-            "step, ms": _ms(row),
+            "step, ms": ms(row["step_s"]),
             "against none": _change(row["step_s"] / kept["step_s"]) if row["k"] else "",
-            "activation peak, GiB": _peak(row),
+            "activation peak, GiB": gib(row["peak_bytes"]),
             "less memory": f"{1 - row['peak_bytes'] / kept['peak_bytes']:.0%}" if row["k"] else "",
-            "copied each way, GiB": f"{row['copied_bytes'] / GIB:.2f}" if row["k"] else "",
-            "copies alone, ms": f"{row['link_s'] * 1e3:.0f}" if row["k"] else "",
+            "copied each way, GiB": gib(row["copied_bytes"]) if row["k"] else "",
+            "copies alone, ms": ms(row["link_s"]) if row["k"] else "",
         }
         for row in rows
     ]
     return markdown_table(shown)
-
-
-def _ms(row: Row) -> str:
-    return f"{row['step_s'] * 1e3:.0f}"
-
-
-def _peak(row: Row) -> str:
-    return f"{row['peak_bytes'] / GIB:.2f}"
 
 
 def _change(ratio: float) -> str:

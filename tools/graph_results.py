@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_tables import markdown_table
+from page_text import day_of, gib, machine, markdown_table, ms
 
 from offload.units import format_bytes
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 RECORD = Path(__file__).resolve().parent.parent / "results" / "graphs.json"
 
-GIB = 1 << 30
 
 Row = dict[str, Any]
 
@@ -37,17 +36,12 @@ def graphs_table(record: Row) -> str:
             "model": row["workload"],
             "layers offloaded": row["k"],
             "mode": row["mode"],
-            "step, ms": f"{row['step_s'] * 1e3:.2f}",
-            "activation peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
+            "step, ms": ms(row["step_s"], 2),
+            "activation peak, GiB": gib(row["peak_bytes"]),
         }
         for row in record["rows"]
     ]
-    link, torch_version = record["link"], record["versions"]["torch"].partition("+")[0]
-    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
-    where = (
-        f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), torch {torch_version}, "
-        f"{record['date'].partition('T')[0]}"
-    )
+    where = machine(record, record["link"], day_of(record))
     decoder, launch_bound = record["summary"]["decoder"], record["summary"]["launch_bound"]
     said = (
         f"On the decoder, the graph with offloading takes {decoder['graph_offload_to_graph']:.3f} times as long as the "

@@ -1,4 +1,4 @@
-"""Tables for the pages."""
+"""How the pages say what was measured: tables, times, sizes, shares, and the machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,50 @@ from typing import Any
 
 from tabulate import tabulate
 
+GIB = 1 << 30
+GB = 1e9
+
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:
     """Rows of equal keys, as they are; the first ``left`` columns flush left, the others right."""
     align = ["left"] * left + ["right"] * (len(rows[0]) - left) if rows else []
     return tabulate([dict(row) for row in rows], headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def ms(seconds: float, digits: int = 0) -> str:
+    """Milliseconds, without the unit."""
+    return f"{seconds * 1e3:,.{digits}f}"
+
+
+def gib(nbytes: float, digits: int = 2) -> str:
+    """GiB, without the unit."""
+    return f"{nbytes / GIB:.{digits}f}"
+
+
+def gb(nbytes: float) -> str:
+    """``gb(1.5e9)`` is ``"1.5 GB"``."""
+    return f"{nbytes / GB:.1f} GB"
+
+
+def percent(share: float) -> str:
+    """One digit, and no minus before zero."""
+    return f"{round(100 * share, 1) + 0.0:.1f}%".replace("-", "−")
+
+
+def torch_of(record: Mapping[str, Any]) -> str:
+    """PyTorch's version in a record, without what it was built for."""
+    version: str = record["versions"]["torch"]
+    return f"torch {version.partition('+')[0]}"
+
+
+def day_of(run: Mapping[str, Any]) -> str:
+    """When it was measured."""
+    date: str = run["date"]
+    return date.partition("T")[0]
+
+
+def machine(record: Mapping[str, Any], link: Mapping[str, float], *more: str) -> str:
+    """GPU, link and versions."""
+    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / GB:.0f}" for name in ("d2h", "h2d"))
+    gpu = record["hardware"]["gpu"]
+    return ", ".join([gpu, f"link {speeds} GB/s (to the host and back)", torch_of(record), *more])

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
-from page_tables import markdown_table
+from page_text import GB, GIB, day_of, gib, markdown_table, ms, percent, torch_of
 from pipeline_records import BOUND_SHARE, RECORDS, ROOT, Measured, Row, measured, read_records, widest
 
-from benchmarks.pipeline_report import BOUND, FREE, GIB, HALF, prediction_rows
+from benchmarks.pipeline_report import BOUND, FREE, HALF, prediction_rows
 from offload.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 PICTURE = Path("docs/_static/results/pipeline.svg")
 
-GB = 1e9
 NO_BREAK = "\u00a0"
 MARKERS = {HALF: ("o", COLORS["forward"]), FREE: ("^", COLORS["reload"]), BOUND: ("s", COLORS["offload"])}
 
@@ -33,12 +32,12 @@ def half_table(records: list[Row]) -> str:
     shown = [
         {
             **_case(found),
-            "step, ms": _change(_ms(found.nothing["step_s"]), _ms(found.way["step_s"])),
-            "longer": _percent(found.way["slowdown"]),
-            "longer, derived": _percent(found.way["predicted_slowdown"]),
-            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
-            "less": _percent(found.way["peak_saved"]),
-            "less, derived": _percent(found.way["predicted_peak_saved"]),
+            "step, ms": _change(ms(found.nothing["step_s"]), ms(found.way["step_s"])),
+            "longer": percent(found.way["slowdown"]),
+            "longer, derived": percent(found.way["predicted_slowdown"]),
+            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
+            "less": percent(found.way["peak_saved"]),
+            "less, derived": percent(found.way["predicted_peak_saved"]),
         }
         for record in records
         for found in sorted(measured(record, HALF), key=lambda found: -_hidden(record, found))
@@ -65,11 +64,11 @@ def ways_table(records: list[Row]) -> str:
         {
             **_case(found),
             "offload": found.way["offload"],
-            "longer": _percent(found.way["slowdown"]),
-            "longer, derived": _percent(found.way["predicted_slowdown"]),
-            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
-            "less": _percent(found.way["peak_saved"]),
-            "less, derived": _percent(found.way["predicted_peak_saved"]),
+            "longer": percent(found.way["slowdown"]),
+            "longer, derived": percent(found.way["predicted_slowdown"]),
+            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
+            "less": percent(found.way["peak_saved"]),
+            "less, derived": percent(found.way["predicted_peak_saved"]),
         }
         for record in records
         for found in measured(record, FREE, BOUND)
@@ -91,16 +90,16 @@ def widths_table(records: list[Row]) -> str:
                     "GPUs": record["options"]["ranks"],
                     "schedule": row["schedule"],
                     "width": row["width"],
-                    "compute, ms": _ms(row["compute_s"]),
-                    "copy, ms": _ms(2 * row["chunk_bytes"] / link["duplex_bytes_per_s"]),
-                    "no waits: sets less": _percent(row["free_saved"]),
-                    "half of the sets: longer": _percent(row["half_slowdown"]),
-                    "fewer: longer": f"{_percent(row['aimed_slowdown'])}{NO_BREAK}({row['aimed_share']:.0%})",
-                    "measured: longer": _percent(half["slowdown"]) if half else "",
+                    "compute, ms": ms(row["compute_s"]),
+                    "copy, ms": ms(2 * row["chunk_bytes"] / link["duplex_bytes_per_s"]),
+                    "no waits: sets less": percent(row["free_saved"]),
+                    "half of the sets: longer": percent(row["half_slowdown"]),
+                    "fewer: longer": f"{percent(row['aimed_slowdown'])}{NO_BREAK}({row['aimed_share']:.0%})",
+                    "measured: longer": percent(half["slowdown"]) if half else "",
                 }
             )
     half_from, aimed_from = (
-        next(width for width, found in costs.items() if all(_percent(cost[asked]) == "0.0%" for cost in found))
+        next(width for width, found in costs.items() if all(percent(cost[asked]) == "0.0%" for cost in found))
         for asked in (0, 1)
     )
     said = f"Derived to cost nothing: half of the sets from width {half_from} on, fewer from width {aimed_from} on."
@@ -130,7 +129,7 @@ def bound_table(records: list[Row]) -> str:
     shown = [
         {
             **_case(found),
-            "longer": _percent(found.way["slowdown"]),
+            "longer": percent(found.way["slowdown"]),
             "both directions, GB/s": f"{found.way['steady_bytes_per_s'] / GB:.1f}",
             "of the link alone": f"{found.way['steady_to_link']['alone']:.2f}",
             "bound": "yes" if found.way["steady_to_link"]["alone"] >= BOUND_SHARE else "no",
@@ -150,10 +149,10 @@ def ranks_table(records: list[Row]) -> str:
         {
             **_case(found),
             "rank": found.way["rank"],
-            "sets, GiB": _gib(found.way["predicted_peak_bytes_without"]),
-            "peak, GiB": _change(_gib(found.nothing["peak_bytes"]), _gib(found.way["peak_bytes"])),
-            "less": _percent(found.way["peak_saved"]),
-            "less, derived": _percent(found.way["predicted_peak_saved"]),
+            "sets, GiB": gib(found.way["predicted_peak_bytes_without"], 1),
+            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
+            "less": percent(found.way["peak_saved"]),
+            "less, derived": percent(found.way["predicted_peak_saved"]),
         }
         for record in records
         for found in measured(record, HALF, rank=None)
@@ -166,7 +165,7 @@ def picture(records: list[Row], page: Path) -> str:
     """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
     said = "; ".join(
         f"{found.gpus} GPUs, {found.way['schedule']}, width {found.way['width']}: peak "
-        f"{_percent(found.way['peak_saved'])} less, step {_percent(found.way['slowdown'])} longer"
+        f"{percent(found.way['peak_saved'])} less, step {percent(found.way['slowdown'])} longer"
         for record in records
         for found in measured(record, HALF)
     )
@@ -221,14 +220,14 @@ def _legend() -> list[Line2D]:
 
 def _setting(records: list[Row]) -> str:
     first = records[0]
-    versions, options = first["versions"], first["options"]
+    options = first["options"]
     models = "; ".join(
         f"width {width}: {model['layers']} blocks per rank, inner width {model['ffn']:,}, "
         f"{model['batch']} × {model['tokens']:,} tokens per microbatch"
         for width, model in first["models"].items()
     )
     return (
-        f"{first['hardware']['gpu']}, torch {versions['torch'].partition('+')[0]}, {first['date'].partition('T')[0]}: "
+        f"{first['hardware']['gpu']}, {torch_of(first)}, {day_of(first)}: "
         f"decoder blocks in bfloat16 without recomputation, {options['microbatches']} microbatches, median of "
         f"{options['repeats']} steps, which take turns with those without offloading. {models[0].upper()}{models[1:]}."
     )
@@ -242,7 +241,7 @@ def _errors(records: list[Row]) -> str:
         for record in records
     ]
     said = "; ".join(
-        f"on {found.gpus} GPUs {_percent(found.way['predicted_slowdown'])} where {_percent(found.way['slowdown'])} was "
+        f"on {found.gpus} GPUs {percent(found.way['predicted_slowdown'])} where {percent(found.way['slowdown'])} was "
         f"measured ({found.way['schedule']}, width {found.way['width']}, {found.way['offload']})"
         for found in cautious
     )
@@ -271,7 +270,7 @@ def _largest(records: list[Row]) -> str:
                 max(row["peak_bytes"] for row in rows)
                 for rows in ([one.nothing for one in ranks], [one.way for one in ranks])
             )
-            said.append(f"{schedule} on {record['options']['ranks']} GPUs {_gib(before)} → {_gib(after)}")
+            said.append(f"{schedule} on {record['options']['ranks']} GPUs {gib(before, 1)} → {gib(after, 1)}")
     return f"Largest peak of all ranks, GiB: {', '.join(said)}."
 
 
@@ -288,21 +287,9 @@ def _change(before: str, after: str) -> str:
     return f"{before}{NO_BREAK}→{NO_BREAK}{after}"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f}"
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:.1f}%".replace("-", "−")
-
-
 def _range(shares: Iterable[float]) -> str:
     shown = list(shares)
-    return f"{_percent(min(shown))} to {_percent(max(shown))}"
+    return f"{percent(min(shown))} to {percent(max(shown))}"
 
 
 def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:

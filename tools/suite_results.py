@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from page_tables import markdown_table
+from page_text import GIB, day_of, gib, machine, markdown_table, ms
 
 from offload.context import DEFAULT_MIN_BYTES
 from offload.plot import COLORS, INK, new_figure, style_axes
@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results/suite.json"
 PICTURE = Path("docs/_static/results/suite.svg")
 
-GIB = 1 << 30
 WORKLOADS = {
     "suite_decoder": "decoder",
     "suite_compiled": "compiled decoder",
@@ -89,12 +88,12 @@ def _shown(row: Row, kept: Row | None) -> Row:
     ratio, copied, same = row.get("ratio_to_limit"), row.get("copied_bytes"), row.get("bit_identical")
     return {
         "": row["contender"],
-        "step, ms": f"{row['step_s'] * 1e3:.0f} ± {row['spread_s'] * 500:.0f}",
+        "step, ms": f"{ms(row['step_s'])} ± {row['spread_s'] * 500:.0f}",
         "against nothing": f"{row['step_s'] / kept['step_s']:.2f} ×" if kept else "",
-        "activation peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
-        "copied each way, GiB": "" if copied is None else f"{copied / GIB:.2f}",
+        "activation peak, GiB": gib(row["peak_bytes"]),
+        "copied each way, GiB": "" if copied is None else gib(copied),
         "against the limit": f"{ratio:.2f} ×" if ratio and copied else "",
-        "pinned, GiB": f"{row['pinned_bytes'] / GIB:.2f}",
+        "pinned, GiB": gib(row["pinned_bytes"]),
         "first step, s": f"{row['first_s']:.1f}",
         "gradients": {True: "equal", False: "differ", None: ""}[same],
     }
@@ -108,16 +107,10 @@ def run_of(record: Row) -> Row:
 
 def setting_text(record: Row) -> str:
     """What it was measured on."""
-    run, versions = run_of(record), record["versions"]
-    link = run["link"]
-    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / 1e9:.0f}" for name in ("d2h", "h2d"))
-    packages = [f"{name} {version}" for name, version in versions.items() if version and name in _PACKAGES]
+    run = run_of(record)
+    packages = [f"{name} {version}" for name, version in record["versions"].items() if version and name in _PACKAGES]
     minutes = sum(run.get("seconds", 0) for run in record["runs"].values()) / 60
-    return (
-        f"{record['hardware']['gpu']}, link {speeds} GB/s (to the host and back), "
-        f"torch {versions['torch'].partition('+')[0]}, {', '.join(packages)}, {run['date'].partition('T')[0]}; "
-        f"{minutes:.0f} minutes.\n"
-    )
+    return f"{machine(record, run['link'], *packages, day_of(run))}; {minutes:.0f} minutes.\n"
 
 
 _PACKAGES = ("transformers", "trl", "transformer-engine")
@@ -226,7 +219,7 @@ def curves_picture(record: Row, page: Path) -> str:
 def _span(record: Row, workload: str) -> str:
     rows = [row for row in _points(record, workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
     least, most = min(rows, key=lambda row: row["peak_bytes"]), max(rows, key=lambda row: row["peak_bytes"])
-    return " to ".join(f"{row['step_s'] * 1e3:.0f} ms at {row['peak_bytes'] / GIB:.1f} GiB" for row in (most, least))
+    return " to ".join(f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in (most, least))
 
 
 def draw(record: Row) -> Figure:

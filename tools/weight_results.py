@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_tables import markdown_table
+from page_text import GB, day_of, gb, markdown_table, ms, torch_of
 
 from offload.plot import COLORS, INK, new_figure, style_axes, text_color
 
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "weight_streaming.json"
 PICTURE = Path("docs/_static/results/weight_streaming.svg")
 
-GB = 1e9
 BINDS = {"few": "link", "many": "compute"}
 """What a case's limit is, mostly."""
 
@@ -61,19 +60,18 @@ def weight_streaming_table(record: Row) -> str:
             "tokens": f"{row['tokens']:,}",
             "compute alone": _phases(row["compute_forward_s"], row["compute_backward_s"]),
             "link alone": _phases(row["link_forward_s"], row["link_backward_s"]),
-            "limit": _ms(row["limit_s"]),
-            "streamed": _ms(row["step_s"]),
+            "limit": ms(row["limit_s"]),
+            "streamed": ms(row["step_s"]),
             "over the limit": f"{row['ratio_to_limit']:.3f} ×",
-            "FSDP2": _ms(row["fsdp_s"]),
-            "device peak": _gb(row["peak_device_bytes"]),
+            "FSDP2": ms(row["fsdp_s"]),
+            "device peak": gb(row["peak_device_bytes"]),
         }
         for row in record["rows"]
     ]
-    torch_version, date = record["versions"]["torch"].partition("+")[0], record["date"].partition("T")[0]
     return (
-        f"{record['hardware']['gpu']}, torch {torch_version}, {date}: "
-        f"{record['parameters'] / GB:.1f} billion parameters in bfloat16, {_gb(record['weight_bytes'])}, on a device "
-        f"limited to {_gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{markdown_table(shown)}\n"
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(record)}: "
+        f"{record['parameters'] / GB:.1f} billion parameters in bfloat16, {gb(record['weight_bytes'])}, on a device "
+        f"limited to {gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{markdown_table(shown)}\n"
     )
 
 
@@ -86,9 +84,9 @@ def weight_memory_table(record: Row) -> str:
         "staging": stats["staging_bytes"],
     }
     shown = {
-        **{name: _gb(nbytes) for name, nbytes in counted.items()},
-        "sum": _gb(sum(counted.values())),
-        "process grew by": f"{_gb(record['host_bytes'])} ({record['host_ratio']:.3f} ×)",
+        **{name: gb(nbytes) for name, nbytes in counted.items()},
+        "sum": gb(sum(counted.values())),
+        "process grew by": f"{gb(record['host_bytes'])} ({record['host_ratio']:.3f} ×)",
     }
     return markdown_table([shown]) + "\n"
 
@@ -130,8 +128,8 @@ def weight_losses_table(record: Row) -> str:
 def weight_streaming_picture(record: Row, page: Path) -> str:
     """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
     said = "; ".join(
-        f"{row['tokens']:,} tokens: limit {_ms(row['limit_s'])}, streamed {_ms(row['step_s'])}, FSDP2 "
-        f"{_ms(row['fsdp_s'])} ms"
+        f"{row['tokens']:,} tokens: limit {ms(row['limit_s'])}, streamed {ms(row['step_s'])}, FSDP2 "
+        f"{ms(row['fsdp_s'])} ms"
         for row in record["rows"]
     )
     path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
@@ -172,7 +170,7 @@ def _draw_step(ax: Axes, label: str, forward_s: float, backward_s: float, *, fil
         ax.barh(label, seconds * 1e3, left=start_s * 1e3, height=0.62, facecolor=face, edgecolor=color, linewidth=1.2)
         _note(ax, start_s, label, name, ink)
     end_s = forward_s + backward_s
-    _note(ax, end_s, label, _ms(end_s), INK)
+    _note(ax, end_s, label, ms(end_s), INK)
 
 
 def _note(ax: Axes, at_s: float, row: str, text: str, color: str) -> None:
@@ -182,15 +180,7 @@ def _note(ax: Axes, at_s: float, row: str, text: str, color: str) -> None:
 
 
 def _phases(forward_s: float, backward_s: float) -> str:
-    return f"{_ms(forward_s)} + {_ms(backward_s)}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f}"
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / GB:.1f} GB"
+    return f"{ms(forward_s)} + {ms(backward_s)}"
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
