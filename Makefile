@@ -1,7 +1,9 @@
 # Two commands matter:
 #   make tutorial   run the first tutorial on the best device here, print its result, say what to open
 #   make test       everything that must hold before a change lands; what CI runs
-# Both prepare .venv on their first run and reuse it afterwards.
+# and while you write:
+#   make check      style, types and the fast tests, in less than a minute
+# All prepare .venv on their first run and reuse it afterwards.
 
 # The interpreter that .venv is made from. If it can import torch>=2.11, that torch is used as it is;
 # otherwise $(TORCH) is installed. On Linux, the plain package brings several GB of CUDA libraries: on a
@@ -14,8 +16,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
 
+# Tests of one file share what they prepare, and stay in one process. A core each, so that they do not wait for each other.
+# Tests on a GPU measure its memory and its time: they run one after the other.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help tutorial test lint types pytest docs format clean
+.PHONY: help tutorial test check lint types pytest docs format clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -23,7 +29,11 @@ help:
 tutorial: $(VENV)/tutorial.stamp
 	$(PY) tools/tutorial.py notebooks/01_basic.ipynb
 
-test: lint types docs pytest
+test: $(VENV)/develop.stamp
+	$(MAKE) --jobs --output-sync=target lint types docs pytest
+
+check: lint types
+	$(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu" --hypothesis-profile="few examples"
 
 lint: $(VENV)/develop.stamp
 	$(PY) -m ruff check
@@ -33,7 +43,8 @@ types: $(VENV)/develop.stamp
 	$(PY) -m mypy
 
 pytest: $(VENV)/develop.stamp
-	$(PY) -m pytest
+	$(SIDE_BY_SIDE) -m "not gpu and not multigpu"
+	$(PY) -m pytest -m "gpu or multigpu"
 
 docs: $(VENV)/develop.stamp
 	$(PY) -m sphinx -n -W --keep-going -q . build/html

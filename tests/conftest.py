@@ -17,6 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # A busy machine is no fault of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few examples", settings.get_profile("any machine"), max_examples=10)
 settings.load_profile("any machine")
 
 

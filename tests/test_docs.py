@@ -95,6 +95,7 @@ def has_code(page: Path) -> bool:
 PAGES_WITH_CODE = [page for page in PAGES if has_code(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, tmp_path):
     done = subprocess.run(

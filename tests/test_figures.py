@@ -10,6 +10,8 @@ pytest.importorskip("matplotlib")
 
 import figures
 
+pytestmark = pytest.mark.slow
+
 SVGS = sorted(figures.FOLDER.glob("*.svg"))
 
 

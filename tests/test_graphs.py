@@ -268,6 +268,7 @@ STEP = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(STEP, max_size=40))
 def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     """Owner 0 is eager code, the others are graphs. A graph owns all it ever took, until it is destroyed."""
@@ -398,7 +399,9 @@ class TestJoin:
         backend: Any = SimpleNamespace(compute_stream=lambda: compute)
         return Transfers(backend, HostPool(pageable), d2h, h2d, Counters())
 
-    @pytest.mark.parametrize("capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=str)
+    @pytest.mark.parametrize(
+        "capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=lambda names: " ".join(sorted(names)) or "none"
+    )
     def test_waits_for_the_streams_that_were_forked(self, monkeypatch: pytest.MonkeyPatch, capturing: set[str]) -> None:
         monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream.name in capturing)
         compute = FakeStream("compute")

@@ -155,6 +155,7 @@ class Replay:
         assert self.pool.used_bytes == self.pool.pinned_bytes == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(trace=st.lists(st.one_of(TAKE, SAME, GIVE, GIVE, LOSE, REACH, TRIM), min_size=25, max_size=80))
 def test_any_trace(trace: Trace) -> None:
@@ -163,6 +164,7 @@ def test_any_trace(trace: Trace) -> None:
     replay.finish()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(trace=st.lists(st.one_of(TAKE, SAME, GIVE), min_size=10, max_size=40))
 def test_the_second_time_nothing_is_pinned(trace: Trace) -> None:
@@ -200,6 +202,7 @@ def promised(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(
     tokens=st.lists(st.integers(1024, 20_000), min_size=1, max_size=6),

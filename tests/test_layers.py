@@ -177,6 +177,7 @@ def enable_checkpointing(model: Any, reentrant: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload_first", [False, True])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
 def test_hugging_face_llama(

@@ -230,6 +230,7 @@ def test_graph_kept_at_every_stage_can_still_run_backward(stage: OffloadState, l
     assert [value for value, _ in chain.received] == list(range(kept))[::-1]
 
 
+@pytest.mark.slow
 def test_forward_without_backward_a_hundred_times(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     offloaded = offloading(3, LAYERS, lab.device)

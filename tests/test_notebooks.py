@@ -19,6 +19,7 @@ def errors(notebook):
     return [output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "error"]
 
 
+@pytest.mark.slow
 @each_notebook
 def test_executes(path, tmp_path):
     result = tmp_path / "result.json"

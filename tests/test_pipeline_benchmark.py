@@ -19,6 +19,8 @@ from offload.profile import StageProfile
 from offload.spans import Span
 from offload.timeline import Timeline
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(pipeline.__file__).parent.parent
 WAYS = [NOTHING, HALF, FREE, BOUND]
 

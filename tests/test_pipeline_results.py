@@ -13,6 +13,8 @@ import pipeline_results
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 RECORDS = [json.loads(path.read_text("utf-8")) for path in pipeline_results.RECORDS]
 

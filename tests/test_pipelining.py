@@ -169,6 +169,7 @@ def test_what_cannot_be_met_moves_no_more_than_it_helps():
     assert 0 < plan.offloaded_bytes <= 0.5 * plan.saved_bytes
 
 
+@pytest.mark.slow
 @given(
     order=st.sampled_from([one_f_one_b_order(0, 2, 5), one_f_one_b_order(0, 3, 6), gpipe_order(0, 4), V_ORDER]),
     times=st.tuples(*[st.floats(0.01, 3.0)] * 3),
@@ -423,6 +424,7 @@ def test_detached_between_forward_and_backward():
     assert handle.stats().late_reloads == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("dropped", [Wait.RELOADED, Wait.RELEASE])
 def test_the_races_that_the_tests_look_for_would_show(monkeypatch, dropped):
@@ -483,6 +485,7 @@ def ranks(request, tmp_path_factory):
     return run_ranks(WORKER, world, device, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pipeline_worker.SCHEDULES)
 def test_all_schedules(ranks, name):
     for rank, found in enumerate(ranks):
@@ -504,6 +507,7 @@ def test_all_schedules(ranks, name):
                 assert stats.offloaded_bytes >= 2 * 0.8 * result["planned_bytes"], where
 
 
+@pytest.mark.slow
 def test_attached_again(ranks):
     for rank, results in enumerate(ranks):
         found = results["further"]

@@ -244,7 +244,7 @@ def test_a_workload_s_table_has_every_contender():
     assert cells_of(table)[2:] == [
         ["nothing 0", "400 ± 5", "1.00 ×", "20.00", "0.00", "", "0.00", "1.2", "equal"],
         ["checkpoint", "500 ± 5", "1.25 ×", "3.00", "0.00", "", "0.00", "1.2", "equal"],
-        ["save_on_cpu", "1600 ± 5", "4.00 ×", "2.50", "20.00", "1.88 ×", "40.00", "1.2", "differ"],
+        ["save_on_cpu", "1,600 ± 5", "4.00 ×", "2.50", "20.00", "1.88 ×", "40.00", "1.2", "differ"],
         ["offload 5", "400 ± 5", "1.00 ×", "15.00", "5.00", "1.00 ×", "10.00", "1.2", "equal"],
         ["offload 18", "900 ± 5", "2.25 ×", "3.00", "20.00", "1.06 ×", "40.00", "1.2", "equal"],
         ["offload_checkpoint 18", "500 ± 5", "1.25 ×", "2.00", "1.00", "1.00 ×", "2.00", "1.2", "equal"],
@@ -279,7 +279,7 @@ def test_every_contender_is_in_the_picture_of_a_workload(tmp_path):
     assert labels | {"decoder", "long sequence", "k = 18", "5", "4 ×"} <= said
     assert not {"TRL", "LayerNorm-MLP"} & said
     alt = suite_results.curves_picture(SUITE, results.ROOT / "docs" / "benchmarks.md")
-    assert "decoder: 400 ms at 20.0 GiB to 500 ms at 2.0 GiB; long sequence: 5000 ms" in alt
+    assert "decoder: 400 ms at 20.0 GiB to 500 ms at 2.0 GiB; long sequence: 5,000 ms" in alt
     assert alt.endswith("](_static/results/suite.svg)\n")
 
 

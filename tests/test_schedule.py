@@ -319,6 +319,7 @@ def test_set_is_on_the_host_from_release_to_reload(schedule, data):
         assert (move.layer in resident[point]) != on_host
 
 
+@pytest.mark.slow
 def test_thousands_of_microbatches():
     """Each entry with a search of its own through all others would not end within the test's time."""
     count = 2048

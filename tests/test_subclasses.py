@@ -781,6 +781,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_ranks(Path(tensor_parallel_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tensor_parallel_worker.MODELS)
 def test_tensor_parallel_layers(name: str, ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
@@ -790,11 +791,13 @@ def test_tensor_parallel_layers(name: str, ranks: list[dict[Any, Any]]) -> None:
         assert found[name]["handles left"] == 0
 
 
+@pytest.mark.slow
 def test_float8_travels_in_dtensors(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found["float8"]["dtypes in DTensors"] == {torch.float8_e4m3fn, torch.float32}
 
 
+@pytest.mark.slow
 def test_result_of_a_collective_is_copied_once_it_is_there(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found["late collective"]

@@ -20,6 +20,8 @@ from benchmarks.per_tensor import SIZES, small_copies
 from benchmarks.verdicts import GIB, OTHERS, OWN, verdicts, with_ratios
 from benchmarks.workloads import reference_decoder
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LINK = {"d2h_bytes_per_s": 1.0 * GIB, "h2d_bytes_per_s": 0.5 * GIB}
 LINKS = {"decoder": LINK, "long sequence": {name: 2 * speed for name, speed in LINK.items()}}

@@ -142,6 +142,7 @@ def luminance(color: str) -> float:
     return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
+@pytest.mark.slow
 class TestPlot:
     @pytest.fixture(autouse=True)
     def _matplotlib(self):

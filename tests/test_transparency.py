@@ -217,6 +217,7 @@ def test_create_graph(k: int, device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+@pytest.mark.slow
 def test_shapes_change_from_step_to_step(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
     offloaded = offloading(3, LAYERS, device)
@@ -228,6 +229,7 @@ def test_shapes_change_from_step_to_step(device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+@pytest.mark.slow
 def test_contexts_take_turns(device: torch.device) -> None:
     one, x = build("decoder", LAYERS, device)
     two, _ = build("gpt", LAYERS, device)
@@ -248,6 +250,7 @@ def test_contexts_take_turns(device: torch.device) -> None:
     assert_on_time(second)
 
 
+@pytest.mark.slow
 def test_context_inside_another(device: torch.device) -> None:
     """An outer layer that runs inner layers with a context of their own: each level moves what it saves itself."""
     inner, x = build("decoder", LAYERS, device)
@@ -450,6 +453,7 @@ def test_low_precision(block: str, device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+@pytest.mark.slow
 def test_compiled_layers(device: torch.device) -> None:
     layers, x = build("decoder", 3, device)
     compiled = [torch.compile(layer, backend="aot_eager", dynamic=False) for layer in layers]

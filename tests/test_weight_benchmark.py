@@ -11,6 +11,8 @@ import torch
 
 from benchmarks import weight_streaming
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:

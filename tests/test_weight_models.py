@@ -16,6 +16,8 @@ from torch import nn
 import offload
 from offload import Link, offload_layers, plan, profile_layers, stream_weights
 
+pytestmark = pytest.mark.slow
+
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=2e9)
 
 

@@ -150,6 +150,7 @@ def outcome(train: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...] | Exception
         return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_optimizer(name: str, device: torch.device) -> None:
     kind, options = VARIANTS[name]

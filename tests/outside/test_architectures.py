@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .architectures import CHOSEN, architectures
 from .workers import run_cases
+
+pytestmark = pytest.mark.slow
 
 
 def test_one_of_each_kind() -> None:

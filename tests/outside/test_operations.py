@@ -10,6 +10,8 @@ from tests.lab import Lab
 from .operations import KNOWN, check, draw
 from .workers import run_cases
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_sample_of_operations_and_modules(seed: int) -> None:
     wrong = {}

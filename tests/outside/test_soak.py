@@ -8,6 +8,8 @@ from lab import Lab
 
 from . import soak
 
+pytestmark = pytest.mark.slow
+
 STEPS = 450  # all that takes turns comes round after 150
 
 

@@ -6,7 +6,11 @@ import os
 import time
 from dataclasses import dataclass
 
+import pytest
+
 from .workers import run_cases
+
+pytestmark = pytest.mark.slow
 
 
 @dataclass
