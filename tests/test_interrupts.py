@@ -1,4 +1,4 @@
-"""An interrupt at any line of the entry points: the next step is right, is offloaded, and nothing stays open."""
+"""An error at any line of the entry points: the next step is right, is offloaded, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from offload import compiler, context, layers
 
 
 class InterruptAt:
-    """Raises ``KeyboardInterrupt`` before the n-th line that is run of some modules, as Ctrl-C may."""
+    """Raises an error before the n-th line that is run of some modules, as Ctrl-C may."""
 
-    def __init__(self, line: int, *modules: Any) -> None:
+    def __init__(self, error: type[BaseException], line: int, *modules: Any) -> None:
+        self.error = error
         self.left = line
         self._files = {module.__file__ for module in modules}
 
@@ -38,12 +39,14 @@ class InterruptAt:
         if event == "line":
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                raise self.error
         return self._line
 
 
-@pytest.mark.parametrize("kind", ["context", "hooks"])
-def test_every_line(kind: str, lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("kind", "error"), [("context", KeyboardInterrupt), ("hooks", KeyboardInterrupt), ("hooks", MemoryError)]
+)
+def test_every_line(kind: str, error: type[BaseException], lab: Lab) -> None:
     modules, x = build(
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), 3, lab.device
     )
@@ -58,7 +61,7 @@ def test_every_line(kind: str, lab: Lab) -> None:
         stats = offloaded.context.stats
     left_open = 0
     for line in range(1, 10_000):
-        with InterruptAt(line, compiler, context, layers) as interrupt, contextlib.suppress(KeyboardInterrupt):
+        with InterruptAt(error, line, compiler, context, layers) as interrupt, contextlib.suppress(error):
             step()
         if interrupt.left > 0:
             break
