@@ -127,9 +127,9 @@ class WeightLayer:
     def swap_out(self) -> None:
         """Let the modules hold the user's parameters again."""
         if self._swapped_in:
-            self._swapped_in = False
             for stand_in in self.stand_ins:
                 stand_in.swap_out()
+            self._swapped_in = False  # last: an interrupt may come before
 
     def take_gradients(self) -> list[tuple[HostParameter, torch.Tensor]]:
         """The gradients that backward has left in the stand-ins, which forget them.

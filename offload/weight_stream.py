@@ -71,7 +71,7 @@ class WeightStream:
             self._enter_backward(layer)
             self._sequence = torch._C._autograd._get_sequence_nr()
             return
-        self._user.enter(f"forward of {layer}")
+        self._user.enter(f"forward of {layer}", threading.get_ident())
         self._sequence = torch._C._autograd._get_sequence_nr()
         self._give_up()
         self._refuse_stepped(layer)
@@ -99,7 +99,7 @@ class WeightStream:
             if not failed and torch.is_grad_enabled():
                 self._mark(layer, output)
             return
-        if failed and not self._user.is_this_thread:
+        if failed and not self._user.is_thread(threading.get_ident()):
             return  # it was refused
         try:
             self._end_forward(layer, output, failed=failed, training=training)
@@ -136,7 +136,7 @@ class WeightStream:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
         if in_backward():
             return
-        self._user.enter("what changes or reads the host's weights")
+        self._user.enter("what changes or reads the host's weights", threading.get_ident())
         try:
             self._give_up()
         finally:
@@ -194,7 +194,7 @@ class WeightStream:
             self._refuse_weights(layer, tensor)
             # An older node belongs to another layer, whose output this one has passed through.
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._sequence:
-                call = call or _Call(layer, layer.version())
+                call = call or _Call(layer, layer.version(), None if in_backward() else threading.get_ident())
                 tensor.grad_fn.register_prehook(partial(self._begin_backward, call))
         if not found:
             raise TypeError(
@@ -235,7 +235,7 @@ class WeightStream:
             self.steps.check(layer)
 
     def _enter_backward(self, layer: WeightLayer, call: _Call | None = None) -> None:
-        self._user.enter(f"backward of {layer}")
+        self._user.enter(f"backward of {layer}", self._thread_of_backward(call))
         if self._backward is None or self._backward() is None:
             self._leave()
             token = _Backward(self)
@@ -256,6 +256,13 @@ class WeightStream:
         layer.swap_in()
         self._slots.prefetch(layer, step=-1)
 
+    def _thread_of_backward(self, call: _Call | None) -> int | None:
+        """For which thread of the program this backward runs, as far as that can be told."""
+        if self.device.type == "cpu":
+            return threading.get_ident()
+        # Autograd has one thread for all backwards of a GPU: go by the one that ran forward.
+        return None if call is None else call.thread
+
     def _leave_backward(self) -> None:
         layer = self._computes
         if layer is None:
@@ -274,7 +281,7 @@ class WeightStream:
             self._writer.when_written(job)
 
     def _leave(self) -> None:
-        layer, self._computes = self._computes, None
+        layer = self._computes
         if layer is not None:
             trace.point("other")
             compute = self._backend.compute_stream()
@@ -283,6 +290,7 @@ class WeightStream:
                 self._backend.wait(compute, self._stream.record_event(), WeightWait.GRADIENT)
             layer.swap_out()
             self._slots.release(layer)
+            self._computes = None  # last: what an interrupt cuts off here is done again
 
 
 def in_backward() -> bool:
@@ -295,6 +303,8 @@ class _Call(NamedTuple):
 
     layer: WeightLayer
     version: int
+    thread: int | None
+    """The program's, and not one of autograd's."""
 
 
 class _Backward:

@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
-_KEY = "offload: thread of the program"
-"""Autograd hands what is kept under it on to the threads that run a backward."""
-
 
 class User:
     """The thread that is in a layer's forward or in a backward, if there is one."""
@@ -21,16 +16,18 @@ class User:
         self._what = ""
         self._changing = threading.Lock()
 
-    def enter(self, what: str) -> None:
-        """Let the calling thread be the user until :meth:`leave`.
+    def enter(self, what: str, thread: int | None) -> None:
+        """Let a thread be the user until :meth:`leave`.
 
         Args:
             what: What it is about to do, for messages.
+            thread: Its number; ``None`` where autograd does not tell for whom it works.
 
         Raises:
             RuntimeError: Another thread is.
         """
-        thread = _program_thread()
+        if thread is None:
+            return
         with self._changing:
             if self._thread not in (None, thread) and _name_of(self._thread) is not None:
                 raise RuntimeError(
@@ -45,21 +42,9 @@ class User:
         """There is no user any more."""
         self._thread = None
 
-    @property
-    def is_this_thread(self) -> bool:
-        """Whether the calling thread is the user."""
-        return self._thread == _program_thread()
-
-
-def _program_thread() -> int:
-    """The thread of the program for which the calling one works, which may be autograd's."""
-    if torch._C._is_key_in_tls(_KEY):
-        thread: int = torch._C._get_obj_in_tls(_KEY)
-        return thread
-    thread = threading.get_ident()
-    if torch._C._current_graph_task_id() == -1:  # not one of autograd's
-        torch._C._stash_obj_in_tls(_KEY, thread)
-    return thread
+    def is_thread(self, thread: int) -> bool:
+        """Whether this thread is the user."""
+        return self._thread == thread
 
 
 def _name_of(thread: int | None) -> str | None:
