@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -47,7 +48,7 @@ def check_layers(layers: Iterable[nn.Module], kind: type[LayerHook], done: str, 
         called_twice: What about a layer that forward calls twice, for messages.
 
     Raises:
-        TypeError: ``layers`` does not hold modules.
+        TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
         ValueError: There are no layers, or one is listed twice, inside another or has such hooks already.
     """
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
@@ -58,6 +59,11 @@ def check_layers(layers: Iterable[nn.Module], kind: type[LayerHook], done: str, 
     for number, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
+                "hooks; pass the layers that it was made of, and train with those."
+            )
         if hooks_on(module, kind):
             raise ValueError(
                 f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle"

@@ -158,6 +158,16 @@ def test_scripting_layers_with_hooks_says_what_to_do(copied: bool, device: torch
     assert torch.equal(torch.jit.script(layer)(case.x), layer(case.x))
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: by_jit_trace(model, torch.ones(2, 8))])
+def test_layers_of_torchscript_are_refused(make: Callable[[nn.Module], Any]) -> None:
+    """Their hooks would never be called."""
+    layers = list(make(Model().layers[0]).children())
+    with pytest.raises(
+        TypeError, match=r"layers must hold modules of Python, got .*: TorchScript calls no hooks; pass"
+    ):
+        offload_layers(layers, 1)
+
+
 def test_scripting_a_context_names_it(device: torch.device) -> None:
     class Layer(nn.Module):
         def __init__(self, context: Any) -> None:
