@@ -36,6 +36,7 @@ def main() -> None:
     operations.set_defaults(run=run_operations)
     architectures = commands.add_parser("architectures", help="Hugging Face's architectures")
     architectures.add_argument("--names", nargs="+", help="only these")
+    architectures.add_argument("--missing", action="store_true", help="only those that the record does not have")
     architectures.add_argument("--limit-s", type=float, default=300, help="longest time for one architecture")
     architectures.add_argument("--record", type=Path, default=RESULTS / "outside_architectures.json")
     architectures.set_defaults(run=run_architectures)
@@ -50,15 +51,15 @@ def main() -> None:
 
 def run_operations(options: argparse.Namespace) -> None:
     """All samples of all operations, in each type of number that they have gradients in."""
-    record = begin_record(seed=options.seed)
-    record["runs"] = {}
+    record = {"runs": read(options.record).get("runs", {})}
     for dtype in options.dtypes:
         for kind in options.kinds:
             names = differentiable(kind, dtype)
             wanted = [name for name in names if not options.names or name in options.names]
             cases = [(kind, name, dtype, options.seed, options.most) for name in wanted]
+            origin = origin_now(seed=options.seed, most_samples_of_one=options.most)
             summary = summarise(run_cases("operations.check", cases, options.limit_s), f"{kind} {dtype}")
-            record["runs"][f"{kind} {dtype}"] = {"most_samples_of_one": options.most, **summary}
+            record["runs"][f"{kind} {dtype}"] = origin | summary
             write(record, options.record)
 
 
@@ -67,32 +68,36 @@ def run_architectures(options: argparse.Namespace) -> None:
     import transformers
 
     known = find_architectures()
-    cases = [(name, known[name]) for name in options.names or known]
-    record = begin_record(transformers=transformers.__version__)
-    record |= {"checked": 0, "runs": 0, "seconds": 0.0}
-    record |= {"different": {}, "unrepeatable": {}, "lost": {}, "skipped": {}, "architectures": {}}
+    found = read(options.record).get("architectures", {})
+    names = options.names or [name for name in known if not (options.missing and name in found)]
+    origin = origin_now(transformers=transformers.__version__)
+    cases = [(name, known[name]) for name in names]
     for (name, _), report in run_cases("architectures.check", cases, options.limit_s):
+        found[name] = {key: value for key, value in report.items() if value} | {"commit": origin["commit"]}
         for key in ("different", "unrepeatable", "lost", "skipped"):
             if report.get(key):
-                record[key][name] = report[key]
                 print(f"{name}: {key}: {report[key]}", flush=True)
-        if report.get("runs"):
-            record["checked"] += 1
-            record["runs"] += report["runs"]
-            record["architectures"][name] = f"{report['kind']}, {report['inputs']}"
-        record["seconds"] = round(record["seconds"] + report.get("seconds", 0.0), 1)
-        write(record, options.record)
-    print({key: found if isinstance(found, float | int) else len(found) for key, found in record.items()})
+        write(origin | {"counts": count(found), "architectures": dict(sorted(found.items()))}, options.record)
+    print(count(found))
+
+
+def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """How many architectures came to what."""
+    counts = {"known": len(find_architectures()), "checked": sum("runs" in report for report in found.values())}
+    counts["runs"] = sum(report.get("runs", 0) for report in found.values())
+    for key in ("different", "unrepeatable", "lost", "skipped"):
+        counts[key] = sum(key in report for report in found.values())
+    return counts
 
 
 def run_soak(options: argparse.Namespace) -> None:
-    """Many small steps: what they hold at a hundred moments, and how it grows."""
+    """Many small steps: what they hold at fifty moments, and how it grows."""
     device = resolve_device(options.device)
     steps = options.steps or (10_000 if device.type == "cpu" else 2_000)
     result = soak.record(soak.soak(device, steps, 50, lambda now: print(now, flush=True)))
     print(f"growth per 1000 steps: {result['growth_per_1000_steps']}")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    write(begin_record(device=name) | result, options.record or RESULTS / f"soak_{device.type}.json")
+    write(origin_now(device=name) | result, options.record or RESULTS / f"soak_{device.type}.json")
 
 
 def summarise(results: Any, what: str) -> dict[str, Any]:
@@ -118,8 +123,8 @@ def summarise(results: Any, what: str) -> dict[str, Any]:
     return counts | named
 
 
-def begin_record(**settings: Any) -> dict[str, Any]:
-    """Where and when a record was made."""
+def origin_now(**settings: Any) -> dict[str, Any]:
+    """When and with what a result was found."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -128,6 +133,12 @@ def begin_record(**settings: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         **settings,
     }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """An earlier record, of which a command replaces what it runs; empty if there is none."""
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return record
 
 
 def write(record: dict[str, Any], path: Path) -> None:

@@ -119,7 +119,12 @@ def differentiable(kind: str, dtype: str) -> list[str]:
     """Names of what has gradients in this type of number."""
     wanted = DTYPES[dtype]
     if kind == "module":
-        return [name for name, info in infos(kind).items() if wanted in info.supported_dtypes("cpu")]
+        # PyTorch lists only float32 and float64, but most modules take what their operations take.
+        return [
+            name
+            for name, info in infos(kind).items()
+            if wanted in info.supported_dtypes("cpu") or wanted is torch.bfloat16
+        ]
     return [
         name
         for name, info in infos(kind).items()
