@@ -94,10 +94,11 @@ def run_soak(options: argparse.Namespace) -> None:
     """Many small steps: what they hold at fifty moments, and how it grows."""
     device = resolve_device(options.device)
     steps = options.steps or (10_000 if device.type == "cpu" else 2_000)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    origin = origin_now(device=name)
     result = soak.record(soak.soak(device, steps, 50, lambda now: print(now, flush=True)))
     print(f"growth per 1000 steps: {result['growth_per_1000_steps']}")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    write(origin_now(device=name) | result, options.record or RESULTS / f"soak_{device.type}.json")
+    write(origin | result, options.record or RESULTS / f"soak_{device.type}.json")
 
 
 def summarise(results: Any, what: str) -> dict[str, Any]:
