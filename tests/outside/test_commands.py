@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,6 +20,7 @@ def run(*arguments: str, record: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_operations_replace_what_they_run(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"runs": {"operation float32": {"samples": 0}, "module float32": {"samples": 1}}}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from offload.backend import Wait, get_backend
@@ -13,7 +15,8 @@ from .workers import run_cases
 pytestmark = pytest.mark.slow
 
 
-def test_a_sample_of_operations_and_modules(seed: int) -> None:
+def test_a_sample_of_operations_and_modules() -> None:
+    seed = int(os.environ["OUTSIDE_SEED"])
     wrong = {}
     moved = 0
     for case, report in run_cases("operations.check", draw(seed), limit_s=120):
