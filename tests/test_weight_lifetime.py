@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import HostMemoryError, pinned, record_timeline, stream_weights
 from offload.backend import get_backend
 from offload.weight_layer import aligned, missing_bytes
+from offload.weight_parameter import StandIn
 
 LAYERS = 4
 
@@ -99,6 +100,31 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
         assert_as_before(layers, x, expected)
         assert torch.equal(forward(layers.eval(), x), forward(layers, x))
     assert handle.stats().loads > 0
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_interrupt_while_parameters_are_given_back(
+    number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        calls = []
+
+        def swap_out(stand_in: StandIn) -> None:
+            calls.append(stand_in)
+            if len(calls) == number + 1:
+                raise KeyboardInterrupt
+            give_back(stand_in)
+
+        give_back = StandIn.swap_out
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "swap_out", swap_out)
+            with pytest.raises(KeyboardInterrupt):
+                forward(layers, x)
+        assert all(value.device.type == "cpu" for value in layers.state_dict().values())
+        assert all(parameter.is_leaf for parameter in layers.parameters())
+        assert_as_before(layers, x, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
