@@ -44,6 +44,7 @@ class ActivationSet:
         self._compute_stream = self.transfers.backend.compute_stream()
         self._min_bytes = max(1, microbatch.min_bytes)
         self._known = microbatch.storages
+        self._operation = microbatch.operation
         self._nothing_moves = microbatch.nothing_moves_from(layer)
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._early: list[SavedStorage] = []
@@ -65,12 +66,23 @@ class ActivationSet:
         """Whether the graph that held this set has gone without a backward."""
         return self.gone and not self.backward_begun
 
-    def close(self) -> None:
-        """End of the layer's forward: from now on only the graph's handles keep the set alive."""
+    @property
+    def closed(self) -> bool:
+        """Whether the layer saves no more."""
+        return self.alive is None
+
+    def close(self, *, in_operation: bool = False) -> None:
+        """End of the layer's forward: from now on only the graph's handles keep the set alive.
+
+        Args:
+            in_operation: The operation that saved last may still be at work, and goes on with another set.
+        """
         self.alive = None
         self._early.clear()
         if self._small and self.state is not _RESIDENT:
             self.transfers.counters.skipped["small"] += self._small
+        if not in_operation:
+            self._operation.end()
         if self.state is OffloadState.OFFLOADING:
             self.transfers.end_batch()
 
@@ -84,7 +96,11 @@ class ActivationSet:
                 self.start_early(inner, changes + tensor._version)
         elif reason is None:
             key = tensor.untyped_storage()._cdata
-            self._early.append(self._known_storage(tensor, key, changes) or self._new_storage(tensor, key, changes))
+            storage = self._known_storage(tensor, key, changes) or self._new_storage(tensor, key, changes)
+            if storage.ready is None:
+                storage.ready = self.transfers.backend.compute_stream().record_event()
+            storage.start_offload()
+            self._early.append(storage)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         """The pack hook: a handle for a tensor that autograd saves.
@@ -101,6 +117,7 @@ class ActivationSet:
         if nbytes < self._min_bytes:
             self._small += 1
             return KeptHandle(tensor, self)
+        self._operation.end_if_over()
         key = memory._cdata
         if self._nothing_moves and key not in self._known:
             return KeptHandle(tensor, self)
@@ -113,7 +130,11 @@ class ActivationSet:
         storage = self._known_storage(tensor, key, changes) if key in self._known else None
         if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        return MovedHandle(tensor, storage or self._new_storage(tensor, key, changes), self)
+        storage = storage or self._new_storage(tensor, key, changes)
+        storage.tensors += 1
+        if storage.host is None:
+            self._operation.add(storage)
+        return MovedHandle(tensor, storage, self)
 
     def _pack_other(self, tensor: torch.Tensor, changes: int) -> Handle:
         """A handle for a tensor without a storage of its own: its inner tensors travel, if it has any."""
@@ -137,22 +158,21 @@ class ActivationSet:
             return None
         if known.set is not self:
             self._take_over(known, tensor)
-        self._follow(known)
         return known
 
     def _new_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage:
         storage = SavedStorage(tensor, self, changes)
         self._storages.append(weakref.ref(storage))
         self._known[key] = weakref.ref(storage)
-        self._follow(storage)
         return storage
 
-    def _follow(self, storage: SavedStorage) -> None:
-        """What is saved while the set is on its way goes with it at once."""
-        storage.tensors += 1
+    def follow(self, storage: SavedStorage) -> None:
+        """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""
         if self.state is OffloadState.OFFLOADING:
-            storage.count()
             storage.start_offload()
+        elif self.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
+            storage.start_offload()
+            self._let_go([storage])
 
     def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
         """What an earlier layer saved as well moves with this set from now on, which backward needs first."""
@@ -172,8 +192,8 @@ class ActivationSet:
         self.state = next_state("start_offload", self.layer, self.state, call=call)
         saved = self._live()
         for storage in saved:
-            storage.count()
-            storage.start_offload()
+            if storage.ready is not None:  # else it follows when its operation is over
+                storage.start_offload()
             self.transfers.counters.offloaded_tensors += storage.tensors
         if saved:
             self.transfers.end_batch()
@@ -185,7 +205,10 @@ class ActivationSet:
             OffloadStateError: The set is not OFFLOADING.
         """
         self.state = next_state("release", self.layer, self.state, call=call)
-        moved = [storage for storage in self._live() if storage.host is not None]
+        self._let_go(self._live())
+
+    def _let_go(self, storages: list[SavedStorage]) -> None:
+        moved = [storage for storage in storages if storage.host is not None and storage.device is not None]
         batches = [storage.batch for storage in moved if storage.batch is not None]
         if not batches:
             return

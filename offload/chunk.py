@@ -64,13 +64,13 @@ class ChunkPass:
                 self._counted.add(id(storage))
                 self.saved_bytes += storage.nbytes
         while self._part < self.parts - 1 and self.saved_bytes >= (self._part + 1) * self._part_bytes:
-            self._next_part()
+            self._next_part(in_operation=True)
         return packed
 
     def end_forward(self) -> None:
         """The forward has returned or raised."""
         while self._part < self.parts - 1:
-            self._next_part()
+            self._next_part(in_operation=False)
         self._set.close()
         self._counted.clear()
         self._held = frozenset()
@@ -81,8 +81,8 @@ class ChunkPass:
             self._reached -= 1
             self._round.begin_backward(self._first_layer + self._reached)
 
-    def _next_part(self) -> None:
-        self._set.close()
+    def _next_part(self, *, in_operation: bool) -> None:
+        self._set.close(in_operation=in_operation)
         self._part += 1
         self._set = self._round.begin_forward(self._first_layer + self._part)
 

@@ -7,7 +7,9 @@ import weakref
 
 from offload import trace
 from offload.activation_set import ActivationSet
+from offload.operation import Operation
 from offload.points import Point, backward, forward
+from offload.resized import watch
 from offload.saved import SavedStorage
 from offload.schedule import Schedule
 from offload.states import OffloadState
@@ -34,6 +36,8 @@ class Round:
         self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self.operation = Operation(transfers)
+        watch(self)
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 

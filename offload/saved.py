@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import trace
 from offload.backend import Stream, Wait
 from offload.host_memory import NO_HOST_MEMORY
+from offload.resized import RESIZED
 from offload.waste import kind_of, maker_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class SavedStorage:
         "original",
         "ready",
         "reload_done",
+        "resized",
         "set",
         "stream",
         "tensors",
@@ -78,18 +80,21 @@ class SavedStorage:
         self.tensors = 0
         self.counted = False
         self.wasted = False
-        self.ready = owner.transfers.backend.compute_stream().record_event()
+        self.ready: Any = None
+        """The event after which the device memory holds the bytes; ``None`` as long as the operation may write them."""
+        self.resized = False
 
     def start_offload(self) -> None:
-        """Queue the copy to the host; it waits for the event after which the device memory holds the bytes."""
-        if self.host is not None or self.device is None:
+        """Queue the copy to the host, behind :attr:`ready`."""
+        if self.host is not None or self.device is None or self.resized:
             return
+        self.count()
         transfers = self.set.transfers
         self.host = transfers.take_host(self.nbytes)
         if self.host is None:
             transfers.counters.skipped[NO_HOST_MEMORY] += 1
             return
-        transfers.wait(transfers.d2h_stream, self.ready, Wait.READY)
+        transfers.wait_until_ready(self.ready)
         for event in self.host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
         self.batch = transfers.to_host(self.host, self.device, self.set.layer)
@@ -142,6 +147,26 @@ class SavedStorage:
             self._give_host_back()
             self._waste()
         self._uncount()
+
+    def give_up(self, storage: torch.UntypedStorage) -> None:
+        """The program is about to resize ``storage``, this one: backward shall read what it holds then."""
+        transfers = self.set.transfers
+        with transfers.lock:
+            if self.resized or self.reload_done is not None:
+                return  # backward has begun, with memory of its own
+            self.resized = True
+            if not self.set.stays:
+                transfers.counters.skipped[RESIZED] += self.tensors
+            if self.host is None:
+                return
+            if self.device is None:
+                self.device = torch.empty(0, dtype=torch.uint8, device=transfers.backend.device).set_(storage)
+            else:
+                # The memory is free for compute's next operation; the copy may still read it.
+                done = transfers.done(self.batch)  # type: ignore[arg-type]  # set with the host buffer
+                transfers.wait_for_copies(transfers.backend.compute_stream(), done, Wait.RELEASE)
+            self._give_host_back()
+            self._uncount()
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Use the device memory that ``tensor``, saved once more, turned out to have kept alive."""

@@ -40,11 +40,19 @@ class Transfers:
     host: HostMemory = field(default_factory=HostMemory)
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while bytes come back: several threads may read what was saved."""
+    _ready: Any = None
+    """What the d2h stream has waited for last."""
     _batch: CopyBatch = field(default_factory=lambda: CopyBatch(0))
 
     def wait(self, stream: Any, event: Any, why: Wait) -> None:
         """Let ``stream`` wait for ``event``."""
         self.backend.wait(stream, event, why)
+
+    def wait_until_ready(self, ready: Any) -> None:
+        """Let copies to the host that are queued from now on wait for ``ready``, unless they do already."""
+        if ready is not self._ready:
+            self.wait(self.d2h_stream, ready, Wait.READY)
+            self._ready = ready
 
     def wait_for_copies(self, compute_stream: Any, copied: Any, why: Wait) -> None:
         """Let compute wait for copies, and count how long it stalls."""

@@ -300,7 +300,7 @@ def test_one_wait_per_set_not_per_tensor(lab: Lab) -> None:
     storages = offloaded.stats.offloaded_storages - before.offloaded_storages
     assert storages > 3
     assert made.count(Wait.RELEASE) == made.count(Wait.LANDING) == 3
-    assert made.count(Wait.READY) == storages
+    assert 3 < made.count(Wait.READY) <= storages  # one per operation
     assert made.count(Wait.UNREAD) == 0
 
 
@@ -308,10 +308,13 @@ def test_copy_waits_for_its_tensor_not_for_the_layer(lab: Lab) -> None:
     """What the layer computes after it has saved a tensor does not hold the tensor's copy up."""
     trip = Trip(lab)
     trip.end(trip.begin(lambda: trip.full(1.0))).sum().backward()
+    copied_bytes = trip.offloaded.stats.offloaded_bytes
     copied: list[bool] = []
 
     def layer(y: torch.Tensor) -> torch.Tensor:
         y = save(y, trip._receive, trip.full(3.0))
+        y = save(y, lambda _: None, trip.full(4.0))  # with that, the operation before is over
+        assert trip.offloaded.stats.offloaded_bytes == copied_bytes + NBYTES
         done = lab.d2h_stream.record_event()
         other = trip.full(0.0)
         lab.write_late(other, 1.0, LATE_S)
