@@ -21,6 +21,7 @@ def in_fresh_process(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_importing_loads_nothing_heavy() -> None:
     """Only this package and Python's own modules, beyond what PyTorch has loaded."""
     program = "import sys, torch; before = set(sys.modules); import offload; print(*set(sys.modules) - before)"
@@ -29,6 +30,7 @@ def test_importing_loads_nothing_heavy() -> None:
     assert loaded - {"offload"} <= sys.stdlib_module_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     ["import offload.context, torch._dynamo", "import torch._dynamo, offload.context"],

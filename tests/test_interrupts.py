@@ -43,6 +43,7 @@ class InterruptAt:
         return self._line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "error"), [("context", KeyboardInterrupt), ("hooks", KeyboardInterrupt), ("hooks", MemoryError)]
 )
