@@ -42,14 +42,14 @@ class CpuEvent:
         self._errors = failures.errors
         self._reached = threading.Event()
         self.error: BaseException | None = None
-        """What went wrong before the event was reached, in this stream or another."""
+        """What went wrong before the event was reached, in this stream or another, without what its traceback holds."""
         self.reached_s = 0.0
         """When the event was reached, by ``time.perf_counter``."""
 
     def set(self) -> None:
         """Mark the event as reached."""
         self.reached_s = time.perf_counter()
-        self.error = self._errors[0] if self._errors else None
+        self.error = self._errors[0].with_traceback(None) if self._errors else None
         self._reached.set()
 
     def query(self) -> bool:
@@ -61,11 +61,16 @@ class CpuEvent:
         self._reached.wait()
 
     def synchronize(self) -> None:
-        """Block until the work before the event is done; raise what it has raised."""
+        """Block until the work before the event is done.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
         self.wait()
         if self.error is not None:
             self._failures.reported(self._errors)
-            raise self.error
+            # A new error for each who waits: the event lives on, and so would all that the traceback holds.
+            raise RuntimeError(f"a copy has failed: {type(self.error).__name__}: {self.error}") from self.error
 
 
 class CpuStream:
@@ -100,15 +105,8 @@ class CpuStream:
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
-        """Let work queued from now on start after ``event``."""
-        errors = self._failures.errors
-
-        def wait() -> None:
-            event.wait()
-            if event.error is not None:
-                errors.append(event.error)
-
-        self._worker.submit(wait, errors)
+        """Let work queued from now on start after ``event``, even if what comes before the event has failed."""
+        self._worker.submit(event.wait, self._failures.errors)
 
     def synchronize(self) -> None:
         """Block until all work queued so far is done; raise what it has raised."""

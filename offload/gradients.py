@@ -128,16 +128,20 @@ class GradientWriter:
 
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``: the end of backward."""
-        if self._flights:
-            self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
-        while self._flights:
-            self._land()
-        self._begun.clear()
         try:
-            self._worker.drain()
+            if self._flights:
+                self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
         finally:
-            for host in self._hosts:
-                host.give_back_gradient()
+            # Whatever has failed, the next backward begins anew.
+            while self._flights:
+                self._land()
+            self._begun.clear()
+            try:
+                self._worker.drain()
+            finally:
+                self._staging_made = self._staging.qsize()  # an interrupt or error may have lost one
+                for host in self._hosts:
+                    host.give_back_gradient()
 
     def _provide(self, hosts: list[HostParameter]) -> None:
         """Make sure of memory for gradients that nobody else looks into."""
