@@ -176,9 +176,10 @@ class ActivationSet:
 
     def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
         """What an earlier layer saved as well moves with this set from now on, which backward needs first."""
-        storage.set._storages.remove(weakref.ref(storage))
-        storage.set = self
+        # In both sets for a moment, but never in none, from where nothing would bring it back.
         self._storages.insert(0, weakref.ref(storage))
+        earlier, storage.set = storage.set, self
+        earlier._storages.remove(weakref.ref(storage))
         storage.adopt(tensor)
         if self.stays:
             storage.keep()
@@ -249,16 +250,17 @@ class ActivationSet:
                 self._reload_group(group, compute)
 
     def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Any) -> None:
-        queued: list[tuple[SavedStorage, torch.Tensor]] = []
+        h2d_stream = self.transfers.h2d_stream
         try:
             for storage, landing in group:
                 storage.start_reload(landing)
-                queued.append((storage, landing))
-        finally:
-            if queued:
-                done = self.transfers.backend.record_timed(self.transfers.h2d_stream)
-                for storage, landing in queued:
-                    storage.end_reload(landing, compute, done)
+            done = self.transfers.backend.record_timed(h2d_stream)
+            for storage, landing in group:
+                storage.end_reload(landing, compute, done)
+        except BaseException:
+            # What has not come back stays on the host. Compute gets the landings again, into which copies may run.
+            self.transfers.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
+            raise
 
     def mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""

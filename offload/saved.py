@@ -90,14 +90,16 @@ class SavedStorage:
             return
         self.count()
         transfers = self.set.transfers
-        self.host = transfers.take_host(self.nbytes)
-        if self.host is None:
+        host = transfers.take_host(self.nbytes)
+        if host is None:
             transfers.counters.skipped[NO_HOST_MEMORY] += 1
             return
         transfers.wait_until_ready(self.ready)
-        for event in self.host.events:
+        for event in host.events:
             transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
-        self.batch = transfers.to_host(self.host, self.device, self.set.layer)
+        batch = transfers.to_host(host, self.device, self.set.layer)
+        # At once, and only now: what fails or is interrupted half-way stays on the device.
+        self.host, self.batch = host, batch
         transfers.counters.offloaded_storages += 1
         transfers.counters.offloaded_bytes += self.nbytes
         self.wasted = False
@@ -131,14 +133,15 @@ class SavedStorage:
 
         ``landing`` is memory of ``compute_stream``. It is there for other threads when all else is said about it.
         """
-        if self.host is None:
+        host = self.host
+        if host is None:
             return
         self.stream = compute_stream
         self.reload_done = self.ready = done
         self.awaited_by = None
-        self.set.transfers.pool.give(self.host, done)
-        self.host = None
-        self.device = landing
+        # At once, so that the bytes are somewhere at any moment, and before the buffer can be another's.
+        self.device, self.host = landing, None
+        self.set.transfers.pool.give(host, done)
         self.count()
 
     def keep(self) -> None:
@@ -211,15 +214,15 @@ class SavedStorage:
 
     def _uncount(self) -> None:
         if self.counted:
-            self.set.transfers.counters.drop(self.nbytes)
             self.counted = False
+            self.set.transfers.counters.drop(self.nbytes)
 
     def _discard(self) -> None:
         self._let_go()
         self._uncount()
 
     def _give_host_back(self) -> None:
-        host, self.host = self.host, None
+        host, self.host = self.host, None  # forgotten first: an interrupt loses it, and it is never given twice
         if host is not None and self.batch is not None:
             transfers = self.set.transfers
             transfers.pool.give(host, transfers.done(self.batch))

@@ -96,6 +96,8 @@ class Transfers:
         """The event after which the copies of ``batch`` are done."""
         if batch.event is None:
             self.end_batch()
+        if batch.event is None:  # an interrupt came before it was recorded, and a later one is as good
+            batch.event = self.backend.record_timed(self.d2h_stream)
         return batch.event
 
     def to_device(self, device: torch.Tensor, host: HostBuffer, layer: int) -> None:

@@ -13,8 +13,9 @@ from lab import Lab
 from models import Offloading, assert_same, build, loss_of, offloading, save, step_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload import OffloadState, memory_meter
+from offload import OffloadState, get_cpu_offload_context, memory_meter
 from offload.backend import Wait
+from offload.host_pool import HostBuffer, HostPool
 from offload.saved import SavedStorage
 
 LAYERS = 5
@@ -370,3 +371,48 @@ def test_abandoned_reload_waits_on_the_device_only(lab: Lab) -> None:
     waits = lab.count_waits()
     del y
     assert waits == [Wait.UNREAD]
+
+
+class TestHandOver:
+    """What passes from one hand to another is lost at worst, when something comes in between."""
+
+    def test_an_interrupt_after_a_buffer_was_given_back(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        layers, x = build("gpt", LAYERS, lab.device)
+        expected, offloaded = step_gradients(layers, x), offloading(3, LAYERS, lab.device)
+        give, given = HostPool.give, list[int]()
+
+        def interrupted(pool: HostPool, buffer: HostBuffer, event: Any) -> None:
+            give(pool, buffer, event)
+            given.append(buffer.nbytes)
+            if len(given) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(HostPool, "give", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step_gradients(layers, x, offloaded)
+        for _ in range(5):
+            assert_same(expected, step_gradients(layers, x, offloaded))
+
+    @pytest.mark.parametrize("device", ["cpu"], indirect=True)
+    def test_a_copy_that_cannot_be_queued(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is not on its way stays on the device, though the rest of its layer goes on."""
+        chain = Chain(lab.device, pieces=2)
+        chain.saved.append([])  # the first layer saves ones: new host memory is zeros
+        options = {"manual_synchronization": True, "min_bytes": 0, "device": lab.device}
+        context, sync, manual = get_cpu_offload_context(True, 1, 2, **options)
+        y = Offloading(context, sync).forward([chain.layer] * 2, chain.x)
+        copy, copies = lab.backend.copy, list[Any]()
+
+        def refused(*copied: Any) -> None:
+            copies.append(copied)
+            if len(copies) == 2:
+                raise OSError("refused")
+            copy(*copied)
+
+        monkeypatch.setattr(lab.backend, "copy", refused)
+        with pytest.raises(OSError, match="refused"):
+            manual.start_offload_layer(0)
+        manual.release_activation_forward_gpu_memory(0)
+        manual.start_reload_layer(0)
+        y.sum().backward()
+        assert [value for value, _ in chain.received] == [2.0, 2.0, 1.0, 1.0]
