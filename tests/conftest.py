@@ -14,12 +14,12 @@ from offload.backend import get_backend, resolve_device
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# What tests/outside draws its samples with: another one in each run, the same in all processes of a run.
+# What samples are drawn with: another one in each run, the same in all processes of a run.
 os.environ.setdefault("OUTSIDE_SEED", str(int.from_bytes(os.urandom(3))))
 
 
 def pytest_report_header() -> str:
-    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside"
+    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside and of tests/test_faults.py"
 
 
 # A busy machine is no fault of the code.

@@ -1,0 +1,134 @@
+"""Things that go wrong at a chosen moment: interrupts, memory that ends, copies that fail."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+
+import offload
+
+LIBRARY = str(Path(offload.__file__).parent)
+
+
+class Countdown:
+    """Raises when it is called the n-th time, counted from 0; never where there is no n."""
+
+    def __init__(self, error: Callable[[], BaseException], n: int | None) -> None:
+        self.places: list[str] = []
+        """Where each call came from."""
+        self._error = error
+        self._n = n
+
+    def __call__(self, place: str = "") -> None:
+        self.places.append(place)
+        if len(self.places) - 1 == self._n:
+            raise self._error()
+
+
+Fault = Callable[[Lab, int | None], AbstractContextManager[Countdown]]
+
+
+@contextmanager
+def interrupt(lab: Lab, n: int | None) -> Iterator[Countdown]:
+    """Ctrl-C, wherever CPython may deliver it in the library's code: before each line and after each call."""
+    countdown = Countdown(KeyboardInterrupt, n)
+
+    def on_call(frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        frame.f_trace_opcodes = True
+        return on_step
+
+    def on_step(frame: FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        calls, withs = _calls_and_withs(code)
+        if (event == "line" and frame.f_lasti not in withs) or (event == "opcode" and frame.f_lasti in calls):
+            countdown(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}, {event}")
+        return on_step
+
+    # A finalizer swallows what is raised in it: then nobody was interrupted, and all has to be right.
+    unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield countdown
+    finally:
+        sys.settrace(before)
+        sys.unraisablehook = unraisable
+
+
+@functools.cache
+def _calls_and_withs(code: CodeType) -> tuple[frozenset[int], frozenset[int]]:
+    """Where a call has returned, and where a block under ``with`` ends: to its exit, CPython goes uninterrupted."""
+    instructions = list(dis.get_instructions(code))
+    calls = {
+        after.offset for call, after in itertools.pairwise(instructions) if call.opname in ("CALL", "CALL_FUNCTION_EX")
+    }
+    runs = zip(instructions, instructions[1:], instructions[2:], strict=False)
+    withs = {run[0].offset for run in runs if all(one.opname == "LOAD_CONST" and one.argval is None for one in run)}
+    return frozenset(calls), frozenset(withs)
+
+
+def _patched(name: str, error: Callable[[], BaseException]) -> Fault:
+    """Let a method of the backend fail."""
+
+    @contextmanager
+    def fault(lab: Lab, n: int | None) -> Iterator[Countdown]:
+        countdown = Countdown(error, n)
+        method = getattr(lab.backend, name)
+
+        def fails(*arguments: Any) -> Any:
+            countdown()
+            return method(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lab.backend, name, fails)
+            yield countdown
+
+    return fault
+
+
+@contextmanager
+def failing_copy(lab: Lab, n: int | None) -> Iterator[Countdown]:
+    """A copy that fails while it runs, when the program has long gone on."""
+    countdown = Countdown(lambda: OSError("the copy has failed"), n)
+    copy = lab.backend.copy
+
+    def copies(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        try:
+            countdown()
+        except OSError as error:
+            stream.submit(functools.partial(_raise, error))
+        else:
+            copy(stream, target, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab.backend, "copy", copies)
+        yield countdown
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+FAULTS: dict[str, Fault] = {
+    "interrupt": interrupt,
+    "host memory": _patched("pinned", lambda: offload.HostMemoryError("no host memory is left")),
+    "device memory": _patched("empty", lambda: torch.OutOfMemoryError("no device memory is left")),
+    "copy is refused": _patched("copy", lambda: OSError("the copy was refused")),
+    "copy fails": failing_copy,
+}
+EXPECTED = re.compile("^$|no host memory is left|no device memory is left|the copy was refused|the copy has failed")
+"""What the errors say."""
