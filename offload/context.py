@@ -37,7 +37,9 @@ Output = TypeVar("Output")
 
 _WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
 
-DEFAULT_MIN_BYTES = 1 << 22
+DEFAULT_MIN_BYTES = 1 << 21
+"""From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
+``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
 
 _open_sets: list[ActivationSet] = []
 """The activation sets of the layers whose forward runs now, innermost last."""
