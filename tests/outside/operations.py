@@ -31,10 +31,6 @@ RUNS = (
 )
 """Samples take these in turn; the only sample of an operation takes both."""
 
-KNOWN: dict[str, str] = {
-    "nn.functional.rrelu": "saved before it is written",
-}
-"""Operations that are known to differ, with the reason."""
 DRAWN = {
     ("operation", "float32"): 40,
     ("operation", "bfloat16"): 10,

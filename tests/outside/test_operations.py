@@ -9,7 +9,7 @@ import pytest
 from offload.backend import Wait, get_backend
 from tests.lab import Lab
 
-from .operations import KNOWN, check, draw
+from .operations import check, draw
 from .workers import run_cases
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_sample_of_operations_and_modules() -> None:
     for case, report in run_cases("operations.check", draw(seed), limit_s=120):
         moved += report.get("moved", 0)
         found = report.get("different") or report.get("lost")
-        if found and case[1] not in KNOWN:
+        if found:
             wrong[case] = found
     assert not wrong, f"to see it again, set OUTSIDE_SEED={seed}"
     assert moved > 0
