@@ -112,7 +112,7 @@ def summarise(results: Any, what: str) -> dict[str, Any]:
         for key in counts.keys() & report.keys():
             counts[key] += report[key]
         if report.get("unrepeatable"):
-            named["unrepeatable"][name] = len(report["unrepeatable"])
+            named["unrepeatable"][name] = {"runs": len(report["unrepeatable"]), "one": report["unrepeatable"][0]}
         for key in ("different", "lost", "skipped"):
             if report.get(key):
                 named[key][name] = report[key]

@@ -258,25 +258,26 @@ def _checkpoint_layers(model: Any) -> bool:
 def _compare(run: Callable[[], Outcome], layers: list[nn.Module], how: str, report: Report) -> None:
     expected = run()
 
-    def changes(byte: int) -> str:
+    def changes(byte: int) -> set[str]:
         fill_new_memory(byte)
-        difference = expected.difference(run())
+        differences = expected.differences(run())
         fill_new_memory(0)
-        return difference
+        return differences
 
-    changed = changes(0xFF)
+    changing = changes(0xFF)
     for num_layers in sorted({1, len(layers) - 2}):
         with offload.offload_layers(layers, num_layers, min_bytes=1) as handle:
             found = run()
             report.offloaded_bytes += handle.stats().offloaded_bytes
         report.runs += 1
-        difference = expected.difference(found)
-        if difference and not changed:
-            changed = changes(0x5A)
-        if difference and (not changed or found.error):
-            report.different.append(f"{how}{num_layers} of {len(layers)} layers: {difference}"[:300])
-    if changed:
-        report.unrepeatable.append(f"{how}{changed}"[:300])
+        different = expected.differences(found)
+        if different - changing:
+            changing |= changes(0x5A)
+        if different - changing:
+            names = ", ".join(sorted(different - changing))
+            report.different.append(f"{how}{num_layers} of {len(layers)} layers: {names}"[:300])
+    if changing:
+        report.unrepeatable.append(f"{how}{', '.join(sorted(changing))}"[:300])
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:

@@ -61,14 +61,14 @@ class Outcome:
     error: str = ""
     offloaded_bytes: int = 0
 
-    def difference(self, other: Outcome) -> str:
-        """What ``other`` gave that is not the same, in words; empty if nothing."""
+    def differences(self, other: Outcome) -> set[str]:
+        """Names of the tensors that ``other`` has not the same; or, in words, what else is not."""
         if self.error or other.error:
             alike = self.error.partition(":")[0] == other.error.partition(":")[0]
-            return "" if alike else f"{self.error or 'no error'} / {other.error or 'no error'}"
+            return set() if alike else {f"{self.error or 'no error'} / {other.error or 'no error'}"}
         if self.tensors.keys() != other.tensors.keys():
-            return f"{sorted(self.tensors)} / {sorted(other.tensors)}"
-        return ", ".join(name for name, found in self.tensors.items() if not same(found, other.tensors[name]))
+            return {f"{sorted(self.tensors)} / {sorted(other.tensors)}"}
+        return {name for name, found in self.tensors.items() if not same(found, other.tensors[name])}
 
 
 def outcome_of(step: Callable[[], dict[str, torch.Tensor | None]]) -> Outcome:
