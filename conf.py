@@ -9,7 +9,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-from offload.context import DEFAULT_MIN_BYTES
+from offload.activations.context import DEFAULT_MIN_BYTES
 
 ROOT = Path(__file__).parent
 
@@ -41,7 +41,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
-    ("py:class", r"offload\.simulate\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
+    ("py:class", r"offload\.planning\.simulate\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
 ]
 
 
@@ -73,8 +73,9 @@ intersphinx_mapping = {
 
 def _import_types() -> None:
     """Imports what modules import for type checkers only: autodoc has to find each name of an annotation."""
-    for path in sorted((ROOT / "offload").glob("*.py")):
-        module = importlib.import_module(f"offload.{path.stem}".removesuffix(".__init__"))
+    for path in sorted((ROOT / "offload").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        module = importlib.import_module(name.removesuffix(".__init__"))
         for block in ast.parse(path.read_text("utf-8")).body:
             if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
                 exec(ast.unparse(block.body), vars(module))  # noqa: S102  # the library's own lines

@@ -12,8 +12,8 @@ from torch import nn
 import offload
 from benchmarks.models import Llama, Model, Stack
 from benchmarks.workloads import Workload, norm_mlp, reference_decoder
-from offload.context import DEFAULT_MIN_BYTES
-from offload.link import Link
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.planning.link import Link
 
 CASES = ("decoder", "long", "compiled", "llama", "norm_mlp")
 

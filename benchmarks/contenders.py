@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 
 import offload
 from benchmarks.models import Model
-from offload.context import DEFAULT_MIN_BYTES
+from offload.activations.context import DEFAULT_MIN_BYTES
 
 
 @dataclass

@@ -28,8 +28,8 @@ import offload
 from benchmarks.instruments import timed
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, Workload, reference_decoder, run_step
-from offload.backend import resolve_device
-from offload.context import DEFAULT_MIN_BYTES
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.device.backend import resolve_device
 
 GIB = 2**30
 WARMUP = 3

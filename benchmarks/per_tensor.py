@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 import offload
-from offload.backend import get_backend
-from offload.host_pool import HostBuffer, get_host_pool
-from offload.link import Link
+from offload.device.backend import get_backend
+from offload.host.pool import HostBuffer, get_host_pool
+from offload.planning.link import Link
 
 LAYERS = 3
 SMALL_ELEMENTS, SMALL_OPERATIONS = 256, 400

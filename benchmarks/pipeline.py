@@ -29,10 +29,10 @@ from benchmarks.pipeline_case import Case, Way, steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS, SCHEDULES, SMALL, Model, Pipeline, described
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING, predicted_slowdown, predictions, summary
 from benchmarks.report import environment, write
-from offload.context import DEFAULT_MIN_BYTES
-from offload.link import Link
-from offload.measure import measure_link
+from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.pipelining import PipelinePlan, StageProfile
+from offload.planning.link import Link
+from offload.planning.measure import measure_link
 
 AIM = 0.43
 """What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""

@@ -16,10 +16,10 @@ import offload.pipelining
 from benchmarks.instruments import deterministic
 from benchmarks.pipeline_models import Pipeline
 from benchmarks.pipeline_report import FREE
-from offload.link import Link
+from offload.observe.spans import COPY_LANES
+from offload.observe.timeline import Timeline
 from offload.pipelining import PipelineOffload, PipelinePlan, StageProfile, plan_pipeline
-from offload.spans import COPY_LANES
-from offload.timeline import Timeline
+from offload.planning.link import Link
 
 
 @dataclass

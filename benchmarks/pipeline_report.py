@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.pipeline_models import MODELS
 from benchmarks.report import table
-from offload.link import Link
 from offload.pipelining import PipelinePlan, StageProfile, plan_pipeline
+from offload.planning.link import Link
 
 GIB = 2**30
 

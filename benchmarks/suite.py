@@ -27,9 +27,9 @@ from benchmarks.comparison import Comparison, attempt
 from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
 from benchmarks.report import environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
-from offload.backend import resolve_device
-from offload.context import DEFAULT_MIN_BYTES
-from offload.link import Link
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.device.backend import resolve_device
+from offload.planning.link import Link
 
 GIB = 1 << 30
 PARTS = ("host_cost", "small_copies", *CASES)

@@ -1,30 +1,30 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
-from offload.compiler import leave_to_interpreter
-from offload.context import OffloadContext, start_offload
-from offload.cpu_offload import get_cpu_offload_context
-from offload.exclusions import mark_not_offload
-from offload.graphs import CaptureError
-from offload.host_memory import HostMemory, empty_host_cache, reserve_host_memory
-from offload.layers import OffloadedLayers, offload_layers
-from offload.link import Link
-from offload.manual import ManualOffloadSynchronizer
-from offload.measure import measure_link, profile_layers
-from offload.memory import MemoryMeter, memory_meter
-from offload.pinned import HostMemoryError
-from offload.pipeline_schedule import plan_pipeline
-from offload.plan import Plan, plan
-from offload.points import Move, Point
-from offload.profile import LayerProfile, Profile
-from offload.record import record_timeline
-from offload.schedule import Schedule
-from offload.simulate import simulate
-from offload.spans import Span
-from offload.states import OffloadState, OffloadStateError
-from offload.stats import OffloadStats
-from offload.timeline import Timeline
-from offload.weight_stats import WeightStats
-from offload.weights import StreamedWeights, stream_weights
+from offload.activations.context import OffloadContext, start_offload
+from offload.activations.drop_in import get_cpu_offload_context
+from offload.activations.layers import OffloadedLayers, offload_layers
+from offload.activations.manual import ManualOffloadSynchronizer
+from offload.activations.states import OffloadState, OffloadStateError
+from offload.activations.stats import OffloadStats
+from offload.activations.what_moves import mark_not_offload
+from offload.base.compiler import leave_to_interpreter
+from offload.device.capture import CaptureError
+from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
+from offload.host.page_locked import HostMemoryError
+from offload.observe.memory import MemoryMeter, memory_meter
+from offload.observe.record import record_timeline
+from offload.observe.spans import Span
+from offload.observe.timeline import Timeline
+from offload.planning.link import Link
+from offload.planning.measure import measure_link, profile_layers
+from offload.planning.pipeline_plan import plan_pipeline
+from offload.planning.plan import Plan, plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.schedule.points import Move, Point
+from offload.schedule.schedule import Schedule
+from offload.weights.stats import WeightStats
+from offload.weights.streamed import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from lab import Lab
 
-from offload import host_pool
-from offload.backend import get_backend, resolve_device
+from offload.device.backend import get_backend, resolve_device
+from offload.host import pool as host_pool
 
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

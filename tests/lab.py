@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.backend import Backend, Wait
-from offload.host_pool import HostPool, get_host_pool
+from offload.device.backend import Backend, Wait
+from offload.host.pool import HostPool, get_host_pool
 
 CYCLES_PER_S = 2e9  # of torch.cuda._sleep; GPUs run at somewhat less, so it sleeps somewhat longer
 

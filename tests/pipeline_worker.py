@@ -13,8 +13,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import offload.pipelining
-from offload.backend import get_backend
-from offload.link import Link
+from offload.device.backend import get_backend
+from offload.planning.link import Link
 
 WIDTH = 32
 MICROBATCHES = 8

@@ -24,8 +24,8 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 from offload import offload_layers
-from offload.backend import get_backend
-from offload.subclasses import SubclassHandle
+from offload.activations.subclasses import SubclassHandle
+from offload.device.backend import get_backend
 
 WIDTH = 32
 TOKENS = 16

@@ -14,7 +14,7 @@ from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
 from torch import nn
 
 from offload import offload_layers
-from offload.compiler import interpreted
+from offload.base.compiler import interpreted
 
 
 def in_fresh_process(program: str) -> str:
@@ -33,11 +33,11 @@ def test_importing_loads_nothing_heavy() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
-    ["import offload.context, torch._dynamo", "import torch._dynamo, offload.context"],
+    ["import offload.activations.context, torch._dynamo", "import torch._dynamo, offload.context"],
     ids=["compiler last", "compiler first"],
 )
 def test_compiler_leaves_the_package_to_the_interpreter(imports: str) -> None:
-    program = f"{imports}; print(torch._dynamo.trace_rules.check_file(offload.context.__file__).skipped)"
+    program = f"{imports}; print(torch._dynamo.trace_rules.check_file(offload.activations.context.__file__).skipped)"
     assert in_fresh_process(program) == "True"
 
 

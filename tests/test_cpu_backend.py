@@ -7,9 +7,9 @@ import pytest
 import torch
 from lab import Lab
 
-from offload.backend import AcceleratorBackend, Wait, get_backend, resolve_device
-from offload.cpu_backend import CpuBackend, CpuStream
-from offload.pinned import pageable
+from offload.device.backend import AcceleratorBackend, Wait, get_backend, resolve_device
+from offload.device.cpu import CpuBackend, CpuStream
+from offload.host.page_locked import pageable
 
 
 @pytest.fixture(params=["cpu"])
@@ -72,7 +72,7 @@ def test_delay_comes_before_each_piece_of_work(
     stream, _ = streams
     source, target = torch.ones(4), torch.zeros(4)
     gate = threading.Event()
-    monkeypatch.setattr("offload.cpu_backend.time", SimpleNamespace(sleep=lambda _: gate.wait(), perf_counter=float))
+    monkeypatch.setattr("offload.device.cpu.time", SimpleNamespace(sleep=lambda _: gate.wait(), perf_counter=float))
     lab.slow(d2h_s=0.05)
     lab.backend.copy(stream, target, source)
     source.fill_(7)

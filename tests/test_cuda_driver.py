@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload import cuda_driver
-from offload.cuda_driver import CudaDriverError
+from offload.device import cuda_driver
+from offload.device.cuda_driver import CudaDriverError
 
 
 class Library:

@@ -11,8 +11,8 @@ from torch import nn
 
 import offload
 from benchmarks.workloads import DecoderBlock
-from offload.backend import get_backend
-from offload.host_pool import get_host_pool
+from offload.device.backend import get_backend
+from offload.host.pool import get_host_pool
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from offload import exclusions, mark_not_offload
-from offload.exclusions import reason_to_stay
+from offload import mark_not_offload
+from offload.activations import what_moves as exclusions
+from offload.activations.what_moves import reason_to_stay
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload import graphs, host_pool, host_ranges, transfers
-from offload.graphs import Capture, CaptureError, GraphLife, current_capture, is_capturing
-from offload.host_pool import ALIGNMENT_BYTES, HostBuffer, HostPool
-from offload.pinned import pageable
-from offload.stats import Counters
-from offload.transfers import Transfers
+from offload.activations import transfers
+from offload.activations.stats import Counters
+from offload.activations.transfers import Transfers
+from offload.device import capture as graphs
+from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
+from offload.host import pool as host_pool
+from offload.host import ranges as host_ranges
+from offload.host.page_locked import pageable
+from offload.host.pool import ALIGNMENT_BYTES, HostBuffer, HostPool
 
 KIB = 1024
 

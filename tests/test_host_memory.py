@@ -12,9 +12,11 @@ from lab import Lab
 from torch import nn
 
 import offload
-from offload import host_memory, host_pool, pinned
-from offload.backend import get_backend
-from offload.host_pool import get_host_pool
+from offload.device.backend import get_backend
+from offload.host import limits as host_memory
+from offload.host import page_locked as pinned
+from offload.host import pool as host_pool
+from offload.host.pool import get_host_pool
 
 LAYERS, MIN_BYTES = 5, 1024
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab import Lab
 
-from offload import host_pool
-from offload.host_pool import ALIGNMENT_BYTES, PAGE_BYTES, HostBuffer, HostPool, get_host_pool
-from offload.pinned import HostMemoryError, pageable
+from offload.host import pool as host_pool
+from offload.host.page_locked import HostMemoryError, pageable
+from offload.host.pool import ALIGNMENT_BYTES, PAGE_BYTES, HostBuffer, HostPool, get_host_pool
 
 KIB, MIB = 1 << 10, 1 << 20
 

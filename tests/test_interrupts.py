@@ -14,7 +14,8 @@ from models import WIDTH, assert_same, build, offloading, step_gradients
 from torch import nn
 
 import offload
-from offload import compiler, context, layers
+from offload.activations import context, layers
+from offload.base import compiler
 
 
 class InterruptAt:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule, offload_layers
-from offload.backend import Wait
+from offload.device.backend import Wait
 
 LAYERS = 5
 

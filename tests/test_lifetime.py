@@ -14,9 +14,9 @@ from models import Offloading, assert_same, build, loss_of, offloading, save, st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadState, get_cpu_offload_context, memory_meter
-from offload.backend import Wait
-from offload.host_pool import HostBuffer, HostPool
-from offload.saved import SavedStorage
+from offload.activations.saved import SavedStorage
+from offload.device.backend import Wait
+from offload.host.pool import HostBuffer, HostPool
 
 LAYERS = 5
 SET_BYTES = 4096

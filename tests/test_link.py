@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import measure
-from offload.backend import get_backend
-from offload.link import Link
-from offload.measure import measure_link
+from offload.device.backend import get_backend
+from offload.planning import measure
+from offload.planning.link import Link
+from offload.planning.measure import measure_link
 
 rates = st.floats(1.0, 1e12)
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import DecoderBlock
 from offload import memory_meter, offload_layers, stream_weights
-from offload.measure import measure_link, profile_layers
-from offload.schedule import Schedule
-from offload.simulate import simulate
+from offload.planning.measure import measure_link, profile_layers
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
 
 MIN_BYTES = 1 << 10
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("offload.clock.time", clock)
+    monkeypatch.setattr("offload.device.clock.time", clock)
     return clock
 
 

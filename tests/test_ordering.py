@@ -13,8 +13,9 @@ import torch
 from lab import Lab
 from models import Offloading, build, loss_of, offloading, save
 
-from offload import Schedule, activation_set, get_cpu_offload_context
-from offload.backend import Wait
+from offload import Schedule, get_cpu_offload_context
+from offload.activations import activation_set
+from offload.device.backend import Wait
 
 LATE_S = 0.1
 ELEMENTS = 256

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload import cuda_driver, pinned
-from offload.cuda_backend import CudaBackend
-from offload.cuda_driver import CudaDriverError
-from offload.pinned import HostMemoryError, forget_on_fork, pageable, register_pinned
+from offload.device import cuda_driver
+from offload.device.cuda import CudaBackend
+from offload.device.cuda_driver import CudaDriverError
+from offload.host import page_locked as pinned
+from offload.host.page_locked import HostMemoryError, forget_on_fork, pageable, register_pinned
 
 KIB, MIB = 1 << 10, 1 << 20
 

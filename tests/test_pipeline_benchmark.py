@@ -12,12 +12,12 @@ from benchmarks import pipeline
 from benchmarks.pipeline_case import steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING, prediction_rows
-from offload.link import Link
-from offload.pipeline_order import one_f_one_b_order
+from offload.observe.spans import Span
+from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline
-from offload.profile import StageProfile
-from offload.spans import Span
-from offload.timeline import Timeline
+from offload.planning.link import Link
+from offload.planning.pipeline_order import one_f_one_b_order
+from offload.planning.profile import StageProfile
 
 pytestmark = pytest.mark.slow
 

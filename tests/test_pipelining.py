@@ -16,11 +16,11 @@ from torch.distributed.pipelining.schedules import _Action
 
 import offload.pipelining
 from offload import OffloadState, Schedule
-from offload.backend import Wait, get_backend
-from offload.link import Link
-from offload.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-from offload.pipeline_schedule import INSTANT_LINK, plan_pipeline
-from offload.profile import StageProfile
+from offload.device.backend import Wait, get_backend
+from offload.planning.link import Link
+from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.planning.pipeline_plan import INSTANT_LINK, plan_pipeline
+from offload.planning.profile import StageProfile
 
 WORKER = Path(pipeline_worker.__file__)
 FAST_LINK = pipeline_worker.FAST_LINK

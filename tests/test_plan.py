@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from test_schedule import default
 from test_simulate import layer_profiles, links
 
-from offload.link import Link
-from offload.plan import plan
-from offload.profile import LayerProfile, Profile
-from offload.schedule import Schedule
-from offload.simulate import simulate
+from offload.planning.link import Link
+from offload.planning.plan import plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
 
 GIB = 1 << 30
 LINK = Link(60e9, 60e9, 110e9)
@@ -81,7 +81,7 @@ def test_refuses_no_layers():
 
 
 def test_measures_the_link_if_none_is_given(monkeypatch):
-    monkeypatch.setattr("offload.measure.measure_link", lambda: LINK)
+    monkeypatch.setattr("offload.planning.measure.measure_link", lambda: LINK)
     assert plan(PROFILE, "15GiB").link == LINK
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from offload import record
-from offload.spans import Span
+from offload.observe import record
+from offload.observe.spans import Span
 
 DEVICE = torch.device("cuda", 0)
 US = 1e-6

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offload.points import Move, Point, backward, forward
-from offload.schedule import Schedule
+from offload.schedule.points import Move, Point, backward, forward
+from offload.schedule.schedule import Schedule
 
 
 def points(text: str) -> list[str]:

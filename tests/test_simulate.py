@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from test_schedule import PIPELINE, default, points, schedules, sizes
 
 import offload
-from offload.link import Link
-from offload.plan import Plan
-from offload.profile import LayerProfile, Profile
-from offload.schedule import Schedule
-from offload.simulate import simulate
-from offload.spans import COPY_LANES, LANES
-from offload.timeline import Timeline
+from offload.observe.spans import COPY_LANES, LANES
+from offload.observe.timeline import Timeline
+from offload.planning.link import Link
+from offload.planning.plan import Plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
 
 GIB = 1 << 30
 FAST = Link(1e30, 1e30, 2e30)
@@ -304,11 +304,13 @@ class TestProfile:
 def test_pure_parts_import_no_torch():
     """They and all they import: read, simulated and drawn where there is no torch."""
     folder = Path(offload.__file__).parent
-    pending, seen = ["link", "plot", "profile", "schedule", "simulate", "timeline", "units"], set()
+    pending = ["planning.link", "planning.profile", "planning.simulate", "schedule.schedule"]
+    pending += ["observe.plot", "observe.timeline", "base.units"]
+    seen = set()
     while pending:
         module = pending.pop()
         seen.add(module)
-        for node in ast.walk(ast.parse((folder / f"{module}.py").read_text("utf-8"))):
+        for node in ast.walk(ast.parse((folder / f"{module.replace('.', '/')}.py").read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:

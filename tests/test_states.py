@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from offload import OffloadState, OffloadStateError
-from offload.states import TRANSITIONS, next_state
+from offload.activations.states import TRANSITIONS, next_state
 
 
 def test_one_way_from_the_device_to_the_host_and_back() -> None:

@@ -11,11 +11,12 @@ from models import Save, build, loss_of, offloading, save
 from torch import nn
 
 import offload
-from offload import OffloadStats, Schedule, stalls
-from offload.backend import Wait
-from offload.stalls import Stalls
-from offload.stats import Counters
-from offload.waste import kind_of, maker_of, operation_name
+from offload import OffloadStats, Schedule
+from offload.activations import stalls
+from offload.activations.stalls import Stalls
+from offload.activations.stats import Counters
+from offload.activations.waste import kind_of, maker_of, operation_name
+from offload.device.backend import Wait
 
 SLOW_S = 0.1
 ELEMENTS = 256

@@ -25,11 +25,11 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 import offload
-from offload import exclusions
-from offload.chunk import ChunkPass, unpack
-from offload.exclusions import reason_to_stay
-from offload.measure import profile_layers
-from offload.subclasses import SubclassHandle
+from offload.activations import what_moves as exclusions
+from offload.activations.subclasses import SubclassHandle
+from offload.activations.what_moves import reason_to_stay
+from offload.pipelining.chunk import ChunkPass, unpack
+from offload.planning.measure import profile_layers
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.link import Link
-from offload.plot import COLORS, INK, text_color
-from offload.profile import LayerProfile, Profile
-from offload.schedule import Schedule
-from offload.simulate import simulate
-from offload.spans import LANES, Span
-from offload.timeline import Timeline
-from offload.units import format_bytes, format_s, parse_bytes
+from offload.base.units import format_bytes, format_s, parse_bytes
+from offload.observe.plot import COLORS, INK, text_color
+from offload.observe.spans import LANES, Span
+from offload.observe.timeline import Timeline
+from offload.planning.link import Link
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
 
 PAGES = {"light": "#ffffff", "dark": "#131416"}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from offload import offload_layers
-from offload.stats import OffloadStats
+from offload.activations.stats import OffloadStats
 
 # PyTorch's own forward-mode formulas are scripted when they are first needed.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from offload import HostMemoryError, pinned, record_timeline, stream_weights
-from offload.backend import get_backend
-from offload.weight_layer import aligned, missing_bytes
-from offload.weight_parameter import StandIn
+from offload import HostMemoryError, record_timeline, stream_weights
+from offload.device.backend import get_backend
+from offload.host import page_locked as pinned
+from offload.weights.layer import aligned, missing_bytes
+from offload.weights.parameter import StandIn
 
 LAYERS = 4
 

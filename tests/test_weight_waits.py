@@ -18,8 +18,8 @@ from models import WIDTH, build, loss_of
 from torch import nn
 
 from offload import stream_weights
-from offload.cpu_backend import ComputeStream, CpuStream
-from offload.weight_slots import WeightWait
+from offload.device.cpu import ComputeStream, CpuStream
+from offload.weights.slots import WeightWait
 
 LAYERS = 4
 LATE_S = 0.05

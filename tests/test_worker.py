@@ -13,8 +13,8 @@ import torch
 from models import build, loss_of, offloading, step_gradients
 
 from offload import stream_weights
-from offload.backend import get_backend
-from offload.worker import Worker
+from offload.base.worker import Worker
+from offload.device.backend import get_backend
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from page_text import GIB, day_of, gib, machine, markdown_table, ms
 from suite_results import read_record, run_of
 from tabulate import tabulate
 
-from offload.plot import COLORS, INK, new_figure, style_axes
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

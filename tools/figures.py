@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from offload.link import Link
-from offload.plot import COLORS, INK, new_figure, text_color
-from offload.profile import LayerProfile, Profile
-from offload.schedule import Schedule
-from offload.simulate import simulate
-from offload.states import TRANSITIONS, OffloadState
-from offload.timeline import Timeline
+from offload.activations.states import TRANSITIONS, OffloadState
+from offload.observe.plot import COLORS, INK, new_figure, text_color
+from offload.observe.timeline import Timeline
+from offload.planning.link import Link
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

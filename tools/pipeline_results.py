@@ -15,7 +15,7 @@ from page_text import GB, GIB, day_of, gib, markdown_table, ms, percent, torch_o
 from pipeline_records import BOUND_SHARE, RECORDS, ROOT, Measured, Row, measured, read_records, widest
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF, prediction_rows
-from offload.plot import COLORS, INK, new_figure, style_axes
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from page_text import GIB, day_of, gib, machine, markdown_table, ms
 
-from offload.context import DEFAULT_MIN_BYTES
-from offload.plot import COLORS, INK, new_figure, style_axes
-from offload.units import format_bytes
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.base.units import format_bytes
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

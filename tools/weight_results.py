@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from page_text import GB, day_of, gb, markdown_table, ms, torch_of
 
-from offload.plot import COLORS, INK, new_figure, style_axes, text_color
+from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

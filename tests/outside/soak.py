@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import offload
-from offload.backend import get_backend
-from offload.host_pool import get_host_pool
+from offload.device.backend import get_backend
+from offload.host.pool import get_host_pool
 
 WIDTH, LAYERS, MOST_TOKENS = 64, 5, 96
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from offload.backend import Wait, get_backend
+from offload.device.backend import Wait, get_backend
 from tests.lab import Lab
 
 from .operations import check, draw

@@ -1,0 +1,400 @@
+"""The offload context: it turns a program's events into points of the schedule.
+
+Entering it means that a layer's forward begins. The sync function marks the layer's output, so
+that the context learns when the layer's backward begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+from torch._C._functorch import TransformType
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.microbatch import Round
+from offload.activations.saved import unpack
+from offload.activations.states import OffloadStateError
+from offload.activations.stats import Counters, OffloadStats
+from offload.activations.transfers import Transfers
+from offload.base import trace
+from offload.base.caller import warn_caller
+from offload.base.compiler import interpreted
+from offload.device.backend import get_backend
+from offload.host.limits import NO_HOST_MEMORY, HostMemory
+from offload.host.pool import get_host_pool
+from offload.schedule.schedule import Schedule
+
+Output = TypeVar("Output")
+
+_WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
+
+DEFAULT_MIN_BYTES = 1 << 21
+"""From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
+``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
+
+_open_sets: list[ActivationSet] = []
+"""The activation sets of the layers whose forward runs now, innermost last."""
+
+
+class _Closed(NamedTuple):
+    microbatch: Round
+    opened: ActivationSet
+    alive: object | None
+    """What the graph shall hold of a layer whose saved tensors have no handles."""
+
+    def begin_backward(self, _: object) -> None:
+        self.microbatch.begin_backward(self.opened.layer)
+
+
+class OffloadContext(ContextDecorator):
+    """Wraps each layer's forward; what autograd saves inside follows the schedule.
+
+    Made by :func:`get_cpu_offload_context`. Under ``torch.no_grad()``, in inference mode, and when a layer is
+    recomputed during backward, entering it does nothing.
+
+    Args:
+        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
+        model_layers: Number of layers in a round.
+        min_bytes: Storages below this size stay on the device, in bytes.
+        device: The device whose activations move.
+        copy_stream: A stream for the copies of both directions, in place of the two shared ones.
+        host: How much host memory the context may take; see :class:`HostMemory`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None,
+        model_layers: int,
+        *,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        device: torch.device | str | int | None = None,
+        copy_stream: Any = None,
+        host: HostMemory | None = None,
+    ) -> None:
+        backend = get_backend(device)
+        d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
+        self.schedule = schedule
+        self.model_layers = model_layers
+        self._min_bytes = min_bytes
+        self._transfers = Transfers(
+            backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters(), host or HostMemory()
+        )
+        self._round = self._new_round()
+        self._first_node = 0
+        """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
+        self._entered: list[ActivationSet | None] = []
+        """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
+        self._closed: _Closed | None = None
+        self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
+        self._ever_entered = False
+        self._warned = False
+        self.microbatch = -1
+        """Number of the round that began last, counted from 0."""
+        self.skipped = False
+        """Whether the context did nothing when it was entered last."""
+
+    def __enter__(self) -> Self:
+        depth = len(self._entered)
+        try:
+            self.enter()
+            return self
+        except BaseException:
+            self._leave(depth)  # nobody else will: an interrupt can come between here and the first line of the block
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.exit(failed=kind is not None)
+        except BaseException:
+            self.abort()
+            raise
+
+    @interpreted
+    def enter(self, layer: int | None = None) -> None:
+        """A layer's forward begins.
+
+        Args:
+            layer: Its number, where the caller knows it; else the one after the last, or 0 in a new round.
+
+        Raises:
+            OffloadStateError: The context is already inside a layer's forward.
+            RuntimeError: PyTorch allows no hooks on saved tensors here. The context is as it was before.
+        """
+        self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
+        if self.has_nothing_to_do():
+            self._entered.append(None)
+            self._ever_entered = self.skipped = True
+            return
+        if self._open is not None:
+            raise OffloadStateError(
+                f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
+                "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
+                "reset()."
+            )
+        number = self._next_layer(layer)
+        takes_all = not (self._round.passes_by(number) or _in_checkpoint())
+        if takes_all:
+            _check_hooks_are_allowed(number)
+        try:
+            opened = self._begin_layer(number)
+        except BaseException:
+            self._give_up_round()
+            raise
+        # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
+        self._entered.append(opened)
+        self._ever_entered = True
+        self.skipped = False
+        _open_sets.append(opened)
+        if takes_all:
+            torch._C._autograd._push_saved_tensors_default_hooks(opened.pack, unpack)
+
+    @interpreted
+    def exit(self, *, failed: bool = False) -> None:
+        """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
+        opened = self._entered[-1] if self._entered else None
+        if opened is None:
+            del self._entered[-1:]
+            return
+        try:
+            _pop_hooks(opened)
+            if opened in _open_sets:
+                _open_sets.remove(opened)
+            self._entered.pop()
+            trace.point("other")
+            alive = opened.alive if self._round.passes_by(opened.layer) else None
+            opened.close()
+            if not failed:
+                self._closed = _Closed(self._round, opened, alive)
+                if opened.layer == self.model_layers - 1:
+                    self._transfers.join()
+                    self._warn_if_nothing_moved()
+        except BaseException:
+            self._give_up_round()
+            raise
+        if failed:
+            self._give_up_round()
+
+    def abort(self) -> None:
+        """Leave a forward that was cut off without leaving the context, if there is one."""
+        self._leave(0)
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
+        return not torch.is_grad_enabled() or _in_backward() or _is_traced() or _is_transformed()
+
+    @interpreted
+    def sync(self, output: Output) -> Output:
+        """Mark a layer's output, so that the schedule learns when the layer's backward begins.
+
+        Args:
+            output: Whatever the layer returned: a tensor, or a tuple, list, mapping or dataclass that holds some.
+                Tensors that need no gradient are passed over.
+
+        Returns:
+            ``output``, the same object.
+
+        Raises:
+            OffloadStateError: Called before the context was entered, or while it is.
+        """
+        if self._open is not None:
+            raise OffloadStateError(
+                f"the sync function was called inside the forward of layer {self._open.layer}; call it after the "
+                "with block, on the layer's output."
+            )
+        if not self._ever_entered:
+            raise OffloadStateError(
+                "the sync function was called before the offload context was entered; run the layer inside "
+                "`with context:` first."
+            )
+        if self._closed is not None:
+            opened = self._closed.opened
+            # A tensor that a layer only passes on may live on from round to round, and would collect a hook in each.
+            nodes = {
+                tensor.grad_fn
+                for tensor in tensors_in(output)
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first_node
+            }
+            for node in nodes:
+                node.register_prehook(self._closed.begin_backward)
+                opened.in_graph |= self._closed.alive is not None
+            if not nodes or opened.gone:
+                # The forward goes on without what the layer has saved: that it goes does not mean that the round does.
+                opened.in_graph = False
+        return output
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+
+    def set_of(self, microbatch: int, layer: int) -> ActivationSet | None:
+        """The activation set of one layer of one round, unless it has gone with its graph."""
+        return self._sets.get((microbatch, layer))
+
+    def sets_of(self, layer: int) -> list[ActivationSet]:
+        """The activation sets of one layer that a graph still holds, oldest round first."""
+        return [found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone]
+
+    def reset(self) -> None:
+        """Give up the current round: the next layer is layer 0. Graphs that exist stay valid.
+
+        Called inside of a layer's forward, this leaves it.
+        """
+        self.abort()
+        self._begin_round()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a layer's forward runs now."""
+        return self._open is not None
+
+    def __repr__(self) -> str:
+        what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
+        return f"OffloadContext({what}, device={str(self._transfers.backend.device)!r})"
+
+    @property
+    def _open(self) -> ActivationSet | None:
+        """The set of the layer whose forward runs now."""
+        return next((opened for opened in self._entered if opened is not None), None)
+
+    def _leave(self, depth: int) -> None:
+        """Leave as failed what was entered inside of the outermost ``depth`` levels."""
+        while len(self._entered) > depth:
+            self.exit(failed=True)
+
+    def _next_layer(self, layer: int | None) -> int:
+        """The number of the layer that begins now, in a new round if the current one is over."""
+        last = self._round.last_layer
+        number = last + 1 if layer is None else layer
+        if number >= self.model_layers or number <= last or self._round.abandoned:
+            self._round = self._new_round()
+            number = 0 if layer is None else layer
+        return number
+
+    def _begin_layer(self, number: int) -> ActivationSet:
+        if not self._round.sets:
+            self.microbatch += 1
+            self._first_node = _get_sequence_nr()
+        opened = self._round.begin_forward(number)
+        self._sets[self.microbatch, number] = opened
+        return opened
+
+    def _give_up_round(self) -> None:
+        self._transfers.join()
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._round = self._new_round()
+        self._closed = None
+
+    def _new_round(self) -> Round:
+        return Round(self.schedule, self._transfers, self._min_bytes)
+
+    def _warn_if_nothing_moved(self) -> None:
+        counters = self._transfers.counters
+        said = self._warned or NO_HOST_MEMORY in counters.skipped
+        if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
+            return
+        if len(self._round.sets) < self.model_layers:
+            return  # layers were skipped, perhaps those that offload
+        self._warned = True
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
+        warn_caller(
+            f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
+            f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
+            f"the context's device {self._transfers.backend.device}; see context.stats().skipped."
+        )
+
+
+def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+    """Begin the copies of tensors that the running layer will save, as soon as they are computed.
+
+    Inside a layer that is offloaded, the copies are queued now, behind what has been computed so far, and not when
+    autograd saves the tensors. Elsewhere this does nothing.
+
+    Args:
+        tensors: Tensors on the context's device; ``None`` is passed over.
+        offload_base_tensor: Accepted for compatibility; a view always travels with its whole storage, once.
+
+    Raises:
+        TypeError: An argument is neither a tensor nor ``None``.
+    """
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
+        if tensor is not None and _open_sets:
+            _open_sets[-1].start_early(tensor)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None or is_fx_symbolic_tracing()
+
+
+def _is_transformed() -> bool:
+    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
+
+    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
+    """
+    transforms = torch._C._functorch.get_interpreter_stack()
+    if not transforms:
+        return False
+    kinds = {transform.key() for transform in transforms}
+    return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
+
+
+def _check_hooks_are_allowed(layer: int) -> None:
+    reason = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if reason is not None:
+        raise RuntimeError(
+            f"layer {layer} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: "
+            f"{reason} Take the derivative by torch.autograd, or run the layer without offloading: outside of the "
+            "context, or after handle.remove()."
+        )
+
+
+def _pop_hooks(opened: ActivationSet) -> None:
+    """Take off the hooks that hand tensors to the set, if they are there, also from below others that were left."""
+    above = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) and hooks[0] != opened.pack:
+        above.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if hooks:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for left in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*left)
+
+
+def _in_checkpoint() -> bool:
+    """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__

@@ -1,0 +1,99 @@
+"""One microbatch's pass through the layers, and the schedule at work on it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.operation import Operation
+from offload.activations.resized import watch
+from offload.activations.saved import SavedStorage
+from offload.activations.states import OffloadState
+from offload.activations.transfers import Transfers
+from offload.base import trace
+from offload.schedule.points import Point, backward, forward
+from offload.schedule.schedule import Schedule
+
+
+class Round:
+    """The activation sets of one microbatch, layers 0 to N-1.
+
+    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it.
+
+    Args:
+        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
+        transfers: What the sets move with.
+        min_bytes: Storages below this size stay on the device.
+        sees_all: Treat what layers save that never move as if it could, so that their sizes are known.
+    """
+
+    def __init__(
+        self, schedule: Schedule | None, transfers: Transfers, min_bytes: int, *, sees_all: bool = False
+    ) -> None:
+        self.schedule = schedule
+        self.transfers = transfers
+        self.min_bytes = min_bytes
+        self.sets: dict[int, ActivationSet] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self.operation = Operation(transfers)
+        watch(self)
+        self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
+        self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
+
+    @property
+    def last_layer(self) -> int:
+        """The layer whose forward began last, -1 before the first."""
+        return max(self.sets, default=-1)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the last layer's graph has gone without a backward."""
+        last = self.sets.get(self.last_layer)
+        return last is not None and last.abandoned
+
+    def may_offload(self, layer: int) -> bool:
+        """Whether the layer's set may ever leave the device."""
+        return self.schedule is None or layer in self._offloaded
+
+    def nothing_moves_from(self, layer: int) -> bool:
+        """Whether the sets of this layer and of all later ones stay on the device."""
+        return layer >= self._first_to_stay
+
+    def passes_by(self, layer: int) -> bool:
+        """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.
+
+        The first layer that stays sees what it saves of the last ones that travel, and keeps that on the device.
+        """
+        return layer > self._first_to_stay
+
+    def begin_forward(self, layer: int) -> ActivationSet:
+        """The layer's forward begins: act on the schedule, then open its activation set."""
+        if not self.sets:
+            self.transfers.counters.begin_round()
+        for passed in range(self.last_layer + 1, layer + 1):
+            self._act(forward(passed))
+        trace.point("forward", layer)
+        opened = ActivationSet(layer, self)
+        self.sets[layer] = opened
+        if layer in self._offloaded:
+            opened.start_offload()
+        return opened
+
+    def begin_backward(self, layer: int) -> None:
+        """The layer's backward begins: act on the schedule."""
+        self.sets[layer].backward_begun = True
+        trace.point("backward", layer)
+        self._act(backward(layer))
+
+    def _act(self, point: Point) -> None:
+        if self.schedule is None:
+            return
+        for layer in self.schedule.releases(point):
+            moving = self.sets.get(layer)
+            if moving is not None and moving.state is OffloadState.OFFLOADING:
+                moving.release()
+        for layer in self.schedule.reloads(point):
+            moving = self.sets.get(layer)
+            if moving is not None and moving.state is OffloadState.OFFLOADED:
+                moving.start_reload()

@@ -1,0 +1,153 @@
+"""Tensor subclasses: they travel by the tensors that they are made of, each at its own size.
+
+Two protocols say what a subclass is made of. Transformer Engine's takes the tensors out of an object
+(``prepare_for_saving``) and puts them back (``restore_from_saved``). PyTorch's, that of traceable wrapper
+subclasses, names them (``__tensor_flatten__``) and makes a new object of them (``__tensor_unflatten__``). The first
+is preferred where a class has both: the object stays, with all of it that is no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.activations.saved import Handle
+
+if TYPE_CHECKING:
+    from offload.activations.activation_set import ActivationSet
+
+
+class Parts(NamedTuple):
+    """What a subclass is made of, and what makes it of them again."""
+
+    inner: list[torch.Tensor]
+    rebuild: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def parts_of(tensor: torch.Tensor) -> Parts | None:
+    """The tensors that a subclass is made of, subclasses themselves perhaps; ``None`` if it does not tell."""
+    subclass: Any = tensor
+    if hasattr(subclass, "trigger_wait"):
+        # The result of a collective that may still run: whoever copies it has to wait for it as compute does.
+        return Parts([subclass.trigger_wait()], _only)
+    if hasattr(subclass, "prepare_for_saving"):
+        return _taken_out(subclass)
+    if hasattr(subclass, "__tensor_flatten__"):
+        return _flattened(subclass)
+    return None
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of their own that ``tensor`` is made of in the end: itself, unless it is a wrapper."""
+    parts = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else parts_of(tensor)
+    if parts is None:
+        return [tensor]
+    return [innermost for inner in parts.inner for innermost in inner_tensors(inner)]
+
+
+class SubclassHandle(Handle):
+    """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
+
+    Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
+
+    Args:
+        tensor: The subclass.
+        parts: What it is made of.
+        owner: The activation set that its inner tensors travel with.
+        changes: How often wrappers around it were changed in place.
+    """
+
+    __slots__ = ("dtype", "inner", "rebuild", "size")
+
+    def __init__(self, tensor: torch.Tensor, parts: Parts, owner: ActivationSet, changes: int) -> None:
+        self.alive = owner.alive
+        self.layer = owner.layer
+        self.version = tensor._version
+        self.versions = _version_counter(tensor)
+        self.dtype, self.size = tensor.dtype, tensor.size()
+        self.inner = [owner.pack(inner, changes + self.version) for inner in parts.inner]
+        self.rebuild = parts.rebuild
+
+    def unpack(self) -> torch.Tensor:
+        self.check_version(self.dtype, self.size)
+        return self.rebuild([handle.unpack() for handle in self.inner])
+
+
+def _only(inner: list[torch.Tensor]) -> torch.Tensor:
+    (tensor,) = inner
+    return tensor
+
+
+def _flattened(tensor: Any) -> Parts:
+    names, context = tensor.__tensor_flatten__()
+    stays = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too, which is no tensor
+    # A jagged tensor's ragged size is known by the very object that holds its offsets.
+    moves = ["_values"] if tensor.layout is torch.jagged else names
+    inner = {name: stays.pop(name) for name in moves if isinstance(stays[name], torch.Tensor)}
+    rebuild = partial(_unflatten, type(tensor), list(inner), stays, context, tensor.size(), tensor.stride())
+    return Parts(list(inner.values()), rebuild)
+
+
+def _unflatten(
+    kind: Any,
+    names: list[str],
+    stays: dict[str, Any],
+    context: Any,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    inner: list[torch.Tensor],
+) -> torch.Tensor:
+    attributes = stays | dict(zip(names, inner, strict=True))
+    rebuilt: torch.Tensor = kind.__tensor_unflatten__(attributes, context, size, stride)
+    return rebuilt
+
+
+def _taken_out(tensor: Any) -> Parts:
+    # A detached object shares the tensors, so that the one in the program's hands keeps its own.
+    tensors, emptied = tensor.detach().prepare_for_saving()
+    present = [number for number, inner in enumerate(tensors) if inner is not None]
+    return Parts([tensors[number] for number in present], _Emptied(emptied, present, len(tensors)).refill)
+
+
+class _Emptied:
+    """An object whose tensors were taken out by Transformer Engine's protocol.
+
+    Args:
+        shell: The object.
+        present: Which of the tensors it had.
+        count: How many it can have.
+    """
+
+    def __init__(self, shell: Any, present: list[int], count: int) -> None:
+        self._shell = shell
+        self._present = present
+        self._count = count
+
+    def refill(self, inner: list[torch.Tensor]) -> torch.Tensor:
+        """Another object like it, with these tensors: one per unpacking, as a graph may be retained."""
+        tensors: list[torch.Tensor | None] = [None] * self._count
+        for number, tensor in zip(self._present, inner, strict=True):
+            tensors[number] = tensor
+        self._shell.restore_from_saved(tensors)
+        filled: torch.Tensor = self._shell.detach()
+        return filled
+
+
+class _Nothing(TorchDispatchMode):
+    """Lets every operation return a new tensor without memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        return torch.empty(0, device="cpu")
+
+
+def _version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without memory that shares the version counter of ``tensor`` and all its views.
+
+    Autograd gives the counter to whatever ``detach`` returns below it.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), _Nothing():
+        return torch.Tensor.detach(tensor)

@@ -1,0 +1,78 @@
+"""A list of layers, and hooks on each of them, for offloading and for weight streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Hook:
+    @property
+    def __name__(self) -> str:
+        """What ``torch.jit.script`` asks each hook for; an ``AttributeError``, so that others do without."""
+        raise AttributeError(
+            "torch.jit.script must be called on layers without hooks of offload, which it cannot compile; call "
+            "remove() on the handle of the layers, or of those that they are a copy of, first."
+        )
+
+
+class LayerHook(_Hook):
+    """A module hook that copies and pickles as one that does nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
+
+
+class _Inert(_Hook):
+    """What a layer hook becomes in a copy of its module."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+def hooks_on(module: nn.Module, kind: type[LayerHook]) -> list[Any]:
+    """The hooks of this kind that run before the module's forward."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kind)]
+
+
+def check_layers(layers: Iterable[nn.Module], kind: type[LayerHook], done: str, called_twice: str) -> list[nn.Module]:
+    """The layers as a list, if hooks of this kind can be put on them.
+
+    Args:
+        layers: What the user gave.
+        kind: A hook on a layer means that a handle has it already.
+        done: What such a handle has done to it, for messages.
+        called_twice: What about a layer that forward calls twice, for messages.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
+        ValueError: There are no layers, or one is listed twice, inside another or has such hooks already.
+    """
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+    modules = list(layers)
+    if not modules:
+        raise ValueError("layers must hold at least one module, got none")
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
+                "hooks; pass the layers that it was made of, and train with those."
+            )
+        if hooks_on(module, kind):
+            raise ValueError(
+                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle"
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
+    for number, module in enumerate(modules):
+        inside = set(module.modules()) - {module}
+        nested = [other for other, listed in enumerate(modules) if listed in inside]
+        if nested:
+            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
+    return modules

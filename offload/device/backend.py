@@ -1,0 +1,217 @@
+"""How bytes move: streams, events, device and pinned memory, for accelerators and for the CPU.
+
+Everything above this module is the same code on every device. A :class:`Backend` hands out
+streams (queues of work that run beside each other), events (marks in a stream that another
+stream can wait for) and memory. On an accelerator these are the device's own, through
+``torch.accelerator``, ``torch.Stream`` and ``torch.Event``. On a machine without one,
+:mod:`offload.device.cpu` copies for real in worker threads, so that a missing wait gives wrong
+numbers there as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from offload.host.pool import HostBuffer
+
+
+class Event(Protocol):
+    """A mark in a stream; ``torch.Event`` on an accelerator."""
+
+
+class Stream(Protocol):
+    """A queue of device work; ``torch.Stream`` on an accelerator."""
+
+    def record_event(self) -> Any:
+        """Mark the work queued so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let work queued from now on start after ``event``."""
+
+
+class Wait(Enum):
+    """The only places where one stream waits for another, and what would go wrong without.
+
+    The values name the rule in traces; tests drop them one by one and expect wrong gradients.
+    """
+
+    READY = "a copy to the host reads a tensor before compute has written it"
+    HOST_BUFFER = "a copy to the host overwrites a host buffer that is still being read"
+    RELEASE = "compute reuses device memory that is still being copied to the host"
+    LANDING = "a reload writes device memory that compute still uses, or reads an unfinished host copy"
+    RELOADED = "backward reads a tensor before its reload has finished"
+    UNREAD = "compute reuses the memory of a reload that nobody read while it is still being written"
+
+
+class Backend(ABC):
+    """Streams, events and memory of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.poison = False
+        """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
+        self.compute_stream_id: Callable[[], object] = self.compute_stream
+        """What tells the compute stream from others, and is quick to call."""
+        self._copy_streams: tuple[Any, Any] | None = None
+
+    @property
+    def copy_streams(self) -> tuple[Any, Any]:
+        """The d2h and the h2d stream that all contexts of this device share, as the link is shared."""
+        if self._copy_streams is None:
+            self._copy_streams = (self.new_stream("d2h"), self.new_stream("h2d"))
+        return self._copy_streams
+
+    @abstractmethod
+    def new_stream(self, name: str) -> Any:
+        """A queue of its own."""
+
+    @abstractmethod
+    def compute_stream(self) -> Any:
+        """The stream that the caller's operations go to."""
+
+    @abstractmethod
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between device and pinned host memory on ``stream``; both stay alive until it ran."""
+
+    def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:
+        """Queue the copy of the whole storage of ``device`` into ``host`` on ``stream``."""
+        for piece, source in zip(host.pieces, _split(device, host), strict=True):
+            self.copy(stream, piece, source)
+
+    def to_device(self, stream: Any, device: torch.Tensor, host: HostBuffer) -> None:
+        """Queue the copy of ``host`` into the whole storage of ``device`` on ``stream``."""
+        for piece, target in zip(host.pieces, _split(device, host), strict=True):
+            self.copy(stream, target, piece)
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """New page-locked host memory, uint8 of shape ``[nbytes]``; freed with the tensor."""
+
+    def wait(self, stream: Any, event: Any, why: Enum) -> None:
+        """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
+        stream.wait_event(event)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream's work is captured in a CUDA graph: events tell no time there."""
+        return False
+
+    @abstractmethod
+    def record_timed(self, stream: Any) -> Any:
+        """Mark the work queued so far on ``stream``, with an event that tells its time unless :attr:`capturing`."""
+
+    @abstractmethod
+    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+        """Seconds between two timed events, ``None`` as long as they are not known. Does not wait."""
+
+    def wait_on_host(self, event: Any, why: Enum) -> None:
+        """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
+        event.synchronize()
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until all work queued so far, on any stream, is done or has failed."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory from the current stream's allocator, uint8 of shape ``[nbytes]``."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def discard(self, flat: torch.Tensor) -> None:
+        """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
+        if self.poison and owners(flat) == 1:
+            flat_view(flat).fill_(0xFF)
+
+
+class AcceleratorBackend(Backend):
+    """Whatever ``torch.accelerator`` offers."""
+
+    def new_stream(self, name: str) -> Any:
+        return torch.Stream(device=self.device)
+
+    def compute_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device.index)
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        with stream:
+            target.copy_(source, non_blocking=True)
+
+    def record_timed(self, stream: Any) -> Any:
+        if self.capturing:
+            return stream.record_event()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+        if self.capturing or not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+_backends: dict[torch.device, Backend] = {}
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device with its index; ``None`` is the current accelerator, or the CPU where there is none.
+
+    Raises:
+        ValueError: The device is neither the CPU nor of the accelerator's type.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        device = accelerator or torch.device("cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or resolved.type != accelerator.type:
+        here = accelerator.type if accelerator else "cpu only"
+        raise ValueError(f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best")
+    index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
+    return torch.device(resolved.type, index)
+
+
+def get_backend(device: torch.device | str | int | None = None) -> Backend:
+    """The backend of ``device``, one per device and process."""
+    resolved = resolve_device(device)
+    if resolved not in _backends:
+        if resolved.type == "cpu":
+            from offload.device.cpu import CpuBackend
+
+            _backends[resolved] = CpuBackend(resolved)
+        elif resolved.type == "cuda" and torch.version.cuda is not None:
+            from offload.device.cuda import CudaBackend
+
+            _backends[resolved] = CudaBackend(resolved)
+        else:
+            _backends[resolved] = AcceleratorBackend(resolved)
+    return _backends[resolved]
+
+
+def _split(device: torch.Tensor, host: HostBuffer) -> tuple[torch.Tensor, ...]:
+    flat = flat_view(device)
+    return (flat,) if len(host.pieces) == 1 else torch.split(flat, [len(piece) for piece in host.pieces])
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage, uint8 of one dimension, sharing its memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()
+    # One more reference is the Python object `storage` itself.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -1,0 +1,186 @@
+"""The CPU as a device: each stream is a worker thread with a queue, each event a real event.
+
+Copies are as asynchronous as a GPU's, so code that forgets a wait computes wrong numbers here
+too. Operations of the model itself run in the caller's thread; they are the compute stream,
+which is why a wait on it blocks the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from weakref import WeakSet
+
+import torch
+
+from offload.base import trace
+from offload.base.worker import Worker
+from offload.device.backend import Backend, Wait
+from offload.host.page_locked import pageable
+
+
+class _Failures:
+    """What went wrong in the streams of a device, until the program is told."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        """Of all that was queued since the program was last told of one."""
+
+    def reported(self, errors: list[BaseException]) -> None:
+        """The program has been told of these; they do not concern what is queued from now on."""
+        if errors is self.errors:
+            self.errors = []
+
+
+class CpuEvent:
+    """Set when the worker of its stream reaches it."""
+
+    def __init__(self, failures: _Failures) -> None:
+        self._failures = failures
+        self._errors = failures.errors
+        self._reached = threading.Event()
+        self.error: BaseException | None = None
+        """What went wrong before the event was reached, in this stream or another, without what its traceback holds."""
+        self.reached_s = 0.0
+        """When the event was reached, by ``time.perf_counter``."""
+
+    def set(self) -> None:
+        """Mark the event as reached."""
+        self.reached_s = time.perf_counter()
+        self.error = self._errors[0].with_traceback(None) if self._errors else None
+        self._reached.set()
+
+    def query(self) -> bool:
+        """Whether the work before the event is done."""
+        return self._reached.is_set()
+
+    def wait(self) -> None:
+        """Block until the work before the event is done, or has failed."""
+        self._reached.wait()
+
+    def synchronize(self) -> None:
+        """Block until the work before the event is done.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
+        self.wait()
+        if self.error is not None:
+            self._failures.reported(self._errors)
+            # A new error for each who waits: the event lives on, and so would all that the traceback holds.
+            raise RuntimeError(f"a copy has failed: {type(self.error).__name__}: {self.error}") from self.error
+
+
+class CpuStream:
+    """A queue of work that a thread of its own runs in order.
+
+    Args:
+        name: The thread's.
+        failures: Shared by the streams of a device, so that an event after a failed copy fails as well, whichever
+            streams the work has come through.
+    """
+
+    def __init__(self, name: str, failures: _Failures) -> None:
+        self.delay_s = 0.0
+        """Extra time before each piece of work, to make races visible in tests."""
+        self._failures = failures
+        self._worker = Worker(name)
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Queue ``work``; what it raises comes out where the program waits for it."""
+
+        def delayed() -> None:
+            if self.delay_s:
+                time.sleep(self.delay_s)
+            work()
+
+        self._worker.submit(delayed, self._failures.errors)
+
+    def record_event(self) -> CpuEvent:
+        """An event that is set when all work queued so far is done."""
+        event = CpuEvent(self._failures)
+        self._worker.submit(event.set, self._failures.errors)
+        return event
+
+    def wait_event(self, event: CpuEvent) -> None:
+        """Let work queued from now on start after ``event``, even if what comes before the event has failed."""
+        self._worker.submit(event.wait, self._failures.errors)
+
+    def synchronize(self) -> None:
+        """Block until all work queued so far is done; raise what it has raised."""
+        self.record_event().synchronize()
+
+
+class ComputeStream(CpuStream):
+    """The caller's own thread, plus work that a test submits to make compute late."""
+
+    def wait_event(self, event: CpuEvent) -> None:
+        """Block the caller, whose next operation runs at once."""
+        begin = time.perf_counter()
+        event.synchronize()
+        if trace.recorder is not None:
+            trace.recorder.waits.append((begin, time.perf_counter()))
+
+
+class CpuBackend(Backend):
+    """Host memory stands for the device's, and copies are made by two worker threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._failures = _Failures()
+        self._compute = ComputeStream("compute", self._failures)
+        self._streams: WeakSet[CpuStream] = WeakSet([self._compute])
+
+    def new_stream(self, name: str) -> CpuStream:
+        stream = CpuStream(name, self._failures)
+        self._streams.add(stream)
+        return stream
+
+    def compute_stream(self) -> ComputeStream:
+        return self._compute
+
+    def wait(self, stream: CpuStream, event: CpuEvent, why: Enum) -> None:
+        if why is Wait.UNREAD:
+            event.wait()  # in a finalizer, which cannot raise; whoever reads the bytes is told
+        else:
+            super().wait(stream, event, why)
+
+    def record_timed(self, stream: CpuStream) -> CpuEvent:
+        if stream is not self._compute:
+            return stream.record_event()
+        # The caller's thread is compute, and it has got here.
+        reached = CpuEvent(self._failures)
+        reached.set()
+        return reached
+
+    def elapsed_s(self, begin: CpuEvent, end: CpuEvent) -> float | None:
+        return end.reached_s - begin.reached_s if begin.query() and end.query() else None
+
+    def copy(self, stream: CpuStream, target: torch.Tensor, source: torch.Tensor) -> None:
+        recorder = trace.recorder
+        if recorder is None:
+            stream.submit(lambda: _copy(target, source))
+        else:
+            what = recorder.last_mark
+            stream.submit(lambda: _record_copy(recorder, what, target, source))
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return pageable(nbytes)
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            stream.record_event().wait()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # Backward may run in inference mode, and what it allocates there can be written in that mode only.
+    with torch.inference_mode():
+        target.copy_(source)
+
+
+def _record_copy(recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor) -> None:
+    begin = time.perf_counter()
+    _copy(target, source)
+    recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))

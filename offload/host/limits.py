@@ -1,0 +1,103 @@
+"""How much host memory activations may take, and what happens when there is no more.
+
+Pinning fails: there are limits on locked memory, containers, machines that are full. A training step that has
+begun should still end, so by default what finds no room stays on the device, with one warning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from offload.base.caller import warn_caller
+from offload.base.units import parse_bytes
+from offload.device.backend import get_backend
+from offload.host.page_locked import HostMemoryError, check_room, pageable
+from offload.host.pool import HostBuffer, HostPool, get_host_pool
+from offload.host.ranges import Range
+
+WhenFull = Literal["keep", "pageable", "raise"]
+NO_HOST_MEMORY = "no host memory"
+"""Why a storage stays on the device that found no room, in ``stats().skipped``."""
+
+
+class HostMemory:
+    """A context's share of the pinned memory, and its choice for the time when there is no more.
+
+    Args:
+        max_bytes: The most pinned memory that the device's pool may have when this context asks for more: bytes, or a
+            text such as ``"40GiB"``; no limit by default.
+        when_full: ``"keep"`` leaves what finds no room on the device; ``"pageable"`` copies it to ordinary host
+            memory, which is several times slower and blocks the host, while there is some; ``"raise"`` raises
+            :class:`HostMemoryError` in the middle of forward.
+
+    Raises:
+        ValueError: ``when_full`` is none of these, or the limit is negative.
+    """
+
+    def __init__(self, max_bytes: int | str | None = None, when_full: WhenFull = "keep") -> None:
+        if when_full not in get_args(WhenFull):
+            raise ValueError(f"when_host_full must be one of {get_args(WhenFull)}, got {when_full!r}")
+        self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
+        self._when_full = when_full
+        self._warned = False
+
+    def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
+        """A buffer, or ``None`` if the bytes are to stay on the device.
+
+        Raises:
+            HostMemoryError: There is no room, and the user asked for an error.
+        """
+        try:
+            return pool.take(nbytes, self._max_bytes)
+        except HostMemoryError as error:
+            if self._when_full == "raise":
+                raise
+            self._warn(str(error))
+        return _pageable_buffer(nbytes) if self._when_full == "pageable" else None
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            instead = "stays on the device" if self._when_full == "keep" else "goes to pageable memory, which is slow"
+            warn_caller(f"{what} What finds no room {instead}.")
+
+
+def _pageable_buffer(nbytes: int) -> HostBuffer | None:
+    """Ordinary memory, while there is some, freed with the buffer: copies of such memory do not outlast their call."""
+    try:
+        slab = pageable(max(nbytes, 1))
+    except HostMemoryError:
+        return None
+    return HostBuffer(nbytes, [Range(slab, 0, len(slab))], pooled=False)
+
+
+def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:
+    """Pin host memory now, so that the first step does not have to.
+
+    Args:
+        nbytes: How much the device's pool should have in total: bytes, or a text such as ``"40GiB"``. A plan knows
+            its own: ``plan.host_bytes``.
+        device: The device whose activations will move; the current accelerator by default, and the CPU where there
+            is none.
+
+    Raises:
+        HostMemoryError: The system has not that much left, or refused; what was pinned before stays usable.
+    """
+    pool = get_host_pool(get_backend(device))
+    total = parse_bytes(nbytes, "nbytes")
+    check_room(total - pool.pinned_bytes)  # the pool takes it in parts
+    pool.reserve(total)
+
+
+def empty_host_cache(device: torch.device | str | int | None = None) -> int:
+    """Give pinned memory that holds no activations now back to the system. Waits for copies in flight.
+
+    Args:
+        device: The device whose pool to empty; the current accelerator by default, and the CPU where there is none.
+
+    Returns:
+        The bytes given back.
+    """
+    return get_host_pool(get_backend(device)).trim()

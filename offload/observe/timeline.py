@@ -1,0 +1,154 @@
+"""What ran when: the compute, d2h and h2d streams beside each other, and the memory below them.
+
+A timeline is pure data and imports no torch. The simulator produces one from a schedule, a
+recording produces one from what a device really did; both read, compare and draw the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.base.units import format_bytes, format_s
+from offload.observe.plot import plot_timeline
+from offload.observe.spans import COPY_LANES, LANES, Lane, Span, intersection, total_s, union
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """The spans of one step, and its memory over time.
+
+    Args:
+        spans: In any order; they are kept sorted by start.
+        memory: ``(seconds, bytes)``: from this time on so many bytes were on the device.
+        title: A line for the table and the plot.
+    """
+
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        spans = sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
+        memory = sorted(self.memory, key=lambda sample: sample[0])
+        object.__setattr__(self, "spans", tuple(spans))
+        object.__setattr__(self, "memory", tuple(memory))
+
+    def lane(self, lane: Lane) -> tuple[Span, ...]:
+        """The spans of one stream, by start."""
+        return tuple(span for span in self.spans if span.lane == lane)
+
+    @property
+    def start_s(self) -> float:
+        """When the first span starts."""
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first span's start to the last one's end."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.start_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that the compute stream waited for copies."""
+        return total_s(union(span for span in self.spans if span.kind == "stall"))
+
+    def busy_s(self, lane: Lane) -> float:
+        """Seconds in which the stream did something; stalls do not count."""
+        return total_s(self._busy(lane))
+
+    def copied_bytes(self, lane: Lane) -> int:
+        """Bytes that the stream copied."""
+        return sum(span.nbytes for span in self.lane(lane))
+
+    @property
+    def overlap(self) -> float:
+        """Fraction of the copies' time that ran beside busy compute, 0 to 1; 1 where nothing was copied."""
+        compute = self._busy("compute")
+        copies = [self._busy(lane) for lane in COPY_LANES]
+        copies_s = sum(map(total_s, copies))
+        return sum(total_s(intersection(copy, compute)) for copy in copies) / copies_s if copies_s else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were on the device at once."""
+        return max((nbytes for _, nbytes in self.memory), default=0)
+
+    def plot(
+        self, ax: Axes | None = None, *, title: str | None = None, size: tuple[float, float] = (9.0, 3.8)
+    ) -> Figure:
+        """Draw the three streams, labelled by layer, with stalls hatched, and the memory curve below.
+
+        The background is transparent and the colours are readable on light and dark pages. In a
+        notebook the returned figure shows itself; in a script call its ``savefig``.
+
+        Args:
+            ax: Draw the streams here, without the memory curve; a new figure if left out.
+            title: In place of the timeline's own.
+            size: Inches of the new figure.
+        """
+        return plot_timeline(self.spans, self.memory, self.title if title is None else title, ax, size)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
+        names = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "offload"}}]
+        for thread, lane in enumerate(LANES):
+            where = {"ph": "M", "pid": 0, "tid": thread}
+            names.append({**where, "name": "thread_name", "args": {"name": lane}})
+            names.append({**where, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        spans = [
+            {
+                "ph": "X",
+                "name": span.label or span.kind,
+                "cat": span.kind,
+                "pid": 0,
+                "tid": LANES.index(span.lane),
+                "ts": span.start_s * 1e6,
+                "dur": span.duration_s * 1e6,
+                "args": {"layer": span.layer, "bytes": span.nbytes},
+            }
+            for span in self.spans
+        ]
+        memory = [
+            {"ph": "C", "name": "device memory", "pid": 0, "ts": time_s * 1e6, "args": {"bytes": nbytes}}
+            for time_s, nbytes in self.memory
+        ]
+        return {
+            "displayTimeUnit": "ms",
+            "traceEvents": names + spans + memory,
+            "otherData": {"title": self.title},
+        }
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Write :meth:`chrome_trace` as JSON; open the file in ``ui.perfetto.dev``."""
+        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline {self.title!r}: {format_s(self.duration_s)}, stalled {format_s(self.stall_s)}, "
+            f"overlap {self.overlap:.0%}, peak {format_bytes(self.peak_bytes)}>"
+        )
+
+    def __str__(self) -> str:
+        """A small table: what each stream did for how long, and the step's figures."""
+        lines = [f"{'stream':<8}{'busy':>10}{'of step':>9}{'copied':>12}{'GB/s':>8}"]
+        for lane in LANES:
+            busy_s, copied = self.busy_s(lane), self.copied_bytes(lane)
+            line = f"{lane:<8}{format_s(busy_s):>10}{busy_s / (self.duration_s or 1.0):>9.0%}"
+            if copied and busy_s:
+                line += f"{format_bytes(copied):>12}{copied / busy_s / 1e9:>8.1f}"
+            lines.append(line)
+        lines.append(
+            f"step {format_s(self.duration_s)}, stalled {format_s(self.stall_s)}, "
+            f"{self.overlap:.0%} of the copies beside compute, peak {format_bytes(self.peak_bytes)}"
+        )
+        return "\n".join([self.title] * bool(self.title) + lines)
+
+    def _busy(self, lane: Lane) -> list[tuple[float, float]]:
+        return union(span for span in self.spans if span.lane == lane and span.kind != "stall")

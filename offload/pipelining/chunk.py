@@ -1,0 +1,107 @@
+"""One chunk of a pipeline on its way: its saved tensors, cut into parts, and the schedule's points it comes past.
+
+The parts are the layers of a :class:`~offload.activations.microbatch.Round`, so that everything below is the same as
+for the layers of a model. A part's forward begins when the one before has saved its share; its backward begins when
+autograd asks for the first tensor of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.microbatch import Round
+from offload.activations.saved import Handle, KeptHandle, MovedHandle, SavedStorage
+from offload.activations.states import OffloadState
+from offload.activations.subclasses import SubclassHandle
+from offload.activations.what_moves import is_plain
+
+
+class PackedTensor(NamedTuple):
+    """What the autograd graph of a chunk holds instead of a tensor."""
+
+    chunk: ChunkPass
+    part: int
+    handle: Handle
+
+
+class ChunkPass:
+    """A chunk's forward and backward.
+
+    Args:
+        microbatch: The round that holds all chunks of this step.
+        number: The chunk's number in the order of forwards.
+        parts: Into how many parts its activation set is cut.
+        part_bytes: The size of one part.
+        held: Tensors that somebody else keeps on the device until backward; they do not travel.
+    """
+
+    def __init__(
+        self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self.parts = parts
+        self.saved_bytes = 0
+        """Bytes saved so far, as far as they can travel."""
+        self._round = microbatch
+        self._first_layer = number * parts
+        self._part_bytes = part_bytes
+        self._held = frozenset(tensor.untyped_storage()._cdata for tensor in held if is_plain(tensor))
+        self._counted: set[int] = set()
+        self._part = 0
+        self._set = self._round.begin_forward(self._first_layer)
+        self._reached = parts
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """The pack hook."""
+        if is_plain(tensor) and tensor.untyped_storage()._cdata in self._held:
+            return PackedTensor(self, self._part, self._keep(tensor))
+        packed = PackedTensor(self, self._part, self._set.pack(tensor))
+        for storage in _storages(packed.handle):
+            if id(storage) not in self._counted:
+                self._counted.add(id(storage))
+                self.saved_bytes += storage.nbytes
+        while self._part < self.parts - 1 and self.saved_bytes >= (self._part + 1) * self._part_bytes:
+            self._next_part(in_operation=True)
+        return packed
+
+    def end_forward(self) -> None:
+        """The forward has returned or raised."""
+        while self._part < self.parts - 1:
+            self._next_part(in_operation=False)
+        self._set.close()
+        self._counted.clear()
+        self._held = frozenset()
+
+    def reach(self, part: int) -> None:
+        """Backward has come to ``part``, and so past all later ones."""
+        while self._reached > part:
+            self._reached -= 1
+            self._round.begin_backward(self._first_layer + self._reached)
+
+    def _next_part(self, *, in_operation: bool) -> None:
+        self._set.close(in_operation=in_operation)
+        self._part += 1
+        self._set = self._round.begin_forward(self._first_layer + self._part)
+
+    def _keep(self, tensor: torch.Tensor) -> KeptHandle:
+        moving: ActivationSet = self._set
+        if moving.state is not OffloadState.RESIDENT:
+            moving.transfers.counters.skipped["pipeline"] += 1
+        return KeptHandle(tensor, moving)
+
+
+def unpack(packed: PackedTensor) -> torch.Tensor:
+    """The unpack hook."""
+    packed.chunk.reach(packed.part)
+    return packed.handle.unpack()
+
+
+def _storages(handle: Handle) -> Iterator[SavedStorage]:
+    if isinstance(handle, MovedHandle):
+        yield handle.storage
+    elif isinstance(handle, SubclassHandle):
+        for inner in handle.inner:
+            yield from _storages(inner)

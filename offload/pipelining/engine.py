@@ -1,0 +1,306 @@
+"""Offloading under ``torch.distributed.pipelining``: each rank derives its own schedule and drives it.
+
+The engine stays PyTorch's. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
+of the stage; :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a
+:class:`~offload.planning.pipeline_plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
+stage's module directly and does not count.
+
+The first step runs as without offloading and is measured: its order, what each stage costs and saves. The plan is made
+from that when the second step begins. With a ``profile``, or with a ``fraction``, offloading starts at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.activations.microbatch import Round
+from offload.activations.stats import Counters, OffloadStats
+from offload.activations.transfers import Transfers
+from offload.device.backend import Backend, get_backend
+from offload.host.pool import get_host_pool
+from offload.pipelining.chunk import ChunkPass, unpack
+from offload.pipelining.probe import Probe
+from offload.pipelining.stages import held_by, known_order, skips_inputs, stages_of
+from offload.planning.link import Link
+from offload.planning.measure import measure_link
+from offload.planning.pipeline_order import Action, Chunk, read_actions
+from offload.planning.pipeline_plan import PipelinePlan, check_options, plan_pipeline
+from offload.planning.profile import StageProfile
+from offload.schedule.schedule import Schedule
+
+__all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "measure_shared_link", "plan_pipeline"]
+
+logger = logging.getLogger(__name__)
+
+PARTS = 16
+"""Into how many parts each chunk's activation set is cut: memory comes and goes in steps of a sixteenth."""
+
+LAYERS = 512
+"""The most parts of all chunks together: with many chunks, larger parts are still a small share of the memory."""
+
+_NOTHING_MOVES = Schedule(1)
+
+
+def attach(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti,
+    *,
+    memory_budget: int | str | None = None,
+    fraction: float | None = None,
+    lookahead: int | None = None,
+    parts: int | None = None,
+    profile: Mapping[int, StageProfile] | None = None,
+    link: Link | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+) -> PipelineOffload:
+    """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
+
+    Call it on each rank whose activations shall move, before the first step::
+
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        with offload.pipelining.attach(schedule) as handle:
+            for batch in batches:
+                schedule.step(batch)
+        print(handle.plan)
+
+    Without a budget or fraction, everything moves that the link can carry while compute goes on.
+
+    Args:
+        schedule: A schedule of ``torch.distributed.pipelining``.
+        memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
+        fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
+        lookahead: Start each reload so many actions of the rank before its backward; as many as its copy needs, if
+            left out.
+        parts: Into how many parts each chunk's activation set is cut; 16, or fewer where the rank has many chunks, if
+            left out.
+        profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
+            step on; measured in the first step if left out.
+        link: How fast copies are while all ranks copy, such as :func:`measure_shared_link` gives; measured on this
+            rank if left out.
+        min_bytes: Storages smaller than this stay on the device, in bytes.
+        device: The device whose activations move; that of the stages by default.
+
+    Returns:
+        A handle with ``plan``, ``stats()`` and ``detach()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``schedule`` is no pipeline schedule of PyTorch.
+        ValueError: It is attached already, or an option is out of range.
+    """
+    stages = stages_of(schedule)
+    for stage in stages:
+        if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
+            raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
+    check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
+    backend = get_backend(stages[0].device if device is None else device)
+    used_link = link or measure_link(backend.device)
+
+    def make_plan(order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> PipelinePlan:
+        chunks = sum(action.kind == "F" for action in order)
+        return plan_pipeline(
+            order,
+            profile,
+            used_link,
+            memory_budget=memory_budget,
+            fraction=fraction,
+            lookahead=lookahead,
+            parts=parts or max(1, min(PARTS, LAYERS // chunks)),
+        )
+
+    order = known_order(schedule, stages)
+    plan = None
+    if order is not None and profile is not None:
+        plan = make_plan(order, profile)
+    elif order is not None and fraction is not None:
+        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead)
+    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes)
+
+
+def measure_shared_link(device: torch.device | str | int | None = None, group: dist.ProcessGroup | None = None) -> Link:
+    """The link of this rank while all ranks of the group copy at once. A collective call.
+
+    Args:
+        device: This rank's device; the current accelerator by default, and the CPU where there is none.
+        group: The ranks that share a host; all by default.
+    """
+    dist.barrier(group)
+    link = measure_link(device)
+    dist.barrier(group)
+    return link
+
+
+class PipelineOffload(AbstractContextManager["PipelineOffload"]):
+    """A rank's stages whose activations move; made by :func:`attach`, undone by :meth:`detach`.
+
+    As a context manager it is undone at the end of the block.
+    """
+
+    def __init__(
+        self,
+        stages: list[Any],
+        backend: Backend,
+        make_plan: Callable[[tuple[Action, ...], Mapping[int, StageProfile]], PipelinePlan],
+        plan: PipelinePlan | None,
+        profile: Mapping[int, StageProfile] | None,
+        min_bytes: int,
+    ) -> None:
+        self.plan = plan
+        """What moves when; ``None`` until the second step, if neither a profile nor a fraction was given."""
+        self.profile = profile
+        """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
+        self._backend = backend
+        self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
+        self._make_plan = make_plan
+        self._min_bytes = min_bytes
+        self._probe = Probe(backend.device) if profile is None else None
+        self._round: Round | None = None
+        self._numbers: dict[Chunk, int] = {}
+        self._passes: dict[Chunk, ChunkPass] = {}
+        self._ran: list[Action] = []
+        self._wrappers = [
+            _Wrapper(stage, name, run)
+            for stage in stages
+            for name, run in (
+                ("forward_one_chunk", self._forward),
+                ("backward_one_chunk", self._backward),
+                ("backward_weight_one_chunk", self._backward_weight),
+            )
+        ]
+
+    def detach(self) -> None:
+        """Take the wrappers off the stages. Graphs that exist stay valid. A second call does nothing."""
+        for wrapper in self._wrappers:
+            wrapper.remove()
+        self._wrappers.clear()
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        state = "" if self._wrappers else ", detached"
+        plan = "no plan yet" if self.plan is None else repr(self.plan)
+        return f"PipelineOffload({plan}, device={str(self._backend.device)!r}{state})"
+
+    def _forward(self, stage: Any, method: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not (stage.has_backward and torch.is_grad_enabled()):
+            return method(fwd_chunk_id, *args, **kwargs)
+        action = Action(stage.stage_index, "F", fwd_chunk_id)
+        if self._round is None or action in self._ran:
+            self._round = self._begin_step()
+        number = self._numbers.setdefault(action.chunk, len(self._numbers))
+        parts, part_bytes = 1, 0.0
+        if self.plan is not None:
+            parts = self.plan.parts
+            part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
+        passing = ChunkPass(self._round, number, parts, part_bytes, held_by(stage, fwd_chunk_id, args, kwargs))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(passing.pack, unpack):
+                result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
+        except BaseException:
+            self._round = None
+            raise
+        finally:
+            passing.end_forward()
+        self._passes[action.chunk] = passing
+        if self._probe is not None:
+            self._probe.count(stage.stage_index, passing.saved_bytes)
+        return result
+
+    def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        call = partial(method, bwd_chunk_id, *args, **kwargs)
+        chunk = Chunk(stage.stage_index, bwd_chunk_id)
+        passing = self._passes.get(chunk)
+        if passing is None or (not full and skips_inputs(stage)):
+            return call()
+        passing.reach(passing.parts - 1)
+        result = self._watched(Action(chunk.stage, "B" if full else "I", chunk.microbatch), call)
+        passing.reach(0)
+        if full:
+            del self._passes[chunk]
+        return result
+
+    def _backward_weight(
+        self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if skips_inputs(stage):
+            return self._backward(stage, method, bwd_chunk_id, *args, **kwargs)
+        call = partial(method, bwd_chunk_id, *args, **kwargs)
+        if self._passes.pop(Chunk(stage.stage_index, bwd_chunk_id), None) is None:
+            return call()
+        return self._watched(Action(stage.stage_index, "W", bwd_chunk_id), call)
+
+    def _watched(self, action: Action, call: Callable[[], Any]) -> Any:
+        with nullcontext() if self._probe is None else self._probe.watch(action):
+            result = call()
+        self._ran.append(action)
+        return result
+
+    def _begin_step(self) -> Round:
+        """The first forward of a step: plan by what the last one showed, if there was a whole one."""
+        ran = _whole_step(self._ran)
+        if self._probe is not None and ran is not None:
+            self.profile, self._probe = self._probe.profile(), None
+            self._plan_for(ran, self.profile)
+        elif self.profile is not None and ran is not None and (self.plan is None or ran != self.plan.actions):
+            logger.info("the last step ran in an order that was not planned for: %s", ran)
+            self._plan_for(ran, self.profile)
+        self._numbers = {} if self.plan is None else dict(self.plan.chunks)
+        self._passes.clear()
+        self._ran.clear()
+        schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
+        return Round(schedule, self._transfers, self._min_bytes, sees_all=True)
+
+    def _plan_for(self, order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> None:
+        self.plan = self._make_plan(order, profile)
+        logger.info("%s", self.plan)
+        self._transfers.pool.reserve(self.plan.host_bytes)
+
+
+class _Wrapper:
+    """Stands in for one method of one stage, on the instance."""
+
+    def __init__(self, stage: Any, name: str, run: Callable[..., Any]) -> None:
+        self._stage = stage
+        self._name = name
+        self._run = run
+        self._method = getattr(stage, name)
+        self._own = vars(stage).get(name)
+        self._active = True
+        setattr(stage, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._active:
+            return self._run(self._stage, self._method, *args, **kwargs)
+        return self._method(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there; if something else was put over it since, only stop taking part."""
+        self._active = False
+        if vars(self._stage).get(self._name) is not self:
+            return
+        if self._own is None:
+            delattr(self._stage, self._name)
+        else:
+            setattr(self._stage, self._name, self._own)
+
+
+def _whole_step(ran: list[Action]) -> tuple[Action, ...] | None:
+    """The actions of a step, unless it was cut off."""
+    try:
+        return read_actions(ran) or None
+    except ValueError:
+        return None

@@ -1,0 +1,59 @@
+"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from offload.activations.context import tensors_in
+from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+
+
+def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
+    """This rank's stages.
+
+    Raises:
+        TypeError: ``schedule`` is no pipeline schedule of PyTorch.
+    """
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
+
+
+def known_order(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: list[Any]
+) -> tuple[Action, ...] | None:
+    """What this rank will run, if the schedule says so.
+
+    GPipe and 1F1B are loops of their own, and the order that 1F1B lists is not the one it runs on the last rank.
+    """
+    if isinstance(schedule, PipelineScheduleMulti):
+        order = read_actions(schedule.pipeline_order[schedule.rank])
+        for stage in stages:
+            if skips_inputs(stage):
+                order = without_idle_inputs(order, stage.stage_index)
+        return order
+    microbatches = schedule._n_microbatches
+    if isinstance(schedule, ScheduleGPipe):
+        return gpipe_order(stages[0].stage_index, microbatches)
+    if isinstance(schedule, Schedule1F1B):
+        return one_f_one_b_order(stages[0].stage_index, stages[0].num_stages, microbatches)
+    return None
+
+
+def skips_inputs(stage: Any) -> bool:
+    """Whether the stage's backward for the inputs does nothing, and that for the weights everything."""
+    return bool(stage.is_first) and stage.dw_builder is None
+
+
+def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterator[torch.Tensor]:
+    """What the stage keeps on the device until the chunk's backward anyway: its inputs."""
+    yield from tensors_in((args, kwargs))
+    for info in stage.args_recv_info.get(microbatch, ()):
+        yield from tensors_in(getattr(info, "buffer", None))

@@ -1,0 +1,230 @@
+"""What a schedule must keep to: checks of what was given, each entry's rules, and the order that honours them all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from offload.schedule.points import Move, Point, backward, forward
+
+
+def check_count(name: str, value: int, *, minimum: int) -> None:
+    """A count is an int of at least ``minimum``.
+
+    Raises:
+        TypeError: It is not an int.
+        ValueError: It is smaller.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_entry(layer: int, entry: tuple[bool, int, bool, int]) -> None:
+    """An entry of a synchronization dictionary has the right types.
+
+    Raises:
+        TypeError: The layer is not an int.
+        ValueError: The entry is not a tuple of that form.
+    """
+    if type(layer) is not int:
+        raise TypeError(f"the keys of synchronization_dict must be layers as int, got {layer!r}")
+    kinds = (bool, int, bool, int)
+    well_formed = isinstance(entry, tuple | list) and len(entry) == len(kinds)
+    if not well_formed or any(type(value) is not kind for value, kind in zip(entry, kinds, strict=True)):
+        raise ValueError(
+            f"the entry of layer {layer} must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
+            f"reload_num: int), got {entry!r}"
+        )
+
+
+def check_layers(moves: tuple[Move, ...], model_layers: int) -> None:
+    """All layers exist, and each moves once.
+
+    Raises:
+        ValueError: One does not; the message names it.
+    """
+    seen: set[int] = set()
+    for move in moves:
+        for layer in (move.layer, move.release.layer, move.reload.layer):
+            if not isinstance(layer, int) or not 0 <= layer < model_layers:
+                raise ValueError(
+                    f"layer {move.layer}: {move.entry} names layer {layer!r}, but layers are numbered 0 to "
+                    f"{model_layers - 1}"
+                )
+        if move.layer in seen:
+            raise ValueError(f"layer {move.layer} has more than one entry; give one")
+        seen.add(move.layer)
+
+
+def check_order(order: tuple[Point, ...], model_layers: int) -> None:
+    """The order holds each layer's forward and, later, its backward.
+
+    Raises:
+        ValueError: It does not.
+    """
+    expected = {point for layer in range(model_layers) for point in (forward(layer), backward(layer))}
+    if set(order) != expected or len(order) != len(expected):
+        raise ValueError(
+            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
+        )
+    position = {point: index for index, point in enumerate(order)}
+    for layer in range(model_layers):
+        if position[backward(layer)] < position[forward(layer)]:
+            raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
+
+
+def check_against(move: Move, position: Mapping[Point, int]) -> None:
+    """The move keeps its rules in an order.
+
+    Args:
+        move: The move.
+        position: Point → its place in the order.
+
+    Raises:
+        ValueError: It breaks one; the message says which.
+    """
+    for rule in _rules(move):
+        if not rule.holds(position):
+            raise ValueError(rule.refusal("is refused"))
+
+
+class _Rule(NamedTuple):
+    move: Move
+    earlier: Point
+    later: Point
+    broken: str
+    may_coincide: bool = False
+
+    def holds(self, position: Mapping[Point, int]) -> bool:
+        if self.earlier == self.later:
+            return self.may_coincide
+        return position[self.earlier] < position[self.later]
+
+    def refusal(self, verdict: str) -> str:
+        return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
+
+
+def _rules(move: Move) -> tuple[_Rule, ...]:
+    layer, release, reload = move.layer, move.release, move.reload
+    return (
+        _Rule(
+            move,
+            forward(layer),
+            release,
+            f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release",
+        ),
+        _Rule(
+            move,
+            release,
+            backward(layer),
+            f"it is released before {release!r}, which is not earlier than its own backward; "
+            "use an earlier release or leave the layer out",
+        ),
+        _Rule(
+            move,
+            release,
+            reload,
+            f"its reload before {reload!r} does not come after its release before {release!r}; "
+            "use a later reload or leave the layer out",
+        ),
+        _Rule(
+            move,
+            reload,
+            backward(layer),
+            f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload",
+            may_coincide=True,
+        ),
+    )
+
+
+def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
+    """The likeliest order of the points that honours every move; see :class:`Schedule`.
+
+    Raises:
+        ValueError: No order honours them; the message names the entry that closes the contradiction.
+    """
+    model = _model_order(model_layers)
+    position = {point: index for index, point in enumerate(model)}
+    rules = [rule for move in moves for rule in _rules(move)]
+    if all(rule.holds(position) for rule in rules):
+        return model
+    broken = _first_broken(rules, model_layers)
+    if broken is None:
+        return _microbatch_order(rules, moves, model_layers)
+    alone = _first_broken(_rules(broken.move), model_layers)
+    if alone is None:
+        raise ValueError(broken.refusal("contradicts the entries of earlier layers"))
+    raise ValueError(alone.refusal("is refused"))
+
+
+def _model_order(model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 F2 B2 B1 B0."""
+    layers = range(model_layers)
+    return (*map(forward, layers), *map(backward, reversed(layers)))
+
+
+def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
+    """A sorter for what each point must follow: F(j-1) → Fj → Bj whatever the moves, and what the rules say.
+
+    Raises:
+        CycleError: No order honours them all.
+    """
+    sorter: TopologicalSorter[Point] = TopologicalSorter()
+    for layer in range(model_layers):
+        sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
+        sorter.add(backward(layer), forward(layer))
+    for rule in rules:
+        if not (rule.may_coincide and rule.earlier == rule.later):
+            sorter.add(rule.later, rule.earlier)
+    sorter.prepare()
+    return sorter
+
+
+def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
+    """The first rule that contradicts those before it."""
+
+    def contradict(count: int) -> bool:
+        try:
+            _prepared(rules[:count], model_layers)
+        except CycleError:
+            return True
+        return False
+
+    if not contradict(len(rules)):
+        return None
+    return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
+
+
+def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
+    backwards_after: defaultdict[Point, list[Point]] = defaultdict(list)
+    for move in moves:
+        backwards_after[move.reload].append(backward(move.layer))
+    sorter = _prepared(rules, model_layers)
+    order: dict[Point, None] = {}
+    reloaded: set[Point] = set()
+    ready: set[Point] = set()
+    queue: list[tuple[bool, bool, int, Point]] = []
+
+    def put(points: Iterable[Point]) -> None:
+        for point in points:
+            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
+
+    while sorter.is_active():
+        fresh = sorter.get_ready()
+        ready.update(fresh)
+        put(fresh)
+        point = heappop(queue)[-1]
+        if point in order:  # It was put a second time when its reload started.
+            continue
+        order[point] = None
+        sorter.done(point)
+        reloaded.update(backwards_after[point])
+        put(ready.intersection(backwards_after[point]))
+    return tuple(order)

@@ -1,0 +1,199 @@
+"""When an activation set moves: schedules as data.
+
+A :class:`Schedule` is pure data and imports no torch. The same object is executed by the
+library, simulated by the planner, printed as a grid and drawn in the docs.
+
+A schedule speaks of *points* of the program, "before forward of layer 4" (``F4``) or "before
+backward of layer 0" (``B0``), and says for each offloaded layer at which point its device
+memory must have been released and at which point its reload starts. Copies to the host
+start earlier, when autograd saves each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from offload.base.caller import warn_caller
+from offload.schedule.points import Move, Point, backward, forward
+from offload.schedule.rules import check_against, check_count, check_entry, check_layers, check_order, find_order
+
+SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is released and what is reloaded at which point of one microbatch's forward and backward.
+
+    Args:
+        model_layers: Number of layers, N; layers are numbered 0 … N-1.
+        moves: One :class:`Move` per offloaded layer, in any order.
+        order: The order in which the program reaches its 2N points. It is found from the moves if
+            left out. If the moves fit a model's layers, it is theirs: forwards in turn, then backwards,
+            later layers first. Else the layers are taken to be microbatches: backwards in turn too, each
+            as late as the moves allow, but at once when its reload has started.
+
+    Raises:
+        ValueError: A layer is out of range or named twice, or no order of forwards and backwards
+            (or not the given one) lets a layer run forward, be released, be reloaded and run
+            backward in this sequence. The message names the entry and the reason.
+    """
+
+    model_layers: int
+    moves: tuple[Move, ...] = ()
+    order: tuple[Point, ...] = ()
+    derive: ClassVar[Callable[..., Any]]
+    """What :meth:`from_pipeline` calls, set in ``offload/__init__.py``, as it stands on schedules."""
+    _released: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _reloaded: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("model_layers", self.model_layers, minimum=1)
+        moves = tuple(sorted(self.moves, key=lambda move: move.layer))
+        check_layers(moves, self.model_layers)
+        order = tuple(self.order) or find_order(moves, self.model_layers)
+        check_order(order, self.model_layers)
+        position = {point: index for index, point in enumerate(order)}
+        for move in moves:
+            check_against(move, position)
+        by_reload = sorted(moves, key=lambda move: position[backward(move.layer)])
+        for name, value in (
+            ("moves", moves),
+            ("order", order),
+            ("_released", _group((move.release, move.layer) for move in moves)),
+            ("_reloaded", _group((move.reload, move.layer) for move in by_reload)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def default(cls, num_layers: int, model_layers: int) -> Schedule:
+        """Offload the first k = ``num_layers`` of N = ``model_layers`` layers.
+
+        Layer i is released before layer N-k+i starts forward, and its reload starts when layer
+        N-k+i has finished backward, so that at most N-k activation sets are on the device.
+
+        Raises:
+            ValueError: k is negative or larger than N-1.
+
+        Warns:
+            UserWarning: k = N-1, which leaves no layer to overlap the copies with.
+        """
+        check_count("model_layers", model_layers, minimum=1)
+        check_count("num_layers", num_layers, minimum=0)
+        if num_layers > model_layers - 1:
+            raise ValueError(
+                f"num_layers must be at most model_layers - 1 = {model_layers - 1}, got {num_layers}; "
+                "the last layer's backward follows its forward at once, so offloading it saves nothing."
+            )
+        if num_layers and num_layers == model_layers - 1:
+            warn_caller(
+                f"num_layers = model_layers - 1 = {num_layers} keeps one activation set on the device, so "
+                f"copies cannot overlap with compute; use num_layers={num_layers - 1} or less for overlap."
+            )
+        kept = model_layers - num_layers
+        moves = tuple(Move(i, forward(kept + i), backward(kept + i - 1)) for i in range(num_layers))
+        return cls(model_layers, moves)
+
+    @classmethod
+    def from_synchronization_dict(
+        cls, entries: SynchronizationDict, model_layers: int, order: Iterable[Point | str] = ()
+    ) -> Schedule:
+        """Build a schedule from ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``.
+
+        The layer has been released before layer ``offload_num`` begins forward (``True``) or
+        backward (``False``), and its reload starts before layer ``reload_num`` begins forward or
+        backward.
+
+        Args:
+            entries: The dictionary. A layer that is not in it stays on the device.
+            model_layers: Number of layers.
+            order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, if it
+                should be checked too.
+
+        Raises:
+            ValueError: As the class; also an entry that is not a tuple of that form.
+            TypeError: ``entries`` is not a mapping, or one of its keys not an int.
+        """
+        if not isinstance(entries, Mapping):
+            raise TypeError(f"synchronization_dict must map layers to their entries, got {type(entries).__name__}")
+        for layer, entry in entries.items():
+            check_entry(layer, entry)
+        moves = tuple(Move.from_entry(layer, entry) for layer, entry in entries.items())
+        points = tuple(Point.parse(point) if isinstance(point, str) else point for point in order)
+        return cls(model_layers, moves, points)
+
+    @classmethod
+    def from_pipeline(cls, actions: Iterable[Any], *arguments: Any, **options: Any) -> Schedule:
+        """Derive a schedule from the order in which a pipeline rank runs.
+
+        Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
+        ``parts``. See :func:`offload.planning.pipeline_plan.plan_pipeline` for the arguments and errors.
+        """
+        schedule: Schedule = cls.derive(actions, *arguments, **options).schedule
+        return schedule
+
+    @property
+    def offloaded_layers(self) -> tuple[int, ...]:
+        """The layers that travel, in ascending order."""
+        return tuple(move.layer for move in self.moves)
+
+    def releases(self, point: Point) -> tuple[int, ...]:
+        """The layers whose device memory must be gone before ``point``."""
+        return self._released.get(point, ())
+
+    def reloads(self, point: Point) -> tuple[int, ...]:
+        """The layers whose reload starts before ``point``, first needed first."""
+        return self._reloaded.get(point, ())
+
+    def resident(self) -> Iterator[tuple[Point, tuple[int, ...]]]:
+        """Each point of the order with the layers whose activation sets are on the device while it runs."""
+        on_device: set[int] = set()
+        for point in self.order:
+            on_device.difference_update(self.releases(point))
+            on_device.update(self.reloads(point))
+            on_device.add(point.layer)
+            yield point, tuple(sorted(on_device))
+            if point.phase == "B":
+                on_device.discard(point.layer)
+
+    def __repr__(self) -> str:
+        entries = {move.layer: move.entry for move in self.moves}
+        order = [repr(point) for point in self.order]
+        if self.order == find_order(self.moves, self.model_layers):
+            return f"Schedule.from_synchronization_dict({entries}, {self.model_layers})"
+        return f"Schedule.from_synchronization_dict({entries}, {self.model_layers}, {order})"
+
+    def __str__(self) -> str:
+        """A grid: a column per point in program order, a row per layer.
+
+        ``F`` and ``B`` mark the layer's forward and backward, ``#`` a set that is on the device,
+        ``.`` one that is on the host, ``r`` one whose reload starts at this point.
+        """
+        columns = [repr(point) for point in self.order]
+        width = max(map(len, columns))
+        resident = dict(self.resident())
+        position = {point: index for index, point in enumerate(self.order)}
+        lines = ["layer " + " ".join(name.rjust(width) for name in columns)]
+        for layer in range(self.model_layers):
+            cells = []
+            for index, point in enumerate(self.order):
+                alive = position[forward(layer)] <= index <= position[backward(layer)]
+                if point.layer == layer:
+                    cell = point.phase
+                elif not alive:
+                    cell = ""
+                elif layer in self.reloads(point):
+                    cell = "r"
+                else:
+                    cell = "#" if layer in resident[point] else "."
+                cells.append(cell.rjust(width))
+            lines.append(f"{layer:>5} " + " ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def _group(pairs: Iterable[tuple[Point, int]]) -> dict[Point, tuple[int, ...]]:
+    groups: dict[Point, tuple[int, ...]] = {}
+    for point, layer in pairs:
+        groups[point] = (*groups.get(point, ()), layer)
+    return groups

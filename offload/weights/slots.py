@@ -1,0 +1,151 @@
+"""Device slots that layers take turns in, and the copies that load them.
+
+Layer i always goes to slot i modulo their number. So the copy into a slot waits only for what compute still
+does with the slot's previous layer, a neighbour; and at the end of forward the slots hold the
+last layers, which backward needs first.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any
+
+from offload.base import trace
+from offload.device.backend import Backend
+from offload.weights.layer import WeightLayer
+from offload.weights.stats import WeightCounters
+
+
+class WeightWait(Enum):
+    """The only places where weight streaming waits, and what would go wrong without.
+
+    The first four are waits of one stream for another. The last three are waits of the host: of the worker
+    that adds gradients, of ``backward()`` at its end, and of an optimizer at the start of its step.
+    """
+
+    LOADED = "compute reads a weight before its load has finished"
+    SLOT = "a load overwrites weights that compute still reads"
+    GRADIENT = "a copy to the host reads a gradient before compute has written it"
+    RELEASE = "compute reuses the memory of a gradient that is still being copied to the host"
+    STAGED = "the worker reads a gradient that has not arrived on the host"
+    WRITTEN = "backward() returns before its last gradient has arrived in p.grad"
+    SOURCE = "the host changes a weight that is still being copied to the device"
+
+
+class Slot:
+    """Device memory for one layer at a time.
+
+    Args:
+        number: Which slot.
+        nbytes: Of the largest layer that uses it.
+        backend: What allocates it.
+    """
+
+    def __init__(self, number: int, nbytes: int, backend: Backend) -> None:
+        self.number = number
+        self.flat = backend.empty(nbytes)
+        self.layer: WeightLayer | None = None
+        """Whose weights it holds, or will hold once ``loaded``."""
+        self.version = 0
+        """The layer's version when it was loaded."""
+        self.fresh = False
+        """Whether nothing can have changed the weights on the host since the load."""
+        self.loaded: Any = None
+        self.used: Any = backend.compute_stream().record_event()
+        """After this event compute no longer needs what the slot holds."""
+
+
+class WeightSlots:
+    """All slots of a device, and the h2d stream that fills them.
+
+    Args:
+        backend: The device.
+        layers: All layers in the order of forward.
+        num_slots: How many slots.
+        counters: What is counted.
+    """
+
+    def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, counters: WeightCounters) -> None:
+        self._backend = backend
+        self._layers = layers
+        self._counters = counters
+        _, self._h2d_stream = backend.copy_streams
+        for rank, layer in enumerate(layers):
+            layer.rank = rank
+        self.slots = []
+        for number in range(min(num_slots, len(layers))):
+            tenants = layers[number::num_slots]
+            slot = Slot(number, max(layer.nbytes for layer in tenants), backend)
+            for layer in tenants:
+                layer.bind(number, slot.flat)
+            self.slots.append(slot)
+
+    def acquire(self, layer: WeightLayer, *, fresh: bool) -> None:
+        """Let compute have the layer's weights, loading them now if nobody has done so ahead.
+
+        Args:
+            layer: The layer whose forward or backward begins.
+            fresh: Not good enough is what was loaded before the host may have changed a weight unseen.
+        """
+        if not self._holds(layer, fresh=fresh):
+            self._counters.late_loads += 1
+            self._load(layer)
+        loaded = self.slots[layer.slot].loaded
+        trace.point("wait", layer.number)
+        self._backend.wait(self._backend.compute_stream(), loaded, WeightWait.LOADED)
+
+    def release(self, layer: WeightLayer) -> None:
+        """Compute has queued all that it does with the layer for now."""
+        self.slots[layer.slot].used = self._backend.compute_stream().record_event()
+
+    def prefetch(self, after: WeightLayer, *, step: int) -> None:
+        """Queue the loads of the layers that come after this one, as many as there are other slots.
+
+        Args:
+            after: The layer that computes now; its slot is left alone.
+            step: 1 in forward, -1 in backward.
+        """
+        for distance in range(1, len(self.slots)):
+            rank = after.rank + step * distance
+            if not 0 <= rank < len(self._layers):
+                return
+            layer = self._layers[rank]
+            if step < 0 and not layer.needs_backward:
+                return
+            if not self._holds(layer, fresh=step > 0):
+                self._load(layer)
+
+    def make_stale(self) -> None:
+        """The host may change weights now: the next forward loads anew."""
+        for slot in self.slots:
+            slot.fresh = False
+
+    def finish_loads(self) -> None:
+        """Block until no copy reads host memory any more."""
+        for slot in self.slots:
+            if slot.loaded is not None and not slot.loaded.query():
+                self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
+
+    def _holds(self, layer: WeightLayer, *, fresh: bool) -> bool:
+        slot = self.slots[layer.slot]
+        return slot.layer is layer and slot.version == layer.version() and (slot.fresh or not fresh)
+
+    def _load(self, layer: WeightLayer) -> None:
+        slot = self.slots[layer.slot]
+        if self._backend.poison:
+            slot.flat.fill_(0xFF)
+            slot.used = self._backend.compute_stream().record_event()
+        self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
+        with trace.mark("h2d", layer.number):
+            for start, source in layer.sources():
+                self._backend.copy(self._h2d_stream, slot.flat[start : start + len(source)], source)
+                self._counters.loaded_bytes += len(source)
+        slot.loaded = self._h2d_stream.record_event()
+        slot.layer, slot.version, slot.fresh = layer, layer.version(), True
+        self._counters.loads += 1
+
+    def __del__(self) -> None:
+        # The device memory goes back to compute's allocator, and the host memory to the system.
+        if not sys.is_finalizing():
+            self.finish_loads()

@@ -1,0 +1,63 @@
+"""Counters of weights and gradients that travelled, and their frozen snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class WeightStats:
+    """What a :class:`~offload.StreamedWeights` has moved since it was made, and the memory it holds."""
+
+    loads: int = 0
+    """Layers copied from the host to the device."""
+    loaded_bytes: int = 0
+    """Copied from the host to the device."""
+    late_loads: int = 0
+    """Loads that nobody had started when the layer began: one per forward, for its first layer; more are stalls."""
+    gradient_bytes: int = 0
+    """Gradients copied from the device to the host."""
+    added_bytes: int = 0
+    """Those of them that the worker added to, or converted for, ``p.grad``; the others landed there."""
+    staging_waits: int = 0
+    """How often backward waited on the host until the worker had freed a staging buffer."""
+    early_steps: int = 0
+    """Optimizer steps of one layer, made beside backward."""
+    weight_bytes: int = 0
+    """Pinned host memory of the parameters."""
+    gradient_host_bytes: int = 0
+    """Host memory of gradients that is kept from step to step."""
+    staging_bytes: int = 0
+    """Pinned host memory where gradients wait to be added."""
+    slot_bytes: int = 0
+    """Device memory of all slots."""
+
+    def __str__(self) -> str:
+        width = max(len(item.name) for item in fields(self))
+        lines = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            shown = f"{value / 2**20:,.1f} MiB" if item.name.endswith("_bytes") else str(value)
+            lines.append(f"{item.name:<{width}}  {shown}")
+        return "\n".join(lines)
+
+
+class WeightCounters:
+    """The running counts behind :class:`WeightStats`."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.loaded_bytes = 0
+        self.late_loads = 0
+        self.gradient_bytes = 0
+        self.added_bytes = 0
+        self.staging_waits = 0
+        self.early_steps = 0
+        self.weight_bytes = 0
+        self.gradient_host_bytes = 0
+        self.staging_bytes = 0
+        self.slot_bytes = 0
+
+    def snapshot(self) -> WeightStats:
+        """The counts now."""
+        return WeightStats(**vars(self))

@@ -1,0 +1,178 @@
+"""The optimizer's step of a layer, made as soon as its gradients are complete, beside the rest of backward.
+
+``torch.optim``'s steps treat each parameter by itself, so it makes no difference when they are made, one
+layer at a time or all at once. The step belongs to backward then, and ``optimizer.step()`` ends it: it steps what is
+left, and refuses whatever has changed in between, which a step after backward would have used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.base.caller import warn_caller
+from offload.weights.layer import WeightLayer
+from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
+from offload.weights.parameter import HostParameter
+from offload.weights.stats import WeightCounters
+from offload.weights.step_record import StepRecord
+
+
+class LayerSteps:
+    """Splits one optimizer's step by layers.
+
+    Args:
+        optimizer: The user's.
+        layers: The streamed layers, some of whose parameters it has.
+        counters: What is counted.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or cannot step each parameter by itself.
+        ValueError: It has none of the layers' parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
+        check_splittable(optimizer)
+        streamed = {host.parameter for layer in layers for host in layer.parameters}
+        if not any(parameter in streamed for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
+            )
+        self._optimizer = optimizer
+        self._counters = counters
+        self._arriving: set[HostParameter] = set()
+        self._announced: set[HostParameter] = set()
+        self._record = StepRecord(optimizer)
+        self._due = False
+        """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
+        self.enabled = True
+        """Whether layers are stepped; not while gradients are still to be added to."""
+        self._begin_hook = optimizer.register_step_pre_hook(self._begin_rest)
+        self._hooks = [
+            optimizer.register_step_post_hook(self._end_rest),
+            optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
+        ]
+
+    def check(self, layer: WeightLayer) -> None:
+        """Raise if the layer, which is about to run forward or backward, may have been stepped already.
+
+        Raises:
+            RuntimeError: It was handed to the worker in this backward, or ``optimizer.step()`` is due.
+        """
+        if not self._announced.isdisjoint(layer.parameters):
+            raise RuntimeError(
+                f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
+                "the step; do not use step_in_backward with layers that are checkpointed twice per forward."
+            )
+        if self._due and not self._announced:
+            raise RuntimeError(
+                f"{layer} must not run between a backward that has stepped layers (see step_in_backward) and "
+                "optimizer.step(), which ends that step. Run all backwards but the last inside no_step(), and skip a "
+                "bad loss before its backward. What has been stepped stays so; optimizer.step() steps what is left, "
+                "after a backward that failed too."
+            )
+
+    def warn_of_state_dict(self, *_: object) -> None:
+        """Say so if what is being saved has made a part of a step."""
+        if self._due:
+            warn_caller(
+                "state_dict() between a backward that has stepped layers (see step_in_backward) and optimizer.step() "
+                "holds some parameters before and others after their step; call optimizer.step() first."
+            )
+
+    def collect(self, layer: WeightLayer) -> None:
+        """The gradients that this layer has now are about to leave the device; more of them may come."""
+        if not self._due and not self._announced:
+            self._record.stepped.clear()  # of a step that failed: until here it could be made again
+        self._arriving |= {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
+
+    def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
+        """What the worker is to do when all that was collected is in ``p.grad``.
+
+        Args:
+            entered: The layer whose nodes backward runs from now on: no more gradients come of the others. They may
+                come after the recomputation of several layers, in which backward passes through them all.
+        """
+        hosts = self._arriving.difference(() if entered is None else entered.parameters)
+        self._arriving -= hosts
+        if not hosts or not self.enabled:
+            return None
+        self._announced |= hosts
+        return partial(self.step, hosts)
+
+    def step(self, hosts: set[HostParameter]) -> None:
+        """Step parameters whose gradients are complete. Runs on the worker.
+
+        Parameters that several layers share are left to ``optimizer.step()``.
+        """
+        for host in hosts:
+            host.give_back_gradient()
+        complete = {host.parameter: host for host in hosts}
+        params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
+        if not any(params):
+            return
+        if not self._due:
+            self._begin()
+        groups = [{**used, "params": mine} for used, mine in zip(self._record.groups, params, strict=False) if mine]
+        part = part_of(self._optimizer, groups)
+        step: Any = type(part).step
+        try:
+            getattr(step, "__wrapped__", step)(part)
+        except Exception as error:
+            names = ", ".join(sorted(host.name for host in hosts))
+            error.add_note(f"In the step in backward of {names}. optimizer.step() makes it again, and no other twice.")
+            raise
+        for parameter in [item for group in groups for item in group["params"]]:
+            self._record.add(parameter, complete[parameter].name)
+        self._counters.early_steps += 1
+
+    def end_backward(self) -> None:
+        """Backward has ended or failed; the next one may bring gradients of the same layers."""
+        self._arriving.clear()
+        self._announced.clear()
+
+    def close(self) -> None:
+        """Leave the optimizer to itself, with the gradients that it may still step."""
+        for hook in (self._begin_hook, *self._hooks):
+            hook.remove()
+        for parameter in self._record.stepped:
+            parameter.grad = None
+
+    def _begin(self) -> None:
+        """The first layer is stepped; the others' steps use the same hyperparameters."""
+        self._due = True
+        self._record = StepRecord(self._optimizer)
+        # The last of the hooks, which sees what the others change.
+        self._begin_hook.remove()
+        self._begin_hook = self._optimizer.register_step_pre_hook(self._begin_rest)
+
+    def _begin_rest(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Let ``optimizer.step()`` step what is left."""
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            raise RuntimeError(
+                "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
+            )
+        self._due = False
+        stepped = self._record.stepped
+        if not stepped:
+            return None
+        changed = next(self._record.changes(), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
+                "(by clip_grad_norm_, a GradScaler, zero_grad or a scheduler for example). Set hyperparameters before "
+                "backward; a global norm needs every gradient before the first step, so it cannot be used together "
+                f"with step_in_backward. {len(stepped)} parameters have made their step, and no other has; go on with "
+                "zero_grad() and the next backward."
+            )
+        # Of this optimizer, or of what the steps of other streamed layers have left of it.
+        return (rest_of(args[0], stepped), *args[1:]), kwargs
+
+    def _end_rest(self, optimizer: torch.optim.Optimizer, args: Any, _: object) -> None:
+        """Keep what the step has counted in its groups and attributes, which those in backward have not."""
+        if args[0] is not optimizer:
+            keep_counts(args[0], optimizer)
+        self._record.stepped.clear()

@@ -1,0 +1,322 @@
+"""Stream the weights of a model that does not fit on the device, through module hooks.
+
+Parameters live in pinned host memory, where an optimizer steps them. Each layer's travel to the device for its
+forward and once more for its backward; gradients travel back. See :mod:`offload.weights.layer` for
+how autograd finds them, and :mod:`offload.weights.slots` for what waits for what.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from offload.base.compiler import interpreted
+from offload.base.layer_events import LayerHook, check_layers, hooks_on
+from offload.base.units import format_bytes
+from offload.device.backend import get_backend
+from offload.host.page_locked import check_room
+from offload.weights.gradients import GradientWriter
+from offload.weights.layer import WeightLayer, aligned, check_parameters, missing_bytes
+from offload.weights.optimizer_part import is_part
+from offload.weights.parameter import HostParameter
+from offload.weights.slots import WeightSlots
+from offload.weights.stats import WeightCounters, WeightStats
+from offload.weights.step import LayerSteps
+from offload.weights.stream import WeightStream
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
+"""What an optimizer's step may be about to change."""
+
+_watching: list[RemovableHandle] = []
+"""The hook that all optimizers run before a step, from the first stream on."""
+
+
+class StreamedWeights:
+    """Layers whose weights are streamed; made by :func:`stream_weights`, undone by :meth:`remove`.
+
+    As a context manager it is undone at the end of the block.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], layers: list[WeightLayer], stream: WeightStream, counters: WeightCounters
+    ) -> None:
+        self._modules = modules
+        self._layers = layers
+        self._stream: WeightStream | None = stream
+        self._counters = counters
+        self._hooks: list[RemovableHandle] = []
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []
+        for layer in layers:
+            module = modules[layer.number]
+            boundary = _Boundary(stream, layer)
+            self._hooks += [
+                module.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
+                module.register_forward_hook(_EndForward(boundary), always_call=True),
+                module.register_state_dict_pre_hook(_BeforeStateDict(boundary)),
+                module.register_load_state_dict_pre_hook(_BeforeLoad(boundary)),
+            ]
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
+
+        The step belongs to backward then. ``optimizer.step()`` after it ends the step: it steps what is left, the
+        parameters outside the layers for example, and the results are the same as without. What follows from that:
+
+        - With several microbatches per step, run all but the last one's backward inside :meth:`no_step`.
+        - Decide before backward whether a loss is to be skipped, and set hyperparameters before it.
+        - Between the two, layers must not run, and weights, gradients and the optimizer must stay as they are. What
+          needs every gradient before the first step, as a global norm and a ``GradScaler`` do, is impossible.
+        - A backward that failed may have stepped some layers. Call ``optimizer.step()`` after it, too: it steps what
+          has a gradient and has not been stepped. Nothing is ever stepped twice.
+
+        Args:
+            optimizer: Any of ``torch.optim`` that steps each parameter by itself.
+
+        Raises:
+            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, it is LBFGS or SparseAdam, or it is a wrapper
+                of another optimizer.
+            ValueError: It has none of the layers' parameters.
+            RuntimeError: The handle was removed, or has an optimizer already. Forward and ``optimizer.step()`` raise it
+                where a loop does not keep to the above, and name what they have found.
+        """
+        stream = self._alive()
+        if stream.steps is not None:
+            raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
+        stream.steps = LayerSteps(optimizer, self._layers, self._counters)
+
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Inside the block, backward adds to gradients and steps nothing; see :meth:`step_in_backward`."""
+        steps = self._alive().steps
+        before = steps is not None and steps.enabled
+        if steps is not None:
+            steps.enabled = False
+        try:
+            yield
+        finally:
+            if steps is not None:
+                steps.enabled = before
+
+    def synchronize(self) -> None:
+        """Block until no copy reads the host's weights; the next forward loads them anew.
+
+        Optimizers of ``torch.optim`` and ``load_state_dict`` do this by themselves. Call it before you change a
+        parameter in another way after a forward whose backward did not run.
+        """
+        if self._stream is not None:
+            self._stream.settle()
+
+    def stats(self) -> WeightStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._counters.snapshot()
+
+    def remove(self) -> None:
+        """Take the hooks off the layers and their slots off the device. A second call does nothing.
+
+        Parameters and their gradients stay on the host, where they are; buffers return to where they were. Graphs
+        that exist stay valid.
+        """
+        if self._stream is None:
+            return
+        self._stream.settle()
+        if self._stream.steps is not None:
+            self._stream.steps.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _move_buffers(self._buffers)
+        self._stream = None
+        self._layers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        kinds = " and ".join(sorted({type(module).__name__ for module in self._modules}))
+        counts = self._counters
+        state = f"{format_bytes(counts.slot_bytes)} on the device" if self._stream else "removed"
+        return (
+            f"StreamedWeights({len(self._modules)} × {kinds}, {format_bytes(counts.weight_bytes)} on the host, {state})"
+        )
+
+    def _alive(self) -> WeightStream:
+        if self._stream is None:
+            raise RuntimeError("the handle must be in use, but it was removed; stream the layers again.")
+        return self._stream
+
+
+def stream_weights(
+    layers: Iterable[nn.Module],
+    device: torch.device | str | int | None,
+    *,
+    num_slots: int = 2,
+    grad_dtype: torch.dtype | None = None,
+    num_staging: int = 3,
+) -> StreamedWeights:
+    """Keep the parameters of ``layers`` in pinned host memory and bring each layer's to the device when it computes.
+
+    Nothing changes in the model or in the training loop. Parameters stay the same objects under the same names,
+    on the CPU from now on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as they do for a
+    model on the CPU; their gradients are in ``p.grad`` when ``backward()`` returns. What is outside ``layers``
+    stays where it is, and belongs on ``device``::
+
+        model.embed.to("cuda"), model.head.to("cuda")
+        with stream_weights(model.layers, "cuda") as streamed:
+            optimizer = torch.optim.AdamW(model.parameters())
+            for batch in batches:
+                model(batch.to("cuda")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
+            iterable of modules. Their parameters may be anywhere, may be frozen, shared, tied or of different dtypes.
+            Buffers move to the device and stay there.
+        device: Where the layers compute; ``None`` is the current accelerator, and the CPU where there is none.
+        num_slots: Of how many layers the weights are on the device at once, at least 2. The loads run that many
+            layers ahead, less one; and as many gradients may be on their way back.
+        grad_dtype: ``torch.float32`` to add the gradients of microbatches up in float32, and find them so in
+            ``p.grad``; ``None`` for each parameter's own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
+        num_staging: How many layers' gradients may wait on the host to be added, from the second
+            microbatch on; a buffer each. When all are taken, backward waits for the host.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules, or a parameter is of a kind that cannot be streamed.
+        ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
+            parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
+        HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
+            page-lock it.
+    """
+    modules = check_layers(layers, _WeightHook, "streamed", "is still listed once")
+    check_parameters(modules)
+    for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            why = "one slot cannot be loaded while it is used" if least == 2 else "gradients need a place to wait"
+            raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    check_room(missing_bytes(modules))
+    backend = get_backend(device)
+    counters = WeightCounters()
+    known: dict[nn.Parameter, HostParameter] = {}
+    found = [WeightLayer(number, module, backend, known) for number, module in enumerate(modules)]
+    if grad_dtype is not None:
+        for host in known.values():
+            host.use_gradient_dtype(grad_dtype)
+    streamed = [layer for layer in found if layer.nbytes]
+    slots = WeightSlots(backend, streamed, num_slots, counters)
+    staging_bytes = max(
+        sum(aligned(host.nbytes) for host in layer.parameters if host.parameter.requires_grad) for layer in streamed
+    )
+    writer = GradientWriter(
+        backend,
+        known.values(),
+        num_flights=num_slots - 1,
+        num_staging=num_staging,
+        staging_bytes=staging_bytes,
+        counters=counters,
+    )
+    stream = WeightStream(backend, streamed, slots, writer)
+    counters.weight_bytes = sum(aligned(host.nbytes) for host in known.values())
+    counters.slot_bytes = sum(len(slot.flat) for slot in slots.slots)
+    handle = StreamedWeights(modules, streamed, stream, counters)
+    handle._buffers = _move_buffers(
+        [(inner, name, backend.device) for module in modules for inner in module.modules() for name in inner._buffers]
+    )
+    _watch_optimizers()
+    _streams.add(stream)
+    return handle
+
+
+def streaming_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """Where these layers compute, if the weights of one of them are streamed."""
+    found = (hook.boundary.stream.device for module in modules for hook in hooks_on(module, _WeightHook))
+    return next(found, None)
+
+
+class _Boundary:
+    """Where one layer's forward begins and ends."""
+
+    def __init__(self, stream: WeightStream, layer: WeightLayer) -> None:
+        self.stream = stream
+        self.layer = layer
+        self.handled_error: BaseException | None = None
+
+
+class _WeightHook(LayerHook):
+    def __init__(self, boundary: _Boundary) -> None:
+        self.boundary = boundary
+
+
+class _BeginForward(_WeightHook):
+    @interpreted
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.boundary.handled_error = sys.exception()
+        self.boundary.stream.begin_forward(self.boundary.layer)
+
+
+class _EndForward(_WeightHook):
+    @interpreted
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        boundary = self.boundary
+        failed = sys.exception() is not boundary.handled_error
+        boundary.stream.end_forward(boundary.layer, output, failed=failed, training=module.training)
+
+
+class _BeforeStateDict(_WeightHook):
+    def __call__(self, *args: Any) -> None:
+        stream = self.boundary.stream
+        stream.give_up()
+        if stream.steps is not None:
+            stream.steps.warn_of_state_dict()
+
+
+class _BeforeLoad(_WeightHook):
+    def __call__(self, *args: Any) -> None:
+        self.boundary.stream.settle()
+
+
+def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:
+    """Move buffers, each where it is told to; returns those that were moved, and where they came from."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    origins = []
+    for module, name, device in targets:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.device != device:
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            module._buffers[name] = moved[buffer]
+            origins.append((module, name, buffer.device))
+    return origins
+
+
+def _watch_optimizers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if is_part(optimizer):
+        return
+    for stream in list(_streams):
+        if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):
+            stream.settle()
