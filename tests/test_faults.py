@@ -192,7 +192,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.adverse()
     # pytest keeps what is logged, with all that the tracebacks hold.
-    monkeypatch.setattr(logging.getLogger("offload.weight_stream"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("offload.weights.stream"), "disabled", True)
     wrong = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*What finds no room stays on the device")
