@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -45,6 +46,8 @@ def main() -> None:
     soaked.add_argument("--steps", type=int, help="by default 10,000 on the CPU and 2,000 on another device")
     soaked.add_argument("--record", type=Path, help="by default results/soak_DEVICE.json")
     soaked.set_defaults(run=run_soak)
+    for command in (operations, architectures):
+        command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many run at a time")
     options = parser.parse_args()
     options.run(options)
 
@@ -58,7 +61,9 @@ def run_operations(options: argparse.Namespace) -> None:
             wanted = [name for name in names if not options.names or name in options.names]
             cases = [(kind, name, dtype, options.seed, options.most) for name in wanted]
             origin = origin_now(seed=options.seed, most_samples_of_one=options.most)
-            summary = summarise(run_cases("operations.check", cases, options.limit_s), f"{kind} {dtype}")
+            summary = summarise(
+                run_cases("operations.check", cases, options.limit_s, options.processes), f"{kind} {dtype}"
+            )
             record["runs"][f"{kind} {dtype}"] = origin | summary
             write(record, options.record)
 
@@ -72,7 +77,7 @@ def run_architectures(options: argparse.Namespace) -> None:
     names = options.names or [name for name in known if not (options.missing and name in found)]
     origin = origin_now(transformers=transformers.__version__)
     cases = [(name, known[name]) for name in names]
-    for (name, _), report in run_cases("architectures.check", cases, options.limit_s):
+    for (name, _), report in run_cases("architectures.check", cases, options.limit_s, options.processes):
         found[name] = {key: value for key, value in report.items() if value} | {"commit": origin["commit"]}
         for key in ("different", "unrepeatable", "lost", "skipped"):
             if report.get(key):

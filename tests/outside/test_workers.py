@@ -28,9 +28,11 @@ def answer(what: str) -> Answer:
     return Answer(7)
 
 
-def test_each_case_has_a_result() -> None:
+@pytest.mark.parametrize("processes", [1, 3])
+def test_each_case_has_a_result(processes: int) -> None:
     cases = [("works",), ("dies",), ("raises",), ("works",)]
-    found = [report.get("value") or report["lost"] for _, report in run_cases("test_workers.answer", cases, 60)]
+    reports = run_cases("test_workers.answer", cases, 60, processes)
+    found = [report.get("value") or report["lost"] for _, report in reports]
     assert found == [7, "the process died with exit code 3", "ValueError: no", 7]
 
 

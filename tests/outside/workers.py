@@ -1,4 +1,4 @@
-"""Runs one case after another in a process of its own, so that a crash or a hang of one is a result like any other."""
+"""Runs cases in processes beside this one, so that a crash or a hang of one is a result like any other."""
 
 from __future__ import annotations
 
@@ -9,36 +9,52 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 Case = tuple[Any, ...]
 
 
-def run_cases(function: str, cases: Iterable[Case], limit_s: float) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Call a function with each case, in a process that is replaced when it dies.
+def run_cases(
+    function: str, cases: Iterable[Case], limit_s: float, processes: int = 1
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Call a function with each case, in processes of which each is replaced when it dies.
 
     Args:
         function: Its name in a module beside this one, ``"module.name"``; it returns a dataclass.
         cases: Positional arguments of each call, to be sent to the process.
         limit_s: A case that takes longer is given up.
+        processes: How many run at a time.
 
     Yields:
-        Each case with what became of it: the fields of the dataclass and ``"seconds"``, or only ``"lost"``, a text.
+        Each case, in order, with what became of it: the dataclass's fields and ``"seconds"``, or only ``"lost"``.
     """
-    worker: Any = None
-    try:
-        for case in cases:
-            if worker is None:
-                worker = _Worker(function)
+    idle: SimpleQueue[_Worker | None] = SimpleQueue()
+    for _ in range(processes):
+        idle.put(None)
+
+    def run(case: Case) -> tuple[Case, dict[str, Any]]:
+        worker = idle.get()
+        try:
+            worker = worker or _Worker(function)
             result = worker.run(case, limit_s)
             if "lost" in result:
                 worker.stop()
                 worker = None
-            yield case, result
-    finally:
-        if worker is not None:
-            worker.stop()
+        finally:
+            idle.put(worker)
+        return case, result
+
+    with ThreadPoolExecutor(processes) as threads:
+        try:
+            yield from threads.map(run, cases)
+        finally:
+            threads.shutdown(cancel_futures=True)
+            for worker in [idle.get() for _ in range(processes)]:
+                if worker is not None:
+                    worker.stop()
 
 
 class _Worker:
