@@ -29,7 +29,7 @@ from benchmarks.instruments import timed
 from benchmarks.report import environment, table, write
 from benchmarks.workloads import DecoderBlock, Workload, reference_decoder, run_step
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.device.backend import resolve_device
+from offload.device.select import resolve_device
 
 GIB = 2**30
 WARMUP = 3

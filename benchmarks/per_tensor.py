@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import offload
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.pool import HostBuffer, get_host_pool
 from offload.planning.link import Link
 

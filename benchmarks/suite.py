@@ -28,7 +28,7 @@ from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, s
 from benchmarks.report import environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.device.backend import resolve_device
+from offload.device.select import resolve_device
 from offload.planning.link import Link
 
 GIB = 1 << 30

@@ -29,7 +29,7 @@ from benchmarks.instruments import BLOCKING_CALLS
 from benchmarks.report import environment, table, write
 from benchmarks.weight_losses import TRAINED, loss_curves
 from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times, limit_memory, synchronize
-from offload.device.backend import get_backend, resolve_device
+from offload.device.select import get_backend, resolve_device
 
 GB = 1e9
 

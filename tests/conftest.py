@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from lab import Lab
 
-from offload.device.backend import get_backend, resolve_device
+from offload.device.select import get_backend, resolve_device
 from offload.host import pool as host_pool
 
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.

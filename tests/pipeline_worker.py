@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import offload.pipelining
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.planning.link import Link
 
 WIDTH = 32

@@ -25,7 +25,7 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from offload import offload_layers
 from offload.activations.subclasses import SubclassHandle
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 
 WIDTH = 32
 TOKENS = 16

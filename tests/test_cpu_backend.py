@@ -7,8 +7,10 @@ import pytest
 import torch
 from lab import Lab
 
-from offload.device.backend import AcceleratorBackend, Wait, get_backend, resolve_device
+from offload.device.accelerator import AcceleratorBackend
+from offload.device.backend import Wait
 from offload.device.cpu import CpuBackend, CpuStream
+from offload.device.select import get_backend, resolve_device
 from offload.host.page_locked import pageable
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import offload
 from benchmarks.workloads import DecoderBlock
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 
 pytestmark = pytest.mark.gpu

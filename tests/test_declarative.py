@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload import OffloadState, Schedule, get_cpu_offload_context
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.observe.memory import CpuAllocations
 
 ORDER = ["F0", "F1", "F2", "F3", "B0", "F4", "B1", "F5", "B2", "F6", "B3", "F7", "B4", "B5", "B6", "B7"]

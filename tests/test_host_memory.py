@@ -12,7 +12,7 @@ from lab import Lab
 from torch import nn
 
 import offload
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host import limits as host_memory
 from offload.host import page_locked as pinned
 from offload.host import pool as host_pool

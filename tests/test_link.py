@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.planning import measure
 from offload.planning.link import Link
 from offload.planning.measure import measure_link

@@ -11,7 +11,7 @@ from torch import nn
 import offload
 from offload import OffloadState, OffloadStateError, get_cpu_offload_context
 from offload.activations.activation_set import ActivationSet
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 
 LAYERS = 4
 WIDTH = 64

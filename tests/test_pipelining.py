@@ -16,7 +16,8 @@ from torch.distributed.pipelining.schedules import _Action
 
 import offload.pipelining
 from offload import OffloadState, Schedule
-from offload.device.backend import Wait, get_backend
+from offload.device.backend import Wait
+from offload.device.select import get_backend
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.planning.pipeline_plan import INSTANT_LINK, plan_pipeline

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from offload import HostMemoryError, record_timeline, stream_weights
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host import page_locked as pinned
 from offload.weights.layer import aligned, missing_bytes
 from offload.weights.parameter import StandIn

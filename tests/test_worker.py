@@ -14,7 +14,7 @@ from models import build, loss_of, offloading, step_gradients
 
 from offload import stream_weights
 from offload.base.worker import Worker
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from offload.activations.transfers import Transfers
 from offload.base import trace
 from offload.base.caller import warn_caller
 from offload.base.compiler import interpreted
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
 from offload.schedule.schedule import Schedule

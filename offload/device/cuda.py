@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.device.backend import AcceleratorBackend, Wait
+from offload.device.accelerator import AcceleratorBackend
+from offload.device.backend import Wait
 from offload.host.page_locked import register_pinned
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from offload.base.caller import warn_caller
 from offload.base.units import parse_bytes
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, check_room, pageable
 from offload.host.pool import HostBuffer, HostPool, get_host_pool
 from offload.host.ranges import Range

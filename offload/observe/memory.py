@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.device.backend import resolve_device
+from offload.device.select import resolve_device
 
 
 @dataclass

@@ -30,7 +30,7 @@ import torch
 
 from offload.base import trace
 from offload.base.trace import Mark
-from offload.device.backend import resolve_device
+from offload.device.select import resolve_device
 from offload.observe.memory import CpuAllocations
 from offload.observe.spans import Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline

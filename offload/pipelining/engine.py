@@ -25,7 +25,8 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.microbatch import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
-from offload.device.backend import Backend, get_backend
+from offload.device.backend import Backend
+from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.pipelining.chunk import ChunkPass, unpack
 from offload.pipelining.probe import Probe

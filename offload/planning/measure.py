@@ -18,8 +18,9 @@ import torch
 from offload.activations.context import DEFAULT_MIN_BYTES, tensors_in
 from offload.activations.subclasses import parts_of
 from offload.activations.what_moves import reason_to_stay
-from offload.device.backend import Backend, get_backend, resolve_device
+from offload.device.backend import Backend
 from offload.device.clock import Clock
+from offload.device.select import get_backend, resolve_device
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
 

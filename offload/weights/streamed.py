@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.base.compiler import interpreted
 from offload.base.layer_events import LayerHook, check_layers, hooks_on
 from offload.base.units import format_bytes
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, aligned, check_parameters, missing_bytes

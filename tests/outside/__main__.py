@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.device.backend import resolve_device
+from offload.device.select import resolve_device
 
 from . import soak
 from .architectures import architectures as find_architectures

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from tests.lab import Lab
 
 OFFLOADED, LAYERS = 2, 4

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.device.backend import get_backend
+from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 
 WIDTH, LAYERS, MOST_TOKENS = 64, 5, 96

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from offload.device.backend import Wait, get_backend
+from offload.device.backend import Wait
+from offload.device.select import get_backend
 from tests.lab import Lab
 
 from .operations import check, draw

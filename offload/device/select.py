@@ -1,0 +1,44 @@
+"""Which device is meant, and the one backend that serves it."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.device.accelerator import AcceleratorBackend
+from offload.device.backend import Backend
+from offload.device.cpu import CpuBackend
+from offload.device.cuda import CudaBackend
+
+_backends: dict[torch.device, Backend] = {}
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device with its index; ``None`` is the current accelerator, or the CPU where there is none.
+
+    Raises:
+        ValueError: The device is neither the CPU nor of the accelerator's type.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        device = accelerator or torch.device("cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or resolved.type != accelerator.type:
+        here = accelerator.type if accelerator else "cpu only"
+        raise ValueError(f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best")
+    index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
+    return torch.device(resolved.type, index)
+
+
+def get_backend(device: torch.device | str | int | None = None) -> Backend:
+    """The backend of ``device``, one per device and process."""
+    resolved = resolve_device(device)
+    if resolved not in _backends:
+        if resolved.type == "cpu":
+            _backends[resolved] = CpuBackend(resolved)
+        elif resolved.type == "cuda" and torch.version.cuda is not None:
+            _backends[resolved] = CudaBackend(resolved)
+        else:
+            _backends[resolved] = AcceleratorBackend(resolved)
+    return _backends[resolved]
