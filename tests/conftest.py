@@ -19,7 +19,7 @@ os.environ.setdefault("OUTSIDE_SEED", str(int.from_bytes(os.urandom(3))))
 
 
 def pytest_report_header() -> str:
-    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside and of tests/test_faults.py"
+    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside/ and of test_faults.py"
 
 
 # A busy machine is no fault of the code.

@@ -13,7 +13,8 @@ import torch
 
 def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[Any, Any]]:
     """What each rank of ``python WORKER RANK WORLD_SIZE DEVICE FOLDER`` left in ``FOLDER/RANK.pt``."""
-    paths = [str(worker.parent.parent), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).resolve().parent
+    paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     ranks = [
         subprocess.Popen(

@@ -3,8 +3,8 @@
 Each case runs two steps, the first of which finds an empty host pool, with one fault; then clean ones. A sample of all
 moments runs with the other tests, another one in each run. These run three at each place, and all::
 
-    FAULTS=3 .venv/bin/python -m pytest tests/test_faults.py
-    FAULTS=all .venv/bin/python -m pytest tests/test_faults.py
+    FAULTS=3 .venv/bin/python -m pytest tests/activations/test_faults.py
+    FAULTS=all .venv/bin/python -m pytest tests/activations/test_faults.py
 """
 
 from __future__ import annotations

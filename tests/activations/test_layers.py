@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
+from llama import LAYERS, enable_checkpointing, llama
 from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule, offload_layers
 from offload.device.backend import Wait
-
-LAYERS = 5
 
 
 @pytest.fixture
@@ -152,29 +151,6 @@ def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.devi
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return importlib.import_module("transformers")  # takes seconds: only where it is needed
-
-
-def llama(transformers: Any, device: torch.device) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).to(device).train()
-
-
-def enable_checkpointing(model: Any, reentrant: bool) -> None:
-    options = {"use_reentrant": reentrant}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lab import Lab
 from models import NOTHING, WIDTH, Offloading, Recurrent, build, gradients, leaves_of, loss_of, offloading, save
+from saving import CHANGES, FLOAT8, WHERE, assert_identical, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -23,8 +24,6 @@ from offload.activations.saved import SavedStorage, _probing
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
 
-FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-
 
 @pytest.fixture
 def lab(lab: Lab) -> Lab:
@@ -36,50 +35,6 @@ def lab(lab: Lab) -> Lab:
 def x(device: torch.device) -> torch.Tensor:
     """What the layers compute with; small, so that it is easy to tell from what they save."""
     return torch.ones(1, device=device, requires_grad=True)
-
-
-def normal(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as integers, for dtypes that have no comparison on some device."""
-    if tensor.dtype in FLOAT8:
-        return tensor.view(torch.uint8)
-    return tensor.view(torch.int16) if tensor.dtype is torch.uint16 else tensor
-
-
-def assert_identical(expected: torch.Tensor, found: torch.Tensor) -> None:
-    for name in ("dtype", "device", "shape"):
-        assert getattr(found, name) == getattr(expected, name)
-    for name in ("stride", "storage_offset", "is_conj", "is_neg"):
-        assert getattr(found, name)() == getattr(expected, name)()
-    assert torch.equal(bits(found), bits(expected))
-
-
-def run(
-    offloaded: Offloading, x: torch.Tensor, saved: list[Callable[[], tuple[torch.Tensor, ...]]]
-) -> list[tuple[torch.Tensor, ...]]:
-    """One layer per item of ``saved``, whose tensors it makes and saves; what backward gets, layer by layer.
-
-    The tensors are let go as soon as their layer has run.
-    """
-    received: list[tuple[torch.Tensor, ...]] = []
-    for tensors in saved:
-        x = offloaded.layer(lambda y, tensors=tensors: save(y, received.append, *tensors()), x)
-    x.sum().backward()
-    return received[::-1]
-
-
-def nothing() -> tuple[torch.Tensor, ...]:
-    return ()
-
-
-def round_trip(make: Callable[[], torch.Tensor], x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Offloading]:
-    """What comes back of a tensor that the first of three layers saves; it is on the host during the third."""
-    offloaded = offloading(1, 3, x.device, **options)
-    received = run(offloaded, x, [lambda: (make(),), nothing, nothing])
-    return received[0][0], offloaded
 
 
 GEOMETRIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -544,17 +499,6 @@ def test_start_offload_takes_tensors() -> None:
 
 
 # In-place changes
-
-
-CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
-    "itself": lambda t: t.add_(1),
-    "a view": lambda t: t[:2].zero_(),
-    "its detached alias": lambda t: t.detach().mul_(2),
-}
-
-
-WHERE = {"nowhere": 0, "offloaded": 0, "small": 0, "first that stays": 1, "a later one": 2}
-"""Where a tensor is saved that is changed then → in which layer."""
 
 
 @pytest.mark.parametrize("where", WHERE)

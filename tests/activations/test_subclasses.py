@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lab import Lab
 from models import NOTHING, Offloading, assert_same, gradients, loss_of, offloading, save
 from ranks import run_ranks
-from test_saved import CHANGES, WHERE, assert_identical, bits, normal, nothing, round_trip, run
+from saving import CHANGES, WHERE, assert_identical, bits, normal, nothing, round_trip, run
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef

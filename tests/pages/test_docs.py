@@ -5,7 +5,7 @@ Every block fenced as ``python`` runs; the blocks of a page share one namespace,
 - A block fenced as ``output`` right after one is what that block prints; ``...`` stands for any text.
 - ``<!-- not run: REASON -->`` on the line before a block keeps it from running; it is still compiled.
 
-``python tests/test_docs.py PAGE`` runs one page by hand.
+``python tests/pages/test_docs.py PAGE`` runs one page by hand.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "index.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)")

@@ -5,8 +5,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedule import default
-from test_simulate import layer_profiles, links
+from strategies import default, layer_profiles, links
 
 from offload.planning.link import Link
 from offload.planning.plan import plan

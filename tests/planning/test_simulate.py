@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedule import PIPELINE, default, points, schedules, sizes
+from strategies import PIPELINE, default, layer_profiles, links, points, schedules, seconds, sizes
 
 import offload
 from offload.observe.spans import COPY_LANES, LANES
@@ -22,15 +22,6 @@ from offload.schedule.schedule import Schedule
 GIB = 1 << 30
 FAST = Link(1e30, 1e30, 2e30)
 PCIE = Link(55.4e9, 55.5e9, 101.6e9)
-
-seconds = st.floats(1e-4, 1.0)
-layer_profiles = st.builds(
-    lambda forward_s, backward_s, tensors: LayerProfile(forward_s, backward_s, sum(tensors), tuple(tensors)),
-    seconds,
-    seconds,
-    st.lists(st.integers(1, 10**9), max_size=4),
-)
-links = st.builds(Link, *3 * [st.floats(1e8, 1e11)])
 
 
 def uniform(model_layers: int, saved_bytes: int = GIB, **more: float) -> Profile:

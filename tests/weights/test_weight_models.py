@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
+from llama import LAYERS, enable_checkpointing, llama
 from models import build, loss_of
-from test_layers import LAYERS, enable_checkpointing, llama
 from torch import nn
 
 import offload
