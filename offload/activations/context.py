@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +28,7 @@ from offload.activations.transfers import Transfers
 from offload.base import trace
 from offload.base.caller import warn_caller
 from offload.base.compiler import interpreted
+from offload.device.backend import Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
@@ -77,7 +78,7 @@ class OffloadContext(ContextDecorator):
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         device: torch.device | str | int | None = None,
-        copy_stream: Any = None,
+        copy_stream: Stream | None = None,
         host: HostMemory | None = None,
     ) -> None:
         backend = get_backend(device)

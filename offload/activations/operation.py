@@ -8,7 +8,7 @@ still have kernels to queue. It is over when a later one saves, when the layer's
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch._C._autograd import _get_sequence_nr as next_node
 
@@ -25,7 +25,7 @@ class Operation:
         self._transfers = transfers
         self._saved: list[weakref.ref[SavedStorage]] = []
         self._node = -1
-        self._stream: Any = None
+        self._stream = transfers.backend.compute_stream()
 
     def add(self, storage: SavedStorage) -> None:
         """The operation at work saves ``storage``."""

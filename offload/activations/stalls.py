@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offload.device.backend import Backend
+    from offload.device.backend import Backend, Event, Stream
 
 MOST_PENDING = 4096
 """Waits whose times are not known yet. What comes beyond is not counted, so that memory is bounded."""
@@ -22,14 +22,14 @@ class Stalls:
     """The waits of compute for copies, and the seconds that they took."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Backend, Any, Any]] = deque()
-        self.last: Any = None
+        self._pending: deque[tuple[Backend, Event, Event]] = deque()
+        self.last: Event | None = None
         """What compute was said to wait for last."""
         self._lock = threading.Lock()
         self.seconds = 0.0
         """The sum over all waits whose times have been collected."""
 
-    def expect(self, backend: Backend, compute_stream: Any, copied: Any) -> None:
+    def expect(self, backend: Backend, compute_stream: Stream, copied: Event) -> None:
         """Compute is about to wait for ``copied``, a timed event. Inside a CUDA graph nothing is measured."""
         if backend.capturing:
             return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from offload.activations.stats import Counters
 from offload.base import trace
-from offload.device.backend import Backend, Wait
+from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
 from offload.host.limits import HostMemory
 from offload.host.pool import HostBuffer, HostPool
@@ -24,7 +23,7 @@ class CopyBatch:
     def __init__(self, number: int) -> None:
         self.number = number
         self.empty = True
-        self.event: Any = None
+        self.event: Event | None = None
         """``None`` as long as copies are added."""
 
 
@@ -34,27 +33,27 @@ class Transfers:
 
     backend: Backend
     pool: HostPool
-    d2h_stream: Any
-    h2d_stream: Any
+    d2h_stream: Stream
+    h2d_stream: Stream
     counters: Counters
     host: HostMemory = field(default_factory=HostMemory)
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while bytes come back: several threads may read what was saved."""
-    _ready: Any = None
+    _ready: Event | None = None
     """What the d2h stream has waited for last."""
     _batch: CopyBatch = field(default_factory=lambda: CopyBatch(0))
 
-    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+    def wait(self, stream: Stream, event: Event, why: Wait) -> None:
         """Let ``stream`` wait for ``event``."""
         self.backend.wait(stream, event, why)
 
-    def wait_until_ready(self, ready: Any) -> None:
+    def wait_until_ready(self, ready: Event) -> None:
         """Let copies to the host that are queued from now on wait for ``ready``, unless they do already."""
         if ready is not self._ready:
             self.wait(self.d2h_stream, ready, Wait.READY)
             self._ready = ready
 
-    def wait_for_copies(self, compute_stream: Any, copied: Any, why: Wait) -> None:
+    def wait_for_copies(self, compute_stream: Stream, copied: Event, why: Wait) -> None:
         """Let compute wait for copies, and count how long it stalls."""
         stalls = self.counters.stalls
         if copied is not stalls.last:  # else compute has waited for it already
@@ -92,7 +91,7 @@ class Transfers:
         batch, self._batch = self._batch, CopyBatch(self._batch.number + 1)
         batch.event = self.backend.record_timed(self.d2h_stream)
 
-    def done(self, batch: CopyBatch) -> Any:
+    def done(self, batch: CopyBatch) -> Event:
         """The event after which the copies of ``batch`` are done."""
         if batch.event is None:
             self.end_batch()

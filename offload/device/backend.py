@@ -24,14 +24,21 @@ if TYPE_CHECKING:
 class Event(Protocol):
     """A mark in a stream; ``torch.Event`` on an accelerator."""
 
+    def query(self) -> bool:
+        """Whether the work before the mark is done."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until it is."""
+
 
 class Stream(Protocol):
     """A queue of device work; ``torch.Stream`` on an accelerator."""
 
-    def record_event(self) -> Any:
+    def record_event(self) -> Event:
         """Mark the work queued so far."""
 
-    def wait_event(self, event: Any) -> None:
+    # Any, as a stream takes events of its own kind only, while who holds a stream knows no kinds.
+    def wait_event(self, event: Any, /) -> None:
         """Let work queued from now on start after ``event``."""
 
 
@@ -58,33 +65,33 @@ class Backend(ABC):
         """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
         self.compute_stream_id: Callable[[], object] = self.compute_stream
         """What tells the compute stream from others, and is quick to call."""
-        self._copy_streams: tuple[Any, Any] | None = None
+        self._copy_streams: tuple[Stream, Stream] | None = None
 
     @property
-    def copy_streams(self) -> tuple[Any, Any]:
+    def copy_streams(self) -> tuple[Stream, Stream]:
         """The d2h and the h2d stream that all contexts of this device share, as the link is shared."""
         if self._copy_streams is None:
             self._copy_streams = (self.new_stream("d2h"), self.new_stream("h2d"))
         return self._copy_streams
 
     @abstractmethod
-    def new_stream(self, name: str) -> Any:
+    def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
 
     @abstractmethod
-    def compute_stream(self) -> Any:
+    def compute_stream(self) -> Stream:
         """The stream that the caller's operations go to."""
 
     @abstractmethod
-    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between device and pinned host memory on ``stream``; both stay alive until it ran."""
 
-    def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:
+    def to_host(self, stream: Stream, host: HostBuffer, device: torch.Tensor) -> None:
         """Queue the copy of the whole storage of ``device`` into ``host`` on ``stream``."""
         for piece, source in zip(host.pieces, _split(device, host), strict=True):
             self.copy(stream, piece, source)
 
-    def to_device(self, stream: Any, device: torch.Tensor, host: HostBuffer) -> None:
+    def to_device(self, stream: Stream, device: torch.Tensor, host: HostBuffer) -> None:
         """Queue the copy of ``host`` into the whole storage of ``device`` on ``stream``."""
         for piece, target in zip(host.pieces, _split(device, host), strict=True):
             self.copy(stream, target, piece)
@@ -93,7 +100,7 @@ class Backend(ABC):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """New page-locked host memory, uint8 of shape ``[nbytes]``; freed with the tensor."""
 
-    def wait(self, stream: Any, event: Any, why: Enum) -> None:
+    def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)
 
@@ -103,14 +110,14 @@ class Backend(ABC):
         return False
 
     @abstractmethod
-    def record_timed(self, stream: Any) -> Any:
+    def record_timed(self, stream: Stream) -> Event:
         """Mark the work queued so far on ``stream``, with an event that tells its time unless :attr:`capturing`."""
 
     @abstractmethod
-    def elapsed_s(self, begin: Any, end: Any) -> float | None:
+    def elapsed_s(self, begin: Event, end: Event) -> float | None:
         """Seconds between two timed events, ``None`` as long as they are not known. Does not wait."""
 
-    def wait_on_host(self, event: Any, why: Enum) -> None:
+    def wait_on_host(self, event: Event, why: Enum) -> None:
         """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
         event.synchronize()
 

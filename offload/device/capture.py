@@ -17,9 +17,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+
+from offload.device.backend import Stream
 
 if TYPE_CHECKING:
     from offload.host.pool import HostBuffer
@@ -58,11 +60,11 @@ def current_capture() -> Capture | None:
     return Capture(identity.value, graph.value or 0)
 
 
-def is_capturing(stream: Any) -> bool:
+def is_capturing(stream: Stream) -> bool:
     """Whether ``stream`` is part of a CUDA graph capture."""
     if not _capturing():
         return False
-    with stream:
+    with cast("torch.Stream", stream):
         return _capturing()
 
 

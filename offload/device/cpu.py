@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from typing import cast
 from weakref import WeakSet
 
 import torch
 
 from offload.base import trace
 from offload.base.worker import Worker
-from offload.device.backend import Backend, Wait
+from offload.device.backend import Backend, Event, Stream, Wait
 from offload.host.page_locked import pageable
 
 
@@ -141,13 +142,13 @@ class CpuBackend(Backend):
     def compute_stream(self) -> ComputeStream:
         return self._compute
 
-    def wait(self, stream: CpuStream, event: CpuEvent, why: Enum) -> None:
+    def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why is Wait.UNREAD:
-            event.wait()  # in a finalizer, which cannot raise; whoever reads the bytes is told
+            cast("CpuEvent", event).wait()  # in a finalizer, which cannot raise; whoever reads the bytes is told
         else:
             super().wait(stream, event, why)
 
-    def record_timed(self, stream: CpuStream) -> CpuEvent:
+    def record_timed(self, stream: Stream) -> Event:
         if stream is not self._compute:
             return stream.record_event()
         # The caller's thread is compute, and it has got here.
@@ -155,16 +156,18 @@ class CpuBackend(Backend):
         reached.set()
         return reached
 
-    def elapsed_s(self, begin: CpuEvent, end: CpuEvent) -> float | None:
+    def elapsed_s(self, begin: Event, end: Event) -> float | None:
+        begin, end = cast("CpuEvent", begin), cast("CpuEvent", end)
         return end.reached_s - begin.reached_s if begin.query() and end.query() else None
 
-    def copy(self, stream: CpuStream, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        queue = cast("CpuStream", stream)
         recorder = trace.recorder
         if recorder is None:
-            stream.submit(lambda: _copy(target, source))
+            queue.submit(lambda: _copy(target, source))
         else:
             what = recorder.last_mark
-            stream.submit(lambda: _record_copy(recorder, what, target, source))
+            queue.submit(lambda: _record_copy(recorder, what, target, source))
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return pageable(nbytes)

@@ -16,12 +16,12 @@ import ctypes
 import functools
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from offload.device.accelerator import AcceleratorBackend
-from offload.device.backend import Wait
+from offload.device.backend import Event, Stream, Wait
 from offload.host.page_locked import register_pinned
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class CudaBackend(AcceleratorBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
-        self._streams: dict[object, Any] = {}
+        self._streams: dict[object, Stream] = {}
         self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
 
-    def compute_stream(self) -> Any:
+    def compute_stream(self) -> Stream:
         current = self.compute_stream_id()
         if current not in self._streams:
             self._streams[current] = super().compute_stream()
@@ -51,30 +51,30 @@ class CudaBackend(AcceleratorBackend):
     def capturing(self) -> bool:
         return bool(torch._C._cuda_isCurrentStreamCapturing())
 
-    def wait(self, stream: Any, event: Any, why: Enum) -> None:
+    def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why in _FORKS and self.capturing:
             self._anchor.zero_()
         stream.wait_event(event)
 
-    def to_host(self, stream: Any, host: HostBuffer, device: torch.Tensor) -> None:
+    def to_host(self, stream: Stream, host: HostBuffer, device: torch.Tensor) -> None:
         source = device.untyped_storage().data_ptr()
         for target, nbytes in host.spans:
             self.memcpy(stream, target, source, nbytes, _DEVICE_TO_HOST)
             source += nbytes
 
-    def to_device(self, stream: Any, device: torch.Tensor, host: HostBuffer) -> None:
+    def to_device(self, stream: Stream, device: torch.Tensor, host: HostBuffer) -> None:
         target = device.untyped_storage().data_ptr()
         for source, nbytes in host.spans:
             self.memcpy(stream, target, source, nbytes, _HOST_TO_DEVICE)
             target += nbytes
 
-    def memcpy(self, stream: Any, target: int, source: int, nbytes: int, kind: int) -> None:
+    def memcpy(self, stream: Stream, target: int, source: int, nbytes: int, kind: int) -> None:
         """Queue one copy between two addresses on ``stream``.
 
         Raises:
             RuntimeError: The runtime refused.
         """
-        error = _runtime().cudaMemcpyAsync(target, source, nbytes, kind, stream.native_handle)
+        error = _runtime().cudaMemcpyAsync(target, source, nbytes, kind, cast("Any", stream).native_handle)
         if error:
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
 

@@ -27,7 +27,7 @@ from typing import Any, Self
 import torch
 
 from offload.base.units import format_bytes
-from offload.device.backend import Backend
+from offload.device.backend import Backend, Event
 from offload.device.capture import Arena, Capture, CaptureError, current_capture
 from offload.host.page_locked import HostMemoryError, forget_on_fork
 from offload.host.ranges import Range, gaps, joined, pending, pieces_of
@@ -145,7 +145,7 @@ class HostPool:
             arena.add(buffer)
         return buffer
 
-    def give(self, buffer: HostBuffer, event: Any) -> None:
+    def give(self, buffer: HostBuffer, event: Event) -> None:
         """Take ``buffer`` back, which the caller has forgotten already; it may be written again after ``event``.
 
         Safe in finalizers and from any thread.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from offload.device.backend import Event
 from offload.device.capture import current_capture
 
 
@@ -18,7 +18,7 @@ class Range:
     slab: torch.Tensor
     start: int
     nbytes: int
-    events: tuple[Any, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 def joined(pieces: list[Range]) -> list[Range]:
@@ -54,7 +54,7 @@ def pieces_of(nbytes: int, ranges: list[Range]) -> list[torch.Tensor]:
     return pieces
 
 
-def pending(events: Iterable[Any]) -> tuple[Any, ...]:
+def pending(events: Iterable[Event]) -> tuple[Event, ...]:
     """The events that are still to come. Nobody may ask during a capture, which begins with all of them reached."""
     if current_capture() is not None:
         return ()

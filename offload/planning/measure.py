@@ -18,7 +18,7 @@ import torch
 from offload.activations.context import DEFAULT_MIN_BYTES, tensors_in
 from offload.activations.subclasses import parts_of
 from offload.activations.what_moves import reason_to_stay
-from offload.device.backend import Backend
+from offload.device.backend import Backend, Stream
 from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
 from offload.planning.link import Link
@@ -71,7 +71,7 @@ def measure_link(
     return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
 
 
-_Copy = tuple[Any, torch.Tensor, torch.Tensor]
+_Copy = tuple[Stream, torch.Tensor, torch.Tensor]
 """Stream, target, source."""
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from offload.base import trace
 from offload.base.worker import Worker
-from offload.device.backend import Backend
+from offload.device.backend import Backend, Event
 from offload.host.page_locked import pageable
 from offload.weights.layer import WeightLayer, aligned
 from offload.weights.parameter import HostParameter
@@ -61,7 +61,7 @@ class _Staged(NamedTuple):
 class _Flight(NamedTuple):
     layer: int
     gradients: list[torch.Tensor]
-    arrived: Any
+    arrived: Event
 
 
 class GradientWriter:
@@ -210,7 +210,7 @@ class GradientWriter:
         self._counters.staging_bytes += self._staging_bytes
         return self._backend.pinned(self._staging_bytes)
 
-    def _submit(self, arrived: Any, job: Callable[[], None]) -> None:
+    def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
         def when_arrived() -> None:
             self._backend.wait_on_host(arrived, WeightWait.STAGED)
             job()

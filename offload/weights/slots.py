@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from typing import Any
 
 from offload.base import trace
-from offload.device.backend import Backend
+from offload.device.backend import Backend, Event
 from offload.weights.layer import WeightLayer
 from offload.weights.stats import WeightCounters
 
@@ -51,8 +50,8 @@ class Slot:
         """The layer's version when it was loaded."""
         self.fresh = False
         """Whether nothing can have changed the weights on the host since the load."""
-        self.loaded: Any = None
-        self.used: Any = backend.compute_stream().record_event()
+        self.loaded: Event | None = None
+        self.used = backend.compute_stream().record_event()
         """After this event compute no longer needs what the slot holds."""
 
 
@@ -93,7 +92,7 @@ class WeightSlots:
             self._load(layer)
         loaded = self.slots[layer.slot].loaded
         trace.point("wait", layer.number)
-        self._backend.wait(self._backend.compute_stream(), loaded, WeightWait.LOADED)
+        self._backend.wait(self._backend.compute_stream(), loaded, WeightWait.LOADED)  # type: ignore[arg-type]  # set by _load
 
     def release(self, layer: WeightLayer) -> None:
         """Compute has queued all that it does with the layer for now."""
