@@ -27,6 +27,7 @@ from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
 from offload.base import trace
 from offload.base.caller import warn_caller
+from offload.base.checks import parse_min_bytes
 from offload.base.compiler import interpreted
 from offload.device.backend import Stream
 from offload.device.select import get_backend
@@ -65,7 +66,7 @@ class OffloadContext(ContextDecorator):
     Args:
         schedule: What moves when; ``None`` leaves that to the manual synchronizer.
         model_layers: Number of layers in a round.
-        min_bytes: Storages below this size stay on the device, in bytes.
+        min_bytes: Storages below this size stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
@@ -76,7 +77,7 @@ class OffloadContext(ContextDecorator):
         schedule: Schedule | None,
         model_layers: int,
         *,
-        min_bytes: int = DEFAULT_MIN_BYTES,
+        min_bytes: int | str = DEFAULT_MIN_BYTES,
         device: torch.device | str | int | None = None,
         copy_stream: Stream | None = None,
         host: HostMemory | None = None,
@@ -85,7 +86,7 @@ class OffloadContext(ContextDecorator):
         d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
         self.schedule = schedule
         self.model_layers = model_layers
-        self._min_bytes = min_bytes
+        self._min_bytes = parse_min_bytes(min_bytes)
         self._transfers = Transfers(
             backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters(), host or HostMemory()
         )

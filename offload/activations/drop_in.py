@@ -9,6 +9,7 @@ import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.manual import ManualOffloadSynchronizer
+from offload.base.checks import check_int
 from offload.host.limits import HostMemory, WhenFull
 from offload.schedule.schedule import Schedule, SynchronizationDict
 
@@ -28,7 +29,7 @@ def get_cpu_offload_context(
     *,
     synchronization_dict: SynchronizationDict | None = None,
     schedule: Schedule | None = None,
-    min_bytes: int = DEFAULT_MIN_BYTES,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
     when_host_full: WhenFull = "keep",
@@ -57,7 +58,7 @@ def get_cpu_offload_context(
         synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``; see
             :meth:`Schedule.from_synchronization_dict`.
         schedule: A schedule of your own, in place of the default one.
-        min_bytes: Storages smaller than this stay on the device, in bytes.
+        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; the current accelerator by default, and the CPU where there is
             none.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
@@ -90,13 +91,10 @@ def get_cpu_offload_context(
         raise ValueError(
             "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
         )
-    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
-        raise ValueError(f"min_bytes must be a number of bytes, at least 0, got {min_bytes!r}")
     if manual_synchronization:
         if schedule is not None or synchronization_dict is not None:
             raise ValueError("manual_synchronization=True takes no schedule and no synchronization_dict; choose one.")
-        if isinstance(model_layers, bool) or not isinstance(model_layers, int) or model_layers < 1:
-            raise ValueError(f"model_layers must be at least 1, got {model_layers!r}")
+        check_int("model_layers", model_layers, least=1)
     else:
         schedule = _choose_schedule(num_layers, model_layers, synchronization_dict, schedule)
         model_layers = schedule.model_layers

@@ -84,7 +84,7 @@ def offload_layers(
     *,
     schedule: Schedule | None = None,
     plan: Plan | None = None,
-    min_bytes: int = DEFAULT_MIN_BYTES,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
     when_host_full: WhenFull = "keep",
@@ -104,7 +104,7 @@ def offload_layers(
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``.
         schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
         plan: The result of :func:`offload.plan`, in place of ``num_layers``.
-        min_bytes: Storages smaller than this stay on the device, in bytes.
+        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; by default that of the layers' first parameter, or
             where they compute if their weights are streamed.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by

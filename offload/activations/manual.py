@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.activations.states import OffloadState, OffloadStateError
+from offload.base.checks import is_int
 
 if TYPE_CHECKING:
     from offload.activations.activation_set import ActivationSet
@@ -114,10 +115,10 @@ class ManualOffloadSynchronizer:
 
     def _check(self, layer: int, microbatch: int | None) -> None:
         layers, newest = self._context.model_layers, self.microbatch
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
+        if not is_int(layer, 0, layers - 1):
             raise ValueError(f"layer_id must be an int from 0 to model_layers - 1 = {layers - 1}, got {layer!r}")
-        if microbatch is not None and not 0 <= microbatch <= newest:
+        if microbatch is not None and not is_int(microbatch, 0, newest):
             raise ValueError(
-                f"microbatch must be from 0 to {newest}, that of the last forward, got {microbatch}; note "
+                f"microbatch must be from 0 to {newest}, that of the last forward, got {microbatch!r}; note "
                 "synchronizer.microbatch when a forward has run"
             )

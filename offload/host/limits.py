@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from offload.base.caller import warn_caller
-from offload.base.units import parse_bytes
+from offload.base.checks import parse_bytes
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, check_room, pageable
 from offload.host.pool import HostBuffer, HostPool, get_host_pool

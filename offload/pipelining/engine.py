@@ -25,6 +25,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.microbatch import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
+from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
@@ -60,7 +61,7 @@ def attach(
     parts: int | None = None,
     profile: Mapping[int, StageProfile] | None = None,
     link: Link | None = None,
-    min_bytes: int = DEFAULT_MIN_BYTES,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
@@ -87,7 +88,7 @@ def attach(
             step on; measured in the first step if left out.
         link: How fast copies are while all ranks copy, such as :func:`measure_shared_link` gives; measured on this
             rank if left out.
-        min_bytes: Storages smaller than this stay on the device, in bytes.
+        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; that of the stages by default.
 
     Returns:
@@ -102,6 +103,7 @@ def attach(
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
+    min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)
 

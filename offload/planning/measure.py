@@ -18,6 +18,7 @@ import torch
 from offload.activations.context import DEFAULT_MIN_BYTES, tensors_in
 from offload.activations.subclasses import parts_of
 from offload.activations.what_moves import reason_to_stay
+from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.device.backend import Backend, Stream
 from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
@@ -34,7 +35,7 @@ MAX_PIECES = 64
 
 
 def measure_link(
-    device: torch.device | str | int | None = None, *, piece_bytes: int = PIECE_BYTES, repeats: int = 5
+    device: torch.device | str | int | None = None, *, piece_bytes: int | str = PIECE_BYTES, repeats: int = 5
 ) -> Link:
     """Measure the link with copies like the library's own: pinned memory, the same streams.
 
@@ -43,15 +44,15 @@ def measure_link(
 
     Args:
         device: ``None`` is the current accelerator, and the CPU where there is none.
-        piece_bytes: Bytes of one copy.
+        piece_bytes: Bytes of one copy, or a text such as ``"32MiB"``.
         repeats: How often each of the three bandwidths is measured; the median counts.
 
     Raises:
         ValueError: ``piece_bytes`` or ``repeats`` is less than 1.
     """
-    for name, value in (("piece_bytes", piece_bytes), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    piece_bytes = parse_bytes(piece_bytes, "piece_bytes")
+    check_int("piece_bytes", piece_bytes, least=1)
+    check_int("repeats", repeats, least=1)
     backend = get_backend(device)
     d2h_stream, h2d_stream = backend.copy_streams
     # Written once, because memory that never was has no pages of its own on the CPU.
@@ -90,7 +91,7 @@ def profile_layers(
     layers: Iterable[torch.nn.Module],
     step: Callable[[], object],
     *,
-    min_bytes: int = DEFAULT_MIN_BYTES,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     steps: int = 3,
 ) -> Profile:
@@ -102,7 +103,8 @@ def profile_layers(
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
         step: Runs forward and backward of at least one microbatch.
-        min_bytes: Storages below this size do not travel and are not counted.
+        min_bytes: Storages below this size do not travel and are not counted; bytes, or a text such as
+            ``"1MiB"``.
         device: Where the layers run; ``None`` is the current accelerator, and the CPU where there is none.
         steps: How many steps are timed.
 
@@ -115,9 +117,8 @@ def profile_layers(
         whole backward if its weights are streamed. A step may run several microbatches; the profile is that
         of one. On an accelerator, the allocator is asked to forget earlier peaks.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    recorder = _Recorder(list(layers), resolve_device(device), min_bytes)
+    check_int("steps", steps, least=1)
+    recorder = _Recorder(list(layers), resolve_device(device), parse_min_bytes(min_bytes))
     if not recorder.layers:
         raise ValueError("layers must hold at least one module, got none")
     with recorder.attached():

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from offload.base.units import format_bytes, format_s, parse_bytes
+from offload.base.checks import is_int, parse_bytes
+from offload.base.units import format_bytes, format_s
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
@@ -288,5 +289,5 @@ def check_options(memory_budget: int | str | None, fraction: float | None, looka
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(f"fraction must be from 0 to 1, got {fraction!r}")
     for name, value, minimum in (("lookahead", lookahead, 0), ("parts", parts, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        if value is not None and not is_int(value, minimum):
             raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")

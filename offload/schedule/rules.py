@@ -12,19 +12,6 @@ from typing import NamedTuple
 from offload.schedule.points import Move, Point, backward, forward
 
 
-def check_count(name: str, value: int, *, minimum: int) -> None:
-    """A count is an int of at least ``minimum``.
-
-    Raises:
-        TypeError: It is not an int.
-        ValueError: It is smaller.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-
-
 def check_entry(layer: int, entry: tuple[bool, int, bool, int]) -> None:
     """An entry of a synchronization dictionary has the right types.
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from offload.base.caller import warn_caller
+from offload.base.checks import check_int
 from offload.schedule.points import Move, Point, backward, forward
-from offload.schedule.rules import check_against, check_count, check_entry, check_layers, check_order, find_order
+from offload.schedule.rules import check_against, check_entry, check_layers, check_order, find_order
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -49,7 +50,7 @@ class Schedule:
     _reloaded: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_count("model_layers", self.model_layers, minimum=1)
+        check_int("model_layers", self.model_layers, least=1)
         moves = tuple(sorted(self.moves, key=lambda move: move.layer))
         check_layers(moves, self.model_layers)
         order = tuple(self.order) or find_order(moves, self.model_layers)
@@ -79,8 +80,8 @@ class Schedule:
         Warns:
             UserWarning: k = N-1, which leaves no layer to overlap the copies with.
         """
-        check_count("model_layers", model_layers, minimum=1)
-        check_count("num_layers", num_layers, minimum=0)
+        check_int("model_layers", model_layers, least=1)
+        check_int("num_layers", num_layers, least=0)
         if num_layers > model_layers - 1:
             raise ValueError(
                 f"num_layers must be at most model_layers - 1 = {model_layers - 1}, got {num_layers}; "

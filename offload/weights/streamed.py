@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from offload.base.checks import is_int
 from offload.base.compiler import interpreted
 from offload.base.layer_events import LayerHook, check_layers, hooks_on
 from offload.base.units import format_bytes
@@ -209,7 +210,7 @@ def stream_weights(
     modules = check_layers(layers, _WeightHook, "streamed", "is still listed once")
     check_parameters(modules)
     for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_int(value, least):
             why = "one slot cannot be loaded while it is used" if least == 2 else "gradients need a place to wait"
             raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
     if grad_dtype not in (None, torch.float32):

@@ -318,6 +318,17 @@ def test_the_first_step_is_measured():
 
 
 @pytest.mark.usefixtures("_group")
+def test_min_bytes_is_bytes_or_a_text():
+    for min_bytes in ("1KiB", 1024):
+        schedule, stage = pipeline()
+        with attach(schedule, fraction=1.0, parts=1, min_bytes=min_bytes) as handle:
+            step(schedule, stage)
+        assert handle.stats().offloaded_bytes > 0
+    with pytest.raises(ValueError, match="min_bytes must be a number of bytes, at least 0, got '1 apple'"):
+        attach(schedule, min_bytes="1 apple")
+
+
+@pytest.mark.usefixtures("_group")
 def test_inputs_and_outputs_that_the_stage_holds_do_not_travel():
     schedule, stage = pipeline()
     with attach(schedule, fraction=1.0, parts=1) as handle:

@@ -1,0 +1,112 @@
+"""Ints and sizes that users give, everywhere alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+import offload.pipelining
+from offload.base.checks import check_int, is_int, parse_bytes, parse_min_bytes
+
+
+class TestBytes:
+    @pytest.mark.parametrize(
+        ("value", "nbytes"),
+        [
+            ("40GiB", 40 << 30),
+            ("512 MiB", 512 << 20),
+            ("1.5GiB", 3 << 29),
+            ("2KB", 2000),
+            ("7B", 7),
+            ("1TB", 10**12),
+            (123, 123),
+        ],
+    )
+    def test_parse(self, value, nbytes):
+        assert parse_bytes(value) == nbytes
+
+    @pytest.mark.parametrize("value", ["", "40", "40G", "40 gib", "GiB", "-1GiB", "1,5GiB", "40GiB of memory"])
+    def test_refuses_text(self, value):
+        with pytest.raises(ValueError, match=r"^budget must be a number and a unit, such as '40GiB', got '"):
+            parse_bytes(value, "budget")
+
+    @pytest.mark.parametrize("value", [1.5, None, True, b"1GiB"])
+    def test_refuses_type(self, value):
+        with pytest.raises(TypeError, match=r"^budget must be an int \(bytes\) or a text such as '40GiB', got "):
+            parse_bytes(value, "budget")
+
+    def test_refuses_negative(self):
+        with pytest.raises(ValueError, match=r"^budget must be at least 0 bytes, got -1$"):
+            parse_bytes(-1, "budget")
+
+
+class TestInts:
+    @pytest.mark.parametrize(
+        ("value", "fits"), [(0, False), (1, True), (3, True), (4, False), (True, False), (2.0, False), (None, False)]
+    )
+    def test_bounds(self, value, fits):
+        assert is_int(value, 1, 3) is fits
+
+    @pytest.mark.parametrize("value", [None, True, "1", 1.0])
+    def test_refuses_type(self, value):
+        with pytest.raises(TypeError, match=r"^steps must be an int, got "):
+            check_int("steps", value, least=1)
+
+    def test_refuses_less(self):
+        with pytest.raises(ValueError, match=r"^steps must be at least 1, got 0$"):
+            check_int("steps", 0, least=1)
+
+
+def linears() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(32, 64, requires_grad=True) * 1  # the result of an operation, as leaves stay
+
+
+def drop_in(min_bytes: object) -> int:
+    context, sync = offload.get_cpu_offload_context(True, 1, 3, min_bytes=min_bytes, device="cpu")
+    x = inputs()
+    for layer in linears():
+        with context:
+            x = layer(x)
+        x = sync(x)
+    x.sum().backward()
+    return context.stats().offloaded_bytes
+
+
+def by_hooks(min_bytes: object) -> int:
+    layers = linears()
+    with offload.offload_layers(layers, 1, min_bytes=min_bytes, device="cpu") as handle:
+        nn.Sequential(*layers)(inputs()).sum().backward()
+    return handle.stats().offloaded_bytes
+
+
+def profiled(min_bytes: object) -> int:
+    layers = linears()
+
+    def step() -> None:
+        nn.Sequential(*layers)(inputs()).sum().backward()
+
+    return offload.profile_layers(layers, step, min_bytes=min_bytes, device="cpu", steps=1).layers[0].saved_bytes
+
+
+@pytest.mark.parametrize("moved_bytes", [drop_in, by_hooks, profiled])
+class TestMinBytes:
+    def test_is_bytes_or_a_text(self, moved_bytes: Callable[[object], int]) -> None:
+        assert moved_bytes("8KiB") == moved_bytes(8192) == 32 * 64 * 4
+
+    @pytest.mark.parametrize("value", [-1, None, True, 0.5, "1 apple"])
+    def test_refuses_all_else(self, moved_bytes: Callable[[object], int], value: object) -> None:
+        with pytest.raises(ValueError, match=r"^min_bytes must be a number of bytes, at least 0, got .*'2MiB'$"):
+            moved_bytes(value)
+
+
+def test_min_bytes_of_decimal_units() -> None:
+    assert parse_min_bytes("2MB") == 2_000_000
