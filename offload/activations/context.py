@@ -6,18 +6,12 @@ that the context learns when the layer's backward begins.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch._C._autograd import _get_sequence_nr
-from torch._C._functorch import TransformType
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.microbatch import Round
@@ -25,7 +19,7 @@ from offload.activations.saved import unpack
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
-from offload.base import trace
+from offload.base import autograd, trace
 from offload.base.caller import warn_caller
 from offload.base.checks import parse_min_bytes
 from offload.base.compiler import interpreted
@@ -36,8 +30,6 @@ from offload.host.pool import get_host_pool
 from offload.schedule.schedule import Schedule
 
 Output = TypeVar("Output")
-
-_WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
 
 DEFAULT_MIN_BYTES = 1 << 21
 """From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
@@ -145,7 +137,7 @@ class OffloadContext(ContextDecorator):
                 "reset()."
             )
         number = self._next_layer(layer)
-        takes_all = not (self._round.passes_by(number) or _in_checkpoint())
+        takes_all = not (self._round.passes_by(number) or autograd.in_checkpoint())
         if takes_all:
             _check_hooks_are_allowed(number)
         try:
@@ -159,7 +151,7 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         _open_sets.append(opened)
         if takes_all:
-            torch._C._autograd._push_saved_tensors_default_hooks(opened.pack, unpack)
+            autograd.push_hooks(opened.pack, unpack)
 
     @interpreted
     def exit(self, *, failed: bool = False) -> None:
@@ -169,7 +161,7 @@ class OffloadContext(ContextDecorator):
             del self._entered[-1:]
             return
         try:
-            _pop_hooks(opened)
+            autograd.pop_hooks(opened.pack)
             if opened in _open_sets:
                 _open_sets.remove(opened)
             self._entered.pop()
@@ -193,7 +185,9 @@ class OffloadContext(ContextDecorator):
 
     def has_nothing_to_do(self) -> bool:
         """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
-        return not torch.is_grad_enabled() or _in_backward() or _is_traced() or _is_transformed()
+        return (
+            not torch.is_grad_enabled() or autograd.in_backward() or autograd.is_traced() or autograd.is_transformed()
+        )
 
     @interpreted
     def sync(self, output: Output) -> Output:
@@ -221,17 +215,11 @@ class OffloadContext(ContextDecorator):
             )
         if self._closed is not None:
             opened = self._closed.opened
-            # A tensor that a layer only passes on may live on from round to round, and would collect a hook in each.
-            nodes = {
-                tensor.grad_fn
-                for tensor in tensors_in(output)
-                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first_node
-            }
-            for node in nodes:
-                node.register_prehook(self._closed.begin_backward)
-                opened.in_graph |= self._closed.alive is not None
-            if not nodes or opened.gone:
-                # The forward goes on without what the layer has saved: that it goes does not mean that the round does.
+            marked = autograd.before_backward(output, self._first_node, self._closed.begin_backward)
+            opened.in_graph |= marked and self._closed.alive is not None
+            if not marked or opened.gone:
+                # Nothing leads from the output to what the layer has saved, or nothing holds that any more: a frozen
+                # layer, say. Its set may go at any time, and must not count as the end of the round when it does.
                 opened.in_graph = False
         return output
 
@@ -286,7 +274,7 @@ class OffloadContext(ContextDecorator):
     def _begin_layer(self, number: int) -> ActivationSet:
         if not self._round.sets:
             self.microbatch += 1
-            self._first_node = _get_sequence_nr()
+            self._first_node = autograd.next_node()
         opened = self._round.begin_forward(number)
         self._sets[self.microbatch, number] = opened
         return opened
@@ -338,65 +326,11 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
             _open_sets[-1].start_early(tensor)
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_traced() -> bool:
-    """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
-    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None or is_fx_symbolic_tracing()
-
-
-def _is_transformed() -> bool:
-    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
-
-    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
-    """
-    transforms = torch._C._functorch.get_interpreter_stack()
-    if not transforms:
-        return False
-    kinds = {transform.key() for transform in transforms}
-    return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
-
-
 def _check_hooks_are_allowed(layer: int) -> None:
-    reason = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    reason = autograd.why_no_hooks()
     if reason is not None:
         raise RuntimeError(
             f"layer {layer} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: "
             f"{reason} Take the derivative by torch.autograd, or run the layer without offloading: outside of the "
             "context, or after handle.remove()."
         )
-
-
-def _pop_hooks(opened: ActivationSet) -> None:
-    """Take off the hooks that hand tensors to the set, if they are there, also from below others that were left."""
-    above = []
-    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) and hooks[0] != opened.pack:
-        above.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    if hooks:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for left in reversed(above):
-        torch._C._autograd._push_saved_tensors_default_hooks(*left)
-
-
-def _in_checkpoint() -> bool:
-    """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__

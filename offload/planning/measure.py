@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from offload.activations.context import DEFAULT_MIN_BYTES, tensors_in
+from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.subclasses import parts_of
 from offload.activations.what_moves import reason_to_stay
+from offload.base.autograd import in_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.device.backend import Backend, Stream
 from offload.device.clock import Clock
@@ -326,4 +327,4 @@ class _Recorder:
 
 def _is_training_pass() -> bool:
     """Whether a layer's forward counts: not in evaluation, and not when backward recomputes it."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and not in_backward()

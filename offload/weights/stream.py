@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from offload.activations.context import tensors_in
 from offload.base import trace
+from offload.base.autograd import before_backward, in_backward, next_node, tensors_in
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
@@ -69,10 +69,10 @@ class WeightStream:
         if in_backward():
             self._refuse_stepped(layer)
             self._enter_backward(layer)
-            self._sequence = torch._C._autograd._get_sequence_nr()
+            self._sequence = next_node()
             return
         self._user.enter(f"forward of {layer}", threading.get_ident())
-        self._sequence = torch._C._autograd._get_sequence_nr()
+        self._sequence = next_node()
         self._give_up()
         self._refuse_stepped(layer)
         layer.check()
@@ -187,22 +187,19 @@ class WeightStream:
 
     def _mark(self, layer: WeightLayer, output: object) -> None:
         """Let the layer's outputs tell when its backward begins."""
-        call = None
         found = False
         for tensor in tensors_in(output):
             found = True
             self._refuse_weights(layer, tensor)
-            # An older node belongs to another layer, whose output this one has passed through.
-            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._sequence:
-                call = call or _Call(layer, layer.version(), None if in_backward() else threading.get_ident())
-                tensor.grad_fn.register_prehook(partial(self._begin_backward, call))
         if not found:
             raise TypeError(
                 f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
                 f"{type(output).__name__}; without them its backward cannot be noticed."
             )
+        call = _Call(layer, layer.version(), None if in_backward() else threading.get_ident())
+        marked = before_backward(output, self._sequence, partial(self._begin_backward, call))
         if not in_backward():
-            layer.needs_backward = call is not None
+            layer.needs_backward = marked
 
     def _refuse_weights(self, layer: WeightLayer, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -291,11 +288,6 @@ class WeightStream:
             layer.swap_out()
             self._slots.release(layer)
             self._computes = None  # last: what an interrupt cuts off here is done again
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a node of an autograd graph."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,119 @@
+"""What the library asks of autograd: what goes on now, which tensors a value holds, when their backward begins.
+
+Most of it is not in PyTorch's public interface, so that a new version of PyTorch is looked after in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C._autograd import (
+    _get_sequence_nr,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_get_disabled_error_message,
+    _top_saved_tensors_default_hooks,
+)
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of an autograd graph."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
+    hooks = _top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
+    return torch._C._get_tracing_state() is not None or get_proxy_mode() is not None or is_fx_symbolic_tracing()
+
+
+def is_transformed() -> bool:
+    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
+
+    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
+    """
+    transforms = get_interpreter_stack()
+    if not transforms:
+        return False
+    kinds = {transform.key() for transform in transforms}
+    return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
+
+
+def why_no_hooks() -> str | None:
+    """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
+    return _saved_tensors_hooks_get_disabled_error_message()
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
+    _push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
+    """Take these hooks off, if they are there, also from below others.
+
+    An interrupt can leave hooks that the layer itself has put above ours: they are not ours to take off.
+    """
+    above = []
+    while (hooks := _top_saved_tensors_default_hooks(True)) and hooks[0] != pack:
+        above.append(hooks)
+        _pop_saved_tensors_default_hooks()
+    if hooks:
+        _pop_saved_tensors_default_hooks()
+    for left in reversed(above):
+        _push_saved_tensors_default_hooks(*left)
+
+
+def next_node() -> int:
+    """The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
+    return _get_sequence_nr()
+
+
+def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:
+    """Call ``begin`` whenever backward is about to run a node that made one of these tensors.
+
+    Args:
+        output: Whatever a layer returned; tensors that need no gradient are passed over.
+        first_node: The number from which on nodes are the layer's, of :func:`next_node`. A tensor that the layer only
+            passes on belongs to another one; it may live on from step to step, and would collect a hook in each.
+        begin: Called with the gradients that arrive at the node, once per node.
+
+    Returns:
+        Whether there is such a node.
+    """
+    nodes = {
+        tensor.grad_fn: None
+        for tensor in tensors_in(output)
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node
+    }
+    for node in nodes:
+        node.register_prehook(begin)
+    return bool(nodes)
