@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import drawing
 import figures
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ def test_all_are_committed_and_no_other(drawn):
 
 @pytest.mark.parametrize("path", SVGS, ids=lambda path: path.stem)
 def test_up_to_date(path, drawn):
-    assert figures.is_up_to_date(path, drawn[path.name]), "run python tools/figures.py and commit the result"
+    assert drawing.is_up_to_date(path, drawn[path.name]), "run python tools/pages/figures.py and commit the result"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_a_change_is_seen(drawn, tmp_path, before, after):
     text = source.read_text("utf-8")
     assert before in text
     changed.write_text(text.replace(before, after), "utf-8")
-    assert not figures.is_up_to_date(source, changed)
+    assert not drawing.is_up_to_date(source, changed)
 
 
 def test_a_shift_is_seen(drawn, tmp_path):
@@ -47,7 +48,7 @@ def test_a_shift_is_seen(drawn, tmp_path):
     text = drawn["schedule_2_of_5.svg"].read_text("utf-8")
     x = re.search(r"rotate\(-0 ([\d.]+) [\d.]+\)\">B3<", text)[1]
     moved.write_text(text.replace(f"rotate(-0 {x}", f"rotate(-0 {float(x) + 10}"), "utf-8")
-    assert not figures.is_up_to_date(drawn["schedule_2_of_5.svg"], moved)
+    assert not drawing.is_up_to_date(drawn["schedule_2_of_5.svg"], moved)
 
 
 def test_drawing_is_deterministic(drawn, tmp_path):
@@ -65,7 +66,7 @@ def test_small_transparent_and_without_a_date(path):
 
 
 def test_full_overlap_and_stalls():
-    by_name = {name: {text for text, _, _ in figures.texts(path)} for name, path in ((p.stem, p) for p in SVGS)}
+    by_name = {name: {text for text, _, _ in drawing.texts(path)} for name, path in ((p.stem, p) for p in SVGS)}
     assert "stall" not in by_name["schedule_2_of_5"]
     assert "peak 3.00 GiB" in by_name["schedule_2_of_5"]
     assert "stall" in by_name["schedule_3_of_5"]
@@ -79,5 +80,5 @@ def test_check_fails_on_a_stale_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
     figures.main()
     (tmp_path / "states.svg").unlink()
-    with pytest.raises(SystemExit, match=r"^out of date: states\.svg; run python tools/figures\.py and commit"):
+    with pytest.raises(SystemExit, match=r"^out of date: states\.svg; run python tools/pages/figures\.py and commit"):
         figures.main()

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import figures
+import drawing
 import matplotlib as mpl
+import page_text
 import pipeline_results
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
@@ -96,12 +97,12 @@ def test_names_the_largest_peak_of_all_ranks(record):
 
 def test_draws_every_case_and_says_it(changed, tmp_path):
     path = tmp_path / "drawn.svg"
-    with mpl.rc_context(figures.STYLE):
+    with mpl.rc_context(drawing.STYLE):
         pipeline_results.draw([changed]).savefig(path, format="svg")
-    said = {text.strip() for text, _, _ in figures.texts(path)}
+    said = {text.strip() for text, _, _ in drawing.texts(path)}
     titles = {f"{name}, width {width}" for name in ("1F1B", "ZBV") for width in ("4096", "12288")}
     assert titles | {HALF, FREE, BOUND, "derived", "without", "2 GPUs: peak of rank 0, GiB"} <= said
-    picture = pipeline_results.picture([changed], pipeline_results.ROOT / "docs" / "howto" / "page.md")
+    picture = pipeline_results.picture([changed], page_text.ROOT / "docs" / "howto" / "page.md")
     assert "2 GPUs, 1F1B, width 4096: peak 60.0% less, step 50.0% longer" in picture
     assert picture.endswith("](../_static/results/pipeline.svg)\n")
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import activation_results
-import figures
+import drawing
 import graph_results
 import suite_results
 
@@ -54,7 +54,7 @@ def cells_of(table):
 
 @pytest.mark.slow
 def test_committed_blocks_and_pictures_are_up_to_date():
-    assert not results.changes(), "run python tools/results.py and commit the result"
+    assert not results.changes(), "run python tools/pages/results.py and commit the result"
 
 
 @pytest.mark.parametrize("path", results.PICTURES, ids=lambda path: path.stem)
@@ -124,7 +124,7 @@ def test_check_names_what_is_out_of_date(blocks, tmp_path, monkeypatch):
         results.main()
     monkeypatch.setattr(sys, "argv", ["results.py"])
     results.main()
-    assert "| A GPU | 50.0 GB/s" in page.read_text("utf-8")
+    assert cells_of(page.read_text("utf-8"))[-1][:2] == ["A GPU", "50.0 GB/s"]
     assert not results.changes()
 
 
@@ -164,8 +164,8 @@ def test_refuses_changed_gradients_and_a_missing_workload():
 
 def test_draws_every_point_and_the_free_region(tmp_path):
     path = tmp_path / "tradeoff.svg"
-    results.write_picture(lambda: activation_results.draw(RECORD), path)
-    said = {text for text, _, _ in figures.texts(path)}
+    drawing.save(lambda: activation_results.draw(RECORD), path)
+    said = {text for text, _, _ in drawing.texts(path)}
     assert {"k = 0", "5", "10", "k = 18", "at most 2% longer", "measured step", "copies alone"} <= said
 
 
@@ -273,8 +273,8 @@ def test_what_a_tensor_costs_is_shown():
 
 def test_every_contender_is_in_the_picture_of_a_workload(tmp_path):
     path = tmp_path / "suite.svg"
-    results.write_picture(lambda: suite_results.draw(SUITE), path)
-    said = {text for text, _, _ in figures.texts(path)}
+    drawing.save(lambda: suite_results.draw(SUITE), path)
+    said = {text for text, _, _ in drawing.texts(path)}
     labels = {suite_results.LOOKS[row["family"]].label for row in SUITE_ROWS if "error" not in row}
     assert labels | {"decoder", "long sequence", "k = 18", "5", "4 ×"} <= said
     assert not {"TRL", "LayerNorm-MLP"} & said

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import figures
+import drawing
 import matplotlib as mpl
+import page_text
 import weight_results
 
 RECORD = json.loads(weight_results.RECORD.read_text("utf-8"))
@@ -30,7 +31,7 @@ def test_says_what_was_measured():
     assert found[2] == ["1,234", "100 + 200", "300 + 400", "700", "720", "1.029 ×", "1,500", "2.5 GB"]
     found = cells(weight_results.weight_memory_table(record))
     assert found[2] == ["10.0 GB", "9.0 GB", "1.0 GB", "20.0 GB", "20.5 GB (1.025 ×)"]
-    picture = weight_results.weight_streaming_picture(record, weight_results.ROOT / "docs" / "howto" / "page.md")
+    picture = weight_results.weight_streaming_picture(record, page_text.ROOT / "docs" / "howto" / "page.md")
     assert "1,234 tokens: limit 700, streamed 720, FSDP2 1,500 ms" in picture
     assert picture.endswith("](../_static/results/weight_streaming.svg)\n")
 
@@ -49,9 +50,9 @@ def test_draws_each_step_and_the_limits(tmp_path):
     path = tmp_path / "drawn.svg"
     record = copy.deepcopy(RECORD)
     record["rows"][0] |= {"tokens": 1234, "forward_s": 0.3, "step_s": 0.72}
-    with mpl.rc_context(figures.STYLE):
+    with mpl.rc_context(drawing.STYLE):
         weight_results.draw(record).savefig(path, format="svg")
-    said = {text.strip() for text, _, _ in figures.texts(path)}
+    said = {text.strip() for text, _, _ in drawing.texts(path)}
     assert {"1,234 tokens: link binds", "720", "compute alone", "link alone", "streamed", "F", "B"} <= said
     assert len(path.read_text("utf-8")) < 50_000
 

@@ -1,18 +1,16 @@
 """What offloading the first k layers takes and saves, for the pages: of the decoder and of the LayerNorm-MLP block.
 
-``tools/results.py`` writes it into the pages.
+``results.py`` writes it into the pages.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import GIB, day_of, gib, machine, markdown_table, ms
+from page_text import GIB, day_of, gib, image, machine, markdown_table, ms
 from suite_results import read_record, run_of
-from tabulate import tabulate
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = Path("docs/_static/results/tradeoff.svg")
 
 FREE = 1.02
@@ -70,7 +67,7 @@ def link_table(record: Row) -> str:
     link = run_of(record)["link"]
     columns = {"device to host": "d2h", "host to device": "h2d", "both at once, sum": "duplex"}
     speeds = {title: f"{link[f'{name}_bytes_per_s'] / 1e9:.1f} GB/s" for title, name in columns.items()}
-    return tabulate([{"GPU": record["hardware"]["gpu"], **speeds}], headers="keys", tablefmt="github") + "\n"
+    return markdown_table([{"GPU": record["hardware"]["gpu"], **speeds}], left=1) + "\n"
 
 
 def tradeoff_picture(record: Row, page: Path) -> str:
@@ -83,7 +80,7 @@ def tradeoff_picture(record: Row, page: Path) -> str:
         f"Step time against activation peak for 0 to {most['k']} offloaded layers: from {peaks[0]} to {peaks[1]} GiB "
         f"the time goes from {times[0]} to {times[1]} ms, then to {times[2]} ms at {peaks[2]} GiB."
     )
-    return f"![{alt}]({Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()})\n"
+    return image(alt, PICTURE, page)
 
 
 def draw(record: Row) -> Figure:

@@ -1,19 +1,18 @@
 """What all contenders take on all workloads, for the pages: from ``results/suite.json``, once there is one.
 
-``tools/results.py`` writes it into the pages.
+``results.py`` writes it into the pages.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from page_text import GIB, day_of, gib, machine, markdown_table, ms
+from page_text import GIB, ROOT, day_of, gib, image, machine, markdown_table, ms
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.units import format_bytes
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results/suite.json"
 PICTURE = Path("docs/_static/results/suite.svg")
 
@@ -212,8 +210,8 @@ def _small_share(rows: list[Row]) -> str:
 def curves_picture(record: Row, page: Path) -> str:
     """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
     own = [f"{name}: {_span(record, name)}" for name in _panels(record)]
-    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
-    return f"![Step time against activation peak of every contender. This library, {'; '.join(own)}.]({path})\n"
+    alt = f"Step time against activation peak of every contender. This library, {'; '.join(own)}."
+    return image(alt, PICTURE, page)
 
 
 def _span(record: Row, workload: str) -> str:

@@ -1,18 +1,17 @@
 """Tables and a picture of weight streaming for the pages, all from ``results/weight_streaming.json``.
 
-``tools/results.py`` writes them into the pages.
+``results.py`` writes them into the pages.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import GB, day_of, gb, markdown_table, ms, torch_of
+from page_text import GB, ROOT, day_of, gb, image, markdown_table, ms, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "weight_streaming.json"
 PICTURE = Path("docs/_static/results/weight_streaming.svg")
 
@@ -132,8 +130,7 @@ def weight_streaming_picture(record: Row, page: Path) -> str:
         f"{ms(row['fsdp_s'])} ms"
         for row in record["rows"]
     )
-    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
-    return f"![Bars of forward and backward times. {said}.]({path})\n"
+    return image(f"Bars of forward and backward times. {said}.", PICTURE, page)
 
 
 def draw(record: Row) -> Figure:

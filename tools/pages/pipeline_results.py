@@ -1,18 +1,17 @@
 """Tables and a picture of offloading in pipelines for the pages, all from ``results/pipeline_*.json``.
 
-``tools/results.py`` writes them into the pages.
+``results.py`` writes them into the pages.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
-from page_text import GB, GIB, day_of, gib, markdown_table, ms, percent, torch_of
-from pipeline_records import BOUND_SHARE, RECORDS, ROOT, Measured, Row, measured, read_records, widest
+from page_text import GB, GIB, day_of, gib, image, markdown_table, ms, percent, torch_of
+from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF, prediction_rows
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -169,8 +168,7 @@ def picture(records: list[Row], page: Path) -> str:
         for record in records
         for found in measured(record, HALF)
     )
-    path = Path(os.path.relpath(ROOT / PICTURE, page.parent)).as_posix()
-    return f"![Points of peak and step time. Half on rank 0: {said}.]({path})\n"
+    return image(f"Points of peak and step time. Half on rank 0: {said}.", PICTURE, page)
 
 
 def draw(records: list[Row]) -> Figure:

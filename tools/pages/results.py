@@ -1,7 +1,7 @@
 """Write measured results into the pages: tables and pictures, from the records in ``results/``.
 
-python tools/results.py            rewrite the blocks in README.md, index.md and docs/, and the pictures
-python tools/results.py --check    write nothing; fail if a committed block or picture is out of date
+python tools/pages/results.py            rewrite the blocks in README.md, index.md and docs/, and the pictures
+python tools/pages/results.py --check    write nothing; fail if a committed block or picture is out of date
 
 A page says where a block belongs with two comments; what is between them is replaced::
 
@@ -23,13 +23,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from figures import STYLE, is_up_to_date
+from drawing import is_up_to_date, save
+from page_text import ROOT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "index.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md")
 BLOCK = re.compile(r"(<!-- (table|picture): (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
@@ -72,20 +71,13 @@ def pages() -> list[Path]:
     return sorted(page for pattern in PAGES for page in ROOT.glob(pattern))
 
 
-def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw a picture into ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE):
-        draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-
-
 def changes() -> dict[Path, str]:
     """The pages and pictures that the records change, and what they make of them."""
     changed = {page: text for page in pages() if (text := filled(before := page.read_text("utf-8"), page)) != before}
     with tempfile.TemporaryDirectory() as folder:
         for path, draw in PICTURES.items():
             drawn = Path(folder) / path.name
-            write_picture(draw, drawn)
+            save(draw, drawn)
             if not is_up_to_date(ROOT / path, drawn):
                 changed[ROOT / path] = drawn.read_text("utf-8")
     return changed
@@ -99,7 +91,7 @@ def main() -> None:
     changed = changes()
     names = [path.relative_to(ROOT).as_posix() for path in changed]
     if arguments.check and names:
-        sys.exit(f"out of date: {', '.join(names)}; run python tools/results.py and commit the result.")
+        sys.exit(f"out of date: {', '.join(names)}; run python tools/pages/results.py and commit the result.")
     for path, text in changed.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")

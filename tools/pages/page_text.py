@@ -1,12 +1,15 @@
-"""How the pages say what was measured: tables, times, sizes, shares, and the machine."""
+"""How the pages say what was measured: tables, times, sizes, shares, the machine, and where a picture lies."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 GB = 1e9
 
@@ -15,6 +18,11 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:
     """Rows of equal keys, as they are; the first ``left`` columns flush left, the others right."""
     align = ["left"] * left + ["right"] * (len(rows[0]) - left) if rows else []
     return tabulate([dict(row) for row in rows], headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def image(alt: str, picture: Path, page: Path) -> str:
+    """A picture of the repository, as ``page`` shows it, with a text for those who cannot see it."""
+    return f"![{alt}]({Path(os.path.relpath(ROOT / picture, page.parent)).as_posix()})\n"
 
 
 def ms(seconds: float, digits: int = 0) -> str:

@@ -1,6 +1,6 @@
 """What offloading takes and saves inside CUDA graphs, for the pages: from ``results/graphs.json``.
 
-``tools/results.py`` writes it into the pages.
+``results.py`` writes it into the pages.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import day_of, gib, machine, markdown_table, ms
+from page_text import ROOT, day_of, gib, machine, markdown_table, ms
 
 from offload.base.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD = Path(__file__).resolve().parent.parent / "results" / "graphs.json"
-
+RECORD = ROOT / "results" / "graphs.json"
 
 Row = dict[str, Any]
 

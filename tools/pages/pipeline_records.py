@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from page_text import ROOT
+
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORDS = (ROOT / "results/pipeline_2.json", ROOT / "results/pipeline_4.json")
 
 BOUND_SHARE = 0.85

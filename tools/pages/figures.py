@@ -1,23 +1,21 @@
 """Draw the figures of the docs from the library's own schedules, states and simulator.
 
-python tools/figures.py            write docs/_static/figures/*.svg
-python tools/figures.py --check    fail if a committed figure is out of date
+python tools/pages/figures.py            write docs/_static/figures/*.svg
+python tools/pages/figures.py --check    fail if a committed figure is out of date
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import sys
 import tempfile
 from collections.abc import Callable
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
+from drawing import is_up_to_date, save
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from page_text import GIB, ROOT
 
 from offload.activations.states import TRANSITIONS, OffloadState
 from offload.observe.plot import COLORS, INK, new_figure, text_color
@@ -31,20 +29,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FOLDER = Path(__file__).parent.parent / "docs" / "_static" / "figures"
-GIB = 1 << 30
+FOLDER = ROOT / "docs" / "_static" / "figures"
 
 # A layer that saves 1 GiB, on a link that takes 18 ms for it: longer than a forward, shorter than a backward.
 LAYER = LayerProfile(forward_s=0.010, backward_s=0.020, saved_bytes=GIB)
 LINK = Link(d2h_bytes_per_s=60e9, h2d_bytes_per_s=60e9, duplex_bytes_per_s=110e9)
-
-STYLE = {
-    "svg.fonttype": "none",  # text stays text: small files, selectable, searchable
-    "svg.hashsalt": "offload",  # the same element ids each time
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
-    "hatch.linewidth": 0.8,
-}
 
 
 def schedule_figure(num_layers: int, model_layers: int, title: str) -> Figure:
@@ -168,27 +157,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 def write(folder: Path) -> list[Path]:
     """Draw all figures into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, draw in FIGURES.items():
         paths.append(folder / f"{name}.svg")
-        with mpl.rc_context(STYLE):
-            draw().savefig(paths[-1], format="svg", metadata={"Date": None, "Creator": None})
+        save(draw, paths[-1])
     return paths
-
-
-def texts(svg: Path) -> list[tuple[str, float, float]]:
-    """Every text in a figure with its position in points: what a figure says, whatever drew its lines."""
-    found = re.findall(r"<text[^>]*\s(-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
-    return [(text, float(x), float(y)) for x, y, text in found]
-
-
-def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
-    """Whether two files show the same figure; releases of matplotlib differ in details of the lines."""
-    if not committed.exists():
-        return False
-    pairs = list(zip_longest(texts(committed), texts(drawn), fillvalue=("", math.inf, math.inf)))
-    return bool(pairs) and all(a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs)
 
 
 def main() -> None:
@@ -197,12 +170,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a figure is out of date")
     if not parser.parse_args().check:
         for path in write(FOLDER):
-            print(path.relative_to(FOLDER.parent.parent.parent))
+            print(path.relative_to(ROOT))
         return
     with tempfile.TemporaryDirectory() as folder:
         stale = [path.name for path in write(Path(folder)) if not is_up_to_date(FOLDER / path.name, path)]
     if stale:
-        sys.exit(f"out of date: {', '.join(stale)}; run python tools/figures.py and commit the result.")
+        sys.exit(f"out of date: {', '.join(stale)}; run python tools/pages/figures.py and commit the result.")
 
 
 if __name__ == "__main__":

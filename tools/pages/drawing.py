@@ -1,0 +1,44 @@
+"""How the pages' figures and pictures are saved, and how a committed one is compared with a new one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small files, selectable, searchable
+    "svg.hashsalt": "offload",  # the same element ids each time
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "hatch.linewidth": 0.8,
+}
+
+
+def save(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw a figure into ``path``, with nothing in it that differs from one run to the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def texts(svg: Path) -> list[tuple[str, float, float]]:
+    """Every text in a figure with its position in points: what a figure says, whatever drew its lines."""
+    found = re.findall(r"<text[^>]*\s(-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
+    return [(text, float(x), float(y)) for x, y, text in found]
+
+
+def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
+    """Whether two files show the same figure; releases of matplotlib differ in details of the lines."""
+    if not committed.exists():
+        return False
+    pairs = list(zip_longest(texts(committed), texts(drawn), fillvalue=("", math.inf, math.inf)))
+    return bool(pairs) and all(a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs)
