@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -107,9 +107,9 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step, bubbles left out. Where a backward is split, it takes the memory to be free after I."""
-        order, costs = self._walk.with_weights()
-        schedule = Schedule(len(costs), self.schedule.moves, order)
-        return simulate(schedule, Profile(costs), self.link, title=repr(self))
+        costs = self._walk.simulated_costs
+        schedule = Schedule(len(costs), self.schedule.moves, tuple(self._walk.simulated_order))
+        return simulate(schedule, Profile(tuple(costs)), self.link, title=repr(self))
 
     @property
     def stall_s(self) -> float:
@@ -189,79 +189,39 @@ def plan_pipeline(
     if missing:
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
     walk = Walk(order, profile, parts)
-    target = None
-    if memory_budget is not None:
-        target = _Target(walk, peak_bytes=parse_bytes(memory_budget))
-    elif fraction is not None:
-        target = _Target(walk, moved_bytes=fraction * sum(walk.nbytes) * (1 - ROUNDING))
+    most_bytes = math.inf if memory_budget is None else parse_bytes(memory_budget)
+    moved_bytes = math.inf if fraction is None else fraction * sum(walk.nbytes) * (1 - ROUNDING)
+
+    def missing_bytes(placed: dict[int, Stay]) -> float:
+        """How far ``placed`` is from what was asked for; without a budget or fraction, nothing is ever enough."""
+        if memory_budget is not None:
+            return walk.peak_bytes(placed) - most_bytes
+        return moved_bytes - sum(walk.nbytes[layer] for layer in placed)
+
+    may_miss_bytes = 0.0
+
+    def is_enough(placed: dict[int, Stay]) -> bool:
+        return missing_bytes(placed) <= may_miss_bytes
 
     def plan(placed: dict[int, Stay]) -> PipelinePlan:
-        limit = walk.peak_bytes(placed) if target is None else target.limit_bytes(placed)
+        limit = walk.peak_bytes(placed)
+        if memory_budget is not None:
+            limit = max(limit, most_bytes + may_miss_bytes)
         relaxed = walk.relax(placed, limit, reloads=lookahead is None)
         moves = tuple(Move(layer, walk.order[stay.release], walk.order[stay.reload]) for layer, stay in relaxed.items())
         return PipelinePlan(order, parts, profile, link, Schedule(len(walk.nbytes), moves, tuple(walk.order)))
 
-    placed = walk.choose(link, lookahead, None if target is None else target.is_met)
-    if target is None or target.is_met(placed):
+    placed = walk.choose(link, lookahead, is_enough)
+    if is_enough(placed) or (memory_budget is None and fraction is None):
         return plan(placed)
-    target = target.within_reach(walk.choose(INSTANT_LINK, lookahead, target.is_met))
-    least = plan(walk.choose(INSTANT_LINK, lookahead, target.is_met))
-    for placed in _choose_slowed(walk, profile, link, lookahead, target.is_met):
-        found = plan(placed)
-        least = found if found.stall_s <= least.stall_s else least
-        if not found.stall_s:
-            break
-    return least
-
-
-@dataclass(frozen=True)
-class _Target:
-    """How much has to move: so much that no more than ``peak_bytes`` stay, or ``moved_bytes`` in all."""
-
-    walk: Walk
-    peak_bytes: float = math.inf
-    moved_bytes: float = 0.0
-
-    def is_met(self, placed: dict[int, Stay]) -> bool:
-        if self.moved_bytes:
-            return self._moved(placed) >= self.moved_bytes
-        return self.walk.peak_bytes(placed) <= self.peak_bytes
-
-    def within_reach(self, most: dict[int, Stay]) -> _Target:
-        """The same, or what ``most`` reaches where it is less."""
-        return _Target(
-            self.walk,
-            max(self.peak_bytes, self.walk.peak_bytes(most) * (1 + ROUNDING)),
-            min(self.moved_bytes, self._moved(most) * (1 - ROUNDING)),
-        )
-
-    def limit_bytes(self, placed: dict[int, Stay]) -> float:
-        """What may be on the device at once."""
-        peak_bytes = self.walk.peak_bytes(placed)
-        return max(peak_bytes, self.peak_bytes) if math.isfinite(self.peak_bytes) else peak_bytes
-
-    def _moved(self, placed: dict[int, Stay]) -> float:
-        return sum(self.walk.nbytes[layer] for layer in placed)
-
-
-def _choose_slowed(
-    walk: Walk,
-    profile: Mapping[int, StageProfile],
-    link: Link,
-    lookahead: int | None,
-    enough: Callable[[dict[int, Stay]], bool],
-) -> Iterator[dict[int, Stay]]:
-    """What is enough if compute waits: with the shortest wait for which anything is, and with some longer ones."""
-
-    def choose(wait: float) -> dict[int, Stay]:
-        slower = _slower(walk.actions, profile, wait * walk.duration_s)
-        return Walk(walk.actions, slower, walk.parts).choose(link, lookahead, enough)
-
-    shortest = bisect_left(WAITS, True, key=lambda wait: enough(choose(wait)))
-    for wait in WAITS[shortest : shortest + 1 + LONGER_WAITS]:
-        placed = choose(wait)
-        if enough(placed):
-            yield placed
+    at_once = walk.choose(INSTANT_LINK, lookahead, is_enough)
+    if not is_enough(at_once):  # Then no link is fast enough, and as much is enough from here on as that one reaches.
+        may_miss_bytes = missing_bytes(at_once) + ROUNDING * sum(walk.nbytes)
+    slowed = [Walk(order, _slower(order, profile, wait * walk.duration_s), parts) for wait in WAITS]
+    shortest = bisect_left(slowed, True, key=lambda walk: is_enough(walk.choose(link, lookahead, is_enough)))
+    placements = [walk.choose(link, lookahead, is_enough) for walk in slowed[shortest : shortest + 1 + LONGER_WAITS]]
+    placements.append(walk.choose(INSTANT_LINK, lookahead, is_enough))
+    return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: plan.stall_s)
 
 
 def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:

@@ -29,41 +29,40 @@ class Walk:
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
         chunks = number_chunks(actions)
-        self.actions = actions
         self.parts = parts
+        self.duration_s = 0.0
         self.order: list[Point] = []
         self.start_s: list[float] = []
-        layers_in_all = len(chunks) * parts
-        self.forward_at = [0] * layers_in_all
-        """Layer → index of its forward in the order. Layers are numbered in the order of forwards."""
-        self.backward_at = [0] * layers_in_all
+        """When each point of the order begins."""
+        # Layers are the parts of all chunks, numbered in the order of forwards.
+        stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
+        self.nbytes = [stage.saved_bytes / parts for stage in stages]
+        self.forward_at = [0] * len(stages)
+        """Layer → index of its forward in the order."""
+        self.backward_at = [0] * len(stages)
         """Layer → index of its backward in the order."""
-        self.freed_at = [0] * layers_in_all
-        """Layer → index of the first point at which its memory is gone for good."""
-        self.nbytes = [0.0] * layers_in_all
-        self.weights: list[tuple[int, float]] = []
-        """(Index of the next point, seconds) of each backward for the weights."""
-        self.duration_s = 0.0
+        self.simulated_order: list[Point] = []
+        """The order with each backward for the weights as a layer of its own, which saves nothing."""
+        self.simulated_costs = [
+            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, round(stage.saved_bytes / parts))
+            for stage in stages
+        ]
+        freed_at = [0] * len(stages)
         for action in actions:
             stage = profile[action.stage]
             first = chunks[action.chunk] * parts
             layers = range(first, first + parts)
             if action.kind == "F":
                 for layer in layers:
-                    self.nbytes[layer] = stage.saved_bytes / parts
                     self.forward_at[layer] = self._add(forward(layer), stage.forward_s / parts)
             elif action.kind == "W":
-                self.weights.append((len(self.order), stage.weight_s))
+                self._add_weights(stage.weight_s)
                 for layer in layers:
-                    self.freed_at[layer] = len(self.order)
-                self.duration_s += stage.weight_s
+                    freed_at[layer] = len(self.order)
             else:
                 for layer in reversed(layers):
                     self.backward_at[layer] = self._add(backward(layer), stage.backward_s / parts)
-                    self.freed_at[layer] = len(self.order)
-        self._profile_of = {
-            layer: profile[chunk.stage] for chunk, n in chunks.items() for layer in range(n * parts, (n + 1) * parts)
-        }
+                    freed_at[layer] = len(self.order)
         starts_s = [*self.start_s, self.duration_s]
         self._saved_s = [starts_s[index + 1] for index in self.forward_at]
         """Layer → when its forward ends."""
@@ -71,37 +70,29 @@ class Walk:
         """Layer → when its backward begins."""
         self._changes_without = [0.0] * len(starts_s)
         """Point → bytes that come or go before it if nothing moves."""
-        for nbytes, made, freed in zip(self.nbytes, self.forward_at, self.freed_at, strict=True):
+        for nbytes, made, freed in zip(self.nbytes, self.forward_at, freed_at, strict=True):
             self._changes_without[made] += nbytes
             self._changes_without[freed] -= nbytes
 
     def _add(self, point: Point, duration_s: float) -> int:
         self.order.append(point)
+        self.simulated_order.append(point)
         self.start_s.append(self.duration_s)
         self.duration_s += duration_s
         return len(self.order) - 1
 
-    def with_weights(self) -> tuple[tuple[Point, ...], tuple[LayerProfile, ...]]:
-        """Order and costs for the simulator, each backward for the weights as a layer that saves nothing."""
-        costs = []
-        for layer, nbytes in enumerate(self.nbytes):
-            stage = self._profile_of[layer]
-            costs.append(LayerProfile(stage.forward_s / self.parts, stage.backward_s / self.parts, round(nbytes)))
-        order: list[Point] = []
-        taken = 0
-        for position, weight_s in [*self.weights, (len(self.order), 0.0)]:
-            order += self.order[taken:position]
-            taken = position
-            if weight_s:
-                order += [forward(len(costs)), backward(len(costs))]
-                costs.append(LayerProfile(weight_s, 0.0, 0))
-        return tuple(order), tuple(costs)
+    def _add_weights(self, duration_s: float) -> None:
+        self.duration_s += duration_s
+        if duration_s:
+            layer = len(self.simulated_costs)
+            self.simulated_order += [forward(layer), backward(layer)]
+            self.simulated_costs.append(LayerProfile(duration_s, 0.0, 0))
 
     def choose(
         self,
         link: Link,
         lookahead: int | None,
-        enough: Callable[[dict[int, Stay]], bool] | None,
+        is_enough: Callable[[dict[int, Stay]], bool],
     ) -> dict[int, Stay]:
         """The longest-lived parts first, each if there is time for it beside those before, until it is enough.
 
@@ -113,10 +104,10 @@ class Walk:
             key=lambda layer: (self._saved_s[layer] - self._backward_s[layer], layer),
         )
         block = len(candidates)
-        done = enough is not None and enough(placed)
+        done = is_enough(placed)
         while candidates and not done:
             trial = self._place([*placed, *candidates[:block]], link, lookahead)
-            reached = trial is not None and enough is not None and enough(trial)
+            reached = trial is not None and is_enough(trial)
             if block > 1 and (trial is None or reached):
                 block //= 2
                 continue
