@@ -30,6 +30,7 @@ from benchmarks.report import environment, table, write
 from benchmarks.weight_losses import TRAINED, loss_curves
 from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times, limit_memory, synchronize
 from offload.device.select import get_backend, resolve_device
+from offload.host.page_locked import page_locked
 
 GB = 1e9
 
@@ -39,7 +40,7 @@ def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
     backend = get_backend(device)
     d2h_stream, h2d_stream = backend.copy_streams
     on_device = [backend.empty(nbytes).zero_() for _ in range(2)]
-    on_host = [backend.pinned(nbytes) for _ in range(2)]
+    on_host = [page_locked(nbytes, backend) for _ in range(2)]
     synchronize(device)
 
     def run() -> float:

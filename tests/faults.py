@@ -125,7 +125,7 @@ def _raise(error: BaseException) -> None:
 
 FAULTS: dict[str, Fault] = {
     "interrupt": interrupt,
-    "host memory": _patched("pinned", lambda: offload.HostMemoryError("no host memory is left")),
+    "host memory": _patched("page_lock", lambda: offload.HostMemoryError("no host memory is left")),
     "device memory": _patched("empty", lambda: torch.OutOfMemoryError("no device memory is left")),
     "copy is refused": _patched("copy", lambda: OSError("the copy was refused")),
     "copy fails": failing_copy,

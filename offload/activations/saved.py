@@ -29,7 +29,7 @@ from offload.host.limits import NO_HOST_MEMORY
 if TYPE_CHECKING:
     from offload.activations.activation_set import ActivationSet
     from offload.activations.transfers import CopyBatch
-    from offload.host.pool import HostBuffer
+    from offload.host.buffers import HostBuffer
 
 
 class SavedStorage:

@@ -11,8 +11,9 @@ from offload.activations.stats import Counters
 from offload.base import trace
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
+from offload.host.buffers import HostBuffer
 from offload.host.limits import HostMemory
-from offload.host.pool import HostBuffer, HostPool
+from offload.host.pool import HostPool
 
 
 class CopyBatch:
@@ -80,7 +81,7 @@ class Transfers:
     def to_host(self, host: HostBuffer, device: torch.Tensor, layer: int) -> CopyBatch:
         """Queue the copy of the storage of ``device`` into ``host`` on the d2h stream."""
         with trace.mark("d2h", layer):
-            self.backend.to_host(self.d2h_stream, host, device)
+            self.backend.to_host(self.d2h_stream, host.pieces, device)
         self._batch.empty = False
         return self._batch
 
@@ -103,4 +104,4 @@ class Transfers:
         """Queue the copy of ``host`` into the storage of ``device`` on the h2d stream."""
         self.pool.read(host)
         with trace.mark("h2d", layer):
-            self.backend.to_device(self.h2d_stream, device, host)
+            self.backend.to_device(self.h2d_stream, device, host.pieces)

@@ -6,11 +6,13 @@ from typing import cast
 
 import torch
 
-from offload.device.backend import Backend, Event, Stream
+from offload.device.backend import Backend, Event, PageLockError, Stream
 
 
 class AcceleratorBackend(Backend):
-    """Whatever ``torch.accelerator`` offers; CUDA has more, see :mod:`offload.device.cuda`."""
+    """What ``torch.accelerator`` offers on every device; :mod:`offload.device.cuda` knows more."""
+
+    locks_any_memory = False
 
     def new_stream(self, name: str) -> Stream:
         return torch.Stream(device=self.device)
@@ -22,20 +24,23 @@ class AcceleratorBackend(Backend):
         with cast("torch.Stream", stream):
             target.copy_(source, non_blocking=True)
 
+    def page_lock(self, address: int, nbytes: int) -> None:
+        raise PageLockError(f"PyTorch cannot page-lock memory of others for {self.device.type}")
+
+    def page_unlock(self, address: int) -> None:
+        """Nothing was locked."""
+
     def record_timed(self, stream: Stream) -> Event:
         if self.capturing:
-            return stream.record_event()
+            return stream.record_event()  # in a graph that is replayed later, a mark has no time
         event = torch.Event(self.device, enable_timing=True)
         event.record(cast("torch.Stream", stream))
         return event
 
     def elapsed_s(self, begin: Event, end: Event) -> float | None:
-        if self.capturing or not (begin.query() and end.query()):
+        if self.capturing or not (begin.query() and end.query()):  # a query would break the capture
             return None
         return cast("torch.Event", begin).elapsed_time(cast("torch.Event", end)) * 1e-3
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""How bytes move: streams, events, device and pinned memory, for accelerators and for the CPU.
+"""How bytes move: the streams, events and copies of one device, whichever it is.
 
 Everything above this module is the same code on every device. A :class:`Backend` hands out
 streams (queues of work that run beside each other), events (marks in a stream that another
@@ -11,14 +11,11 @@ numbers there as it would on a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from offload.host.pool import HostBuffer
 
 
 class Event(Protocol):
@@ -56,8 +53,15 @@ class Wait(Enum):
     UNREAD = "compute reuses the memory of a reload that nobody read while it is still being written"
 
 
+class PageLockError(RuntimeError):
+    """Host memory could not be page-locked; the text is what the driver says."""
+
+
 class Backend(ABC):
     """Streams, events and memory of one device."""
+
+    locks_any_memory = True
+    """Whether :meth:`page_lock` takes memory that the library has mapped; else PyTorch has to allocate it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,21 +88,29 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between device and pinned host memory on ``stream``; both stay alive until it ran."""
+        """Queue a copy between device and page-locked host memory on ``stream``; both stay alive until it ran."""
 
-    def to_host(self, stream: Stream, host: HostBuffer, device: torch.Tensor) -> None:
-        """Queue the copy of the whole storage of ``device`` into ``host`` on ``stream``."""
-        for piece, source in zip(host.pieces, _split(device, host), strict=True):
+    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
+        """Queue the copy of the whole storage of ``device`` into host memory, uint8 ``pieces`` in order."""
+        for piece, source in zip(pieces, _split(device, pieces), strict=True):
             self.copy(stream, piece, source)
 
-    def to_device(self, stream: Stream, device: torch.Tensor, host: HostBuffer) -> None:
-        """Queue the copy of ``host`` into the whole storage of ``device`` on ``stream``."""
-        for piece, target in zip(host.pieces, _split(device, host), strict=True):
+    def to_device(self, stream: Stream, device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Queue the copy of host memory, uint8 ``pieces`` in order, into the whole storage of ``device``."""
+        for piece, target in zip(pieces, _split(device, pieces), strict=True):
             self.copy(stream, target, piece)
 
     @abstractmethod
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """New page-locked host memory, uint8 of shape ``[nbytes]``; freed with the tensor."""
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Page-lock a range of host memory, so that the device copies from and to it by itself.
+
+        Raises:
+            PageLockError: That is refused; the range is as before.
+        """
+
+    @abstractmethod
+    def page_unlock(self, address: int) -> None:
+        """Undo :meth:`page_lock`, before the system gets the range back."""
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
@@ -131,22 +143,22 @@ class Backend(ABC):
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
-        if self.poison and owners(flat) == 1:
-            flat_view(flat).fill_(0xFF)
+        if self.poison and _owners(flat) == 1:
+            _flat(flat).fill_(0xFF)
 
 
-def _split(device: torch.Tensor, host: HostBuffer) -> tuple[torch.Tensor, ...]:
-    flat = flat_view(device)
-    return (flat,) if len(host.pieces) == 1 else torch.split(flat, [len(piece) for piece in host.pieces])
+def _split(device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    flat = _flat(device)
+    return (flat,) if len(pieces) == 1 else torch.split(flat, [len(piece) for piece in pieces])
 
 
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the tensor's storage, uint8 of one dimension, sharing its memory."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def owners(tensor: torch.Tensor) -> int:
+def _owners(tensor: torch.Tensor) -> int:
     """How many tensors share the storage of ``tensor``, itself included."""
     storage = tensor.untyped_storage()
     # One more reference is the Python object `storage` itself.

@@ -1,14 +1,10 @@
-"""Host buffers inside CUDA graphs.
-
-Copies and events are device work, so a graph holds them like kernels. What needs care is memory: a graph copies
-to and from the addresses that it captured, for as long as it can be replayed. So buffers that a capture takes
-from the pool form an *arena* of that graph, and return to the pool when the graph is gone.
+"""CUDA graphs under capture: which one the current stream is part of, and when a captured graph is gone.
 
 Note:
     How to learn that a graph is gone: CUDA lets a graph hold a user object, and calls the object's destructor
     when the graph and everything instantiated from it have been destroyed. The call comes on a thread of the
     driver's that must not take Python's lock, because whoever destroys the graph may hold it. So the destructor is
-    ``sem_post`` of the C library, and the pool looks at the semaphore when it next needs memory.
+    ``sem_post`` of the C library, and who wants to know looks at the semaphore.
     Source: CUDA driver API, "Graph Management", cuUserObjectCreate and cuGraphRetainUserObject.
 """
 
@@ -16,15 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import defaultdict, deque
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from offload.device.backend import Stream
-
-if TYPE_CHECKING:
-    from offload.host.pool import HostBuffer
 
 _NO_DESTRUCTOR_SYNC = 1
 _GRAPH_TAKES_OWNERSHIP = 1
@@ -90,42 +82,6 @@ class GraphLife:
         posts = ctypes.c_int()
         ctypes.CDLL(None).sem_getvalue(self._destroyed, ctypes.byref(posts))
         return posts.value > 0
-
-
-class Arena:
-    """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
-
-    def __init__(self) -> None:
-        self.buffers: list[HostBuffer] = []
-        self._lives: dict[int, GraphLife] = {}
-        self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
-
-    def hold(self, capture: Capture) -> None:
-        """The graph captured now uses the arena's buffers."""
-        if capture.id not in self._lives:
-            self._lives[capture.id] = GraphLife(capture)
-
-    def take(self, nbytes: int) -> HostBuffer | None:
-        """A buffer that the same capture has given back, to be written after its event."""
-        ready = self._ready[nbytes]
-        return ready.popleft() if ready else None
-
-    def add(self, buffer: HostBuffer) -> None:
-        """``buffer`` belongs to the graph from now on. What used it before is over: a capture begins idle."""
-        buffer.arena = self
-        buffer.events = ()
-        self.buffers.append(buffer)
-
-    def give(self, buffer: HostBuffer) -> None:
-        """Take a buffer back from its user; it stays the graph's."""
-        self._ready[buffer.nbytes].append(buffer)
-
-    @property
-    def over(self) -> bool:
-        """Whether all graphs are gone and nobody uses a buffer."""
-        return sum(map(len, self._ready.values())) == len(self.buffers) and all(
-            life.over for life in self._lives.values()
-        )
 
 
 def _capturing() -> bool:

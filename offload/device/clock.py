@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+
+from offload.device.backend import Event
+from offload.device.select import get_backend
 
 
 class Clock:
@@ -17,19 +18,13 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._backend = get_backend(device)
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         """The point that the stream reaches with what is queued so far."""
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
+        return self._backend.record_timed(self._backend.compute_stream())
 
-    def seconds(self, marks: Iterable[tuple[Any, Any]]) -> list[float]:
+    def seconds(self, marks: Iterable[tuple[Event, Event]]) -> list[float]:
         """From the first mark of each pair to the second; waits until the stream has reached them."""
-        if self._device.type == "cpu":
-            return [end - start for start, end in marks]
-        torch.accelerator.synchronize(self._device)
-        return [start.elapsed_time(end) / 1e3 for start, end in marks]
+        self._backend.synchronize()  # else some marks would have no time yet
+        return [self._backend.elapsed_s(begin, end) or 0.0 for begin, end in marks]

@@ -19,7 +19,6 @@ import torch
 from offload.base import trace
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event, Stream, Wait
-from offload.host.page_locked import pageable
 
 
 class _Failures:
@@ -169,8 +168,11 @@ class CpuBackend(Backend):
             what = recorder.last_mark
             queue.submit(lambda: _record_copy(recorder, what, target, source))
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return pageable(nbytes)
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Nothing to do: the CPU itself copies."""
+
+    def page_unlock(self, address: int) -> None:
+        """Nothing was locked."""
 
     def synchronize(self) -> None:
         for stream in list(self._streams):

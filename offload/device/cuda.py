@@ -12,34 +12,38 @@ Note:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from offload.device import cuda_driver
 from offload.device.accelerator import AcceleratorBackend
-from offload.device.backend import Event, Stream, Wait
-from offload.host.page_locked import register_pinned
-
-if TYPE_CHECKING:
-    from offload.host.pool import HostBuffer
+from offload.device.backend import Event, PageLockError, Stream, Wait
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_HOST = 2
 _FORKS = (Wait.READY, Wait.LANDING)
+"""The waits after which a copy leaves compute's line."""
 
 
 class CudaBackend(AcceleratorBackend):
     """One CUDA device."""
 
+    locks_any_memory = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
         self._streams: dict[object, Stream] = {}
+        """By what :attr:`compute_stream_id` gives: making the object anew takes longer than finding it."""
         self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._memcpy_async = _memcpy_async()
 
     def compute_stream(self) -> Stream:
         current = self.compute_stream_id()
@@ -56,16 +60,18 @@ class CudaBackend(AcceleratorBackend):
             self._anchor.zero_()
         stream.wait_event(event)
 
-    def to_host(self, stream: Stream, host: HostBuffer, device: torch.Tensor) -> None:
+    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
         source = device.untyped_storage().data_ptr()
-        for target, nbytes in host.spans:
-            self.memcpy(stream, target, source, nbytes, _DEVICE_TO_HOST)
+        for piece in pieces:
+            nbytes = piece.nbytes
+            self.memcpy(stream, piece.data_ptr(), source, nbytes, _DEVICE_TO_HOST)
             source += nbytes
 
-    def to_device(self, stream: Stream, device: torch.Tensor, host: HostBuffer) -> None:
+    def to_device(self, stream: Stream, device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         target = device.untyped_storage().data_ptr()
-        for source, nbytes in host.spans:
-            self.memcpy(stream, target, source, nbytes, _HOST_TO_DEVICE)
+        for piece in pieces:
+            nbytes = piece.nbytes
+            self.memcpy(stream, target, piece.data_ptr(), nbytes, _HOST_TO_DEVICE)
             target += nbytes
 
     def memcpy(self, stream: Stream, target: int, source: int, nbytes: int, kind: int) -> None:
@@ -74,18 +80,25 @@ class CudaBackend(AcceleratorBackend):
         Raises:
             RuntimeError: The runtime refused.
         """
-        error = _runtime().cudaMemcpyAsync(target, source, nbytes, kind, cast("Any", stream).native_handle)
+        error = self._memcpy_async(target, source, nbytes, kind, cast("Any", stream).native_handle)
         if error:
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return register_pinned(nbytes, self.device)
+    def page_lock(self, address: int, nbytes: int) -> None:
+        try:
+            cuda_driver.register(address, nbytes, self.device.index)
+        except cuda_driver.CudaDriverError as error:
+            raise PageLockError(str(error)) from None
+
+    def page_unlock(self, address: int) -> None:
+        # A finalizer calls, and has nobody to tell; after an error of the device, the driver refuses everything.
+        with contextlib.suppress(cuda_driver.CudaDriverError):
+            cuda_driver.unregister(address, self.device.index)
 
 
-@functools.cache
-def _runtime() -> Any:
-    """The CUDA runtime that PyTorch is linked to: a library's symbols include those of what it links to."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+def _memcpy_async() -> Callable[..., int]:
+    """``cudaMemcpyAsync`` of the runtime that PyTorch is linked to: a library's symbols include those it links to."""
+    function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so")).cudaMemcpyAsync
     address = ctypes.c_void_p
-    library.cudaMemcpyAsync.argtypes = (address, address, ctypes.c_size_t, ctypes.c_int, address)
-    return library
+    function.argtypes = (address, address, ctypes.c_size_t, ctypes.c_int, address)
+    return function

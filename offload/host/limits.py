@@ -13,9 +13,9 @@ import torch
 from offload.base.caller import warn_caller
 from offload.base.checks import parse_bytes
 from offload.device.select import get_backend
+from offload.host.buffers import HostBuffer, Range
 from offload.host.page_locked import HostMemoryError, check_room, pageable
-from offload.host.pool import HostBuffer, HostPool, get_host_pool
-from offload.host.ranges import Range
+from offload.host.pool import HostPool, get_host_pool
 
 WhenFull = Literal["keep", "pageable", "raise"]
 NO_HOST_MEMORY = "no host memory"

@@ -1,16 +1,15 @@
-"""Page-locked host memory of exactly the size that was asked for.
+"""Page-locked host memory of exactly the size that was asked for: mapped, touched, and locked by the backend.
 
 ``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Here the
 pages come from an anonymous mapping, are touched by several threads at once (which is much of the time that
-pinning takes) and are then registered with the CUDA driver as they are. The system takes them from the NUMA node
-that the touching threads run on.
+page-locking takes) and are then locked as they are. The system takes them from the NUMA node that the touching
+threads run on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import sys
@@ -20,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from offload.base.units import format_bytes
-from offload.device import cuda_driver
+from offload.device.backend import Backend, PageLockError
 from offload.host.capacity import available_bytes
 
 TOUCH_BYTES = 64 << 20
@@ -40,26 +39,29 @@ class HostMemoryError(RuntimeError):
 
 
 class _Mapping(mmap.mmap):
-    """Pages of this process; the driver unlocks them before the system gets them back."""
+    """Pages of this process, which are unlocked before the system gets them back.
 
-    _registered_by: int | None = None
-    """The process that did."""
+    That is why this is a finalizer of the mapping itself: weak references call back when the memory is gone.
+    """
+
+    _locked_by: tuple[Backend, int] | None = None
+    """The backend, and the process in which it did."""
 
     @property
     def address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
-    def register(self, device: int) -> None:
-        cuda_driver.register(self.address, len(self), device)
-        self._unregister = functools.partial(cuda_driver.unregister, self.address, device)
-        self._registered_by = os.getpid()
+    def lock(self, backend: Backend) -> None:
+        backend.page_lock(self.address, len(self))
+        self._locked_by = (backend, os.getpid())
 
+    # A default argument, as the names of modules may be gone when a process ends.
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A forked child has no driver, and a process that ends leaves all to the system.
-        if self._registered_by is None or finalizing() or self._registered_by != os.getpid():
+        if self._locked_by is None or finalizing():  # a process that ends leaves all to the system
             return
-        with contextlib.suppress(cuda_driver.CudaDriverError):
-            self._unregister()
+        backend, process = self._locked_by
+        if process == os.getpid():  # a forked child has locked nothing, and cannot use its parent's driver
+            backend.page_unlock(self.address)
 
 
 def check_room(nbytes: int, *, spare: float = SPARE) -> None:
@@ -86,30 +88,26 @@ def pageable(nbytes: int) -> torch.Tensor:
     Raises:
         HostMemoryError: The system has not that much.
     """
-    mapping = _map(nbytes)
-    _touch(mapping)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.frombuffer(_touched(nbytes), dtype=torch.uint8)
 
 
-def register_pinned(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """Page-locked host memory for CUDA, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
+def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
+    """Page-locked host memory, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
 
     Args:
         nbytes: Its size.
-        device: The GPU that will copy from and to it; the current one by default.
+        backend: The device that will copy from and to it.
 
     Raises:
-        HostMemoryError: The system has not that much, or the driver refused to lock it.
+        HostMemoryError: The system has not that much, or refused to lock it.
     """
-    if torch.version.cuda is None:
+    if not backend.locks_any_memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
-    mapping = _map(nbytes)
-    _touch(mapping)
+    mapping = _touched(nbytes)
     try:
-        mapping.register(index)
-    except cuda_driver.CudaDriverError as error:
-        mapping.close()
+        mapping.lock(backend)
+    except PageLockError as error:
+        mapping.close()  # at once: the error's traceback holds it for as long as somebody looks at the error
         raise HostMemoryError(
             f"The CUDA driver could not page-lock {format_bytes(nbytes)} ({error}); free host memory, raise the limits "
             "on it, or offload fewer layers."
@@ -127,7 +125,9 @@ def forget_on_fork(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def _map(nbytes: int) -> _Mapping:
+def _touched(nbytes: int) -> _Mapping:
+    """A new mapping whose pages the system has provided, several parts at once."""
+    # Before it is touched: Linux promises what it has not, and kills who takes it at its word.
     check_room(nbytes, spare=0.0)
     try:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -136,26 +136,22 @@ def _map(nbytes: int) -> _Mapping:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
-
-
-def _touch(mapping: _Mapping) -> None:
-    """Have the system provide all pages now, for several parts at once."""
-    address, nbytes = mapping.address, len(mapping)
-    starts = range(0, nbytes, TOUCH_BYTES)
-    threads = min(TOUCH_THREADS, len(starts), _cores())
+    address = mapping.address
 
     def touch(start: int) -> None:
         part = min(TOUCH_BYTES, nbytes - start)
-        if not _advise(address + start, part, _MADV_POPULATE_WRITE):
+        if not _advise(address + start, part, _MADV_POPULATE_WRITE):  # Linux before 5.14
             ctypes.memset(address + start, 0, part)
 
+    starts = range(0, nbytes, TOUCH_BYTES)
+    threads = min(TOUCH_THREADS, len(starts), _cores())
     if threads == 1:
         for start in starts:
             touch(start)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(touch, starts))
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(touch, starts))
+    return mapping
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:

@@ -1,4 +1,4 @@
-"""Page-locked host memory for activations that travel, reused from step to step.
+"""The pool: page-locked host memory for activations that travel, reused from step to step.
 
 The pool's size follows what is on the host: a request takes a free buffer of its size; else it
 is carved from free ranges, in several pieces where no single range is large enough; only what is
@@ -17,20 +17,18 @@ Note:
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, Self
 
 import torch
 
 from offload.base.units import format_bytes
 from offload.device.backend import Backend, Event
-from offload.device.capture import Arena, Capture, CaptureError, current_capture
-from offload.host.page_locked import HostMemoryError, forget_on_fork
-from offload.host.ranges import Range, gaps, joined, pending, pieces_of
+from offload.device.capture import Capture, CaptureError, current_capture
+from offload.host.buffers import Arena, HostBuffer, Range, gaps, held_beside, joined
+from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -39,34 +37,6 @@ GROWTH = 64
 RESERVE_BYTES = 1 << 30
 """What is pinned in advance comes in slabs of this size, so that each can be given back alone."""
 RESERVE_THREADS = 4
-
-
-class HostBuffer:
-    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written.
-
-    Args:
-        nbytes: Its size.
-        ranges: Where the pieces are.
-        pooled: Whether they go back to a pool; else the memory is freed with the buffer.
-    """
-
-    __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges", "spans")
-
-    def __init__(self, nbytes: int, ranges: list[Range], *, pooled: bool = True) -> None:
-        self.nbytes = nbytes
-        self.pooled = pooled
-        self.arena: Arena | None = None
-        self.ranges = ranges
-        self.events = pending(event for piece in ranges for event in piece.events)
-        self.pieces = pieces_of(nbytes, ranges)
-        self.spans = [(piece.data_ptr(), len(piece)) for piece in self.pieces]
-        """Address and bytes of each piece."""
-
-    def freed(self) -> Self:
-        """The buffer, no longer a graph's; nothing uses it any more."""
-        self.arena = None
-        self.events = ()
-        return self
 
 
 class HostPool:
@@ -86,16 +56,11 @@ class HostPool:
         self._free: list[Range] = []
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []
-        """All that were made out of ranges and not merged since, wherever they are. Not weakly: the garbage collector
-        clears weak references before the finalizers that give buffers back."""
+        """All that were made out of ranges and not merged since, wherever they are."""
         self._arenas: dict[int, Arena] = {}
         self._max_bytes: int | None = None
         self._refusal: tuple[int, str] | None = None
         """The least size of the pool that the system did not let it have, and why."""
-        self.used_bytes = 0
-        """Bytes of all buffers that were taken and not given back."""
-        self._peak_used_bytes = 0
-        """What :attr:`peak_used_bytes` was before buffers last came back."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -103,9 +68,11 @@ class HostPool:
         return sum(map(len, self._slabs))
 
     @property
-    def peak_used_bytes(self) -> int:
-        """The most that ``used_bytes`` ever was."""
-        return max(self._peak_used_bytes, self.used_bytes)
+    def used_bytes(self) -> int:
+        """Bytes of all buffers that were taken and not given back; what a graph holds counts as taken."""
+        with self._lock:
+            given = [*self.returned, *itertools.chain.from_iterable(self._ready.values())]
+            return sum(buffer.nbytes for buffer in self._buffers) - sum(buffer.nbytes for buffer in given)
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
@@ -127,11 +94,8 @@ class HostPool:
 
     def _take(self, nbytes: int) -> HostBuffer:
         ready = self._ready.get(nbytes)
-        buffer = ready.popleft() if ready else self._make(nbytes)
-        self.used_bytes += nbytes
-        return buffer
-
-    def _make(self, nbytes: int) -> HostBuffer:
+        if ready:
+            return ready.popleft()
         buffer = HostBuffer(nbytes, self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES)))
         self._buffers.append(buffer)
         return buffer
@@ -212,7 +176,6 @@ class HostPool:
         return sum(piece.nbytes for piece in idle)
 
     def _collect(self) -> None:
-        self._peak_used_bytes = self.peak_used_bytes
         for capture, arena in list(self._arenas.items()):
             if arena.over:
                 del self._arenas[capture]
@@ -220,7 +183,6 @@ class HostPool:
         while self.returned:
             buffer = self.returned.popleft()
             self._ready[buffer.nbytes].append(buffer)
-            self.used_bytes -= buffer.nbytes
 
     def _carve(self, size: int) -> list[Range]:
         self._merge_free()
@@ -283,20 +245,12 @@ class HostPool:
 
     def _find_lost(self) -> None:
         """Make free what neither a buffer nor a free range covers: an interrupt has lost it."""
-        (alone,) = _references([object()])
-        held = [count > alone for count in _references(self._buffers)]
-        self._buffers = list(itertools.compress(self._buffers, held))
-        self.used_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._buffers = list(itertools.compress(self._buffers, held_beside(self._buffers, holders=0)))
         covered = itertools.chain(self._free, *(buffer.ranges for buffer in self._buffers))
         lost = gaps(self._slabs, joined([Range(piece.slab, piece.start, piece.nbytes) for piece in covered]))
         if lost and current_capture() is None:
             self._synchronize()  # nobody knows what was copied there
             self._free = joined([*self._free, *lost])
-
-
-def _references(things: list[Any]) -> list[int]:
-    """How many hold each of these, counting the list and what it takes to ask."""
-    return [sys.getrefcount(thing) for thing in things]
 
 
 def _forbid_in_capture(missing: int) -> None:
@@ -317,10 +271,11 @@ _pools: dict[torch.device, HostPool] = {}
 def get_host_pool(backend: Backend) -> HostPool:
     """The pool of the backend's device, one per process."""
     if backend.device not in _pools:
-        # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
-        on_cpu = backend.device.type == "cpu"
-        _pools[backend.device] = HostPool(
-            lambda nbytes: backend.pinned(nbytes) if on_cpu else forget_on_fork(backend.pinned(nbytes)),
-            backend.synchronize,
-        )
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            memory = page_locked(nbytes, backend)
+            # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
+            return memory if backend.device.type == "cpu" else forget_on_fork(memory)
+
+        _pools[backend.device] = HostPool(allocate, backend.synchronize)
     return _pools[backend.device]

@@ -23,6 +23,7 @@ from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.device.backend import Backend, Stream
 from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
+from offload.host.page_locked import page_locked
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
 
@@ -58,7 +59,7 @@ def measure_link(
     d2h_stream, h2d_stream = backend.copy_streams
     # Written once, because memory that never was has no pages of its own on the CPU.
     on_device = [backend.empty(piece_bytes).zero_() for _ in range(2)]
-    on_host = [backend.pinned(piece_bytes) for _ in range(2)]
+    on_host = [page_locked(piece_bytes, backend) for _ in range(2)]
     d2h: _Copy = (d2h_stream, on_host[0], on_device[0])
     h2d: _Copy = (h2d_stream, on_device[1], on_host[1])
     for stream in (d2h_stream, h2d_stream):

@@ -22,7 +22,7 @@ import torch
 from offload.base import trace
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event
-from offload.host.page_locked import pageable
+from offload.host.page_locked import page_locked, pageable
 from offload.weights.layer import WeightLayer, aligned
 from offload.weights.parameter import HostParameter
 from offload.weights.slots import WeightWait
@@ -152,7 +152,7 @@ class GradientWriter:
             sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
             if not group:
                 continue
-            flat = self._backend.pinned(sum(sizes)) if pin else pageable(sum(sizes))
+            flat = page_locked(sum(sizes), self._backend) if pin else pageable(sum(sizes))
             self._counters.gradient_host_bytes += len(flat)
             for host, memory in zip(group, flat.split(sizes), strict=True):
                 host.gradient_memory = memory
@@ -208,7 +208,7 @@ class GradientWriter:
         self._staging_made += 1
         self._staging_bytes = max(self._staging_bytes, nbytes)
         self._counters.staging_bytes += self._staging_bytes
-        return self._backend.pinned(self._staging_bytes)
+        return page_locked(self._staging_bytes, self._backend)
 
     def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
         def when_arrived() -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload.activations.what_moves import exclude
 from offload.device.backend import Backend
+from offload.host.page_locked import page_locked
 from offload.weights.parameter import HostParameter, StandIn
 
 ALIGNMENT_BYTES = 256
@@ -226,7 +227,7 @@ def _move(
     """Move ``parameters`` into new flat pinned memory."""
     names = {parameter: f"layer {number}'s {name}" for name, parameter in module.named_parameters()}
     nbytes = sum(aligned(parameter.numel() * parameter.element_size()) for parameter in parameters)
-    flat = backend.pinned(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+    flat = page_locked(nbytes, backend) if nbytes else torch.empty(0, dtype=torch.uint8)
     start = 0
     for parameter in parameters:
         end = start + parameter.numel() * parameter.element_size()

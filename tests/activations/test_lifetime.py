@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import OffloadState, get_cpu_offload_context, memory_meter
 from offload.activations.saved import SavedStorage
 from offload.device.backend import Wait
-from offload.host.pool import HostBuffer, HostPool
+from offload.host.buffers import HostBuffer
+from offload.host.pool import HostPool
 
 LAYERS = 5
 SET_BYTES = 4096

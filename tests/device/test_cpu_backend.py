@@ -11,7 +11,7 @@ from offload.device.accelerator import AcceleratorBackend
 from offload.device.backend import Wait
 from offload.device.cpu import CpuBackend, CpuStream
 from offload.device.select import get_backend, resolve_device
-from offload.host.page_locked import pageable
+from offload.host.page_locked import page_locked, pageable
 
 
 @pytest.fixture(params=["cpu"])
@@ -156,7 +156,7 @@ def test_host_memory_has_exactly_the_size_asked_for(nbytes: int) -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned_and_of_exactly_the_size() -> None:
-    memory = get_backend("cuda").pinned((3 << 20) + 1)
+    memory = page_locked((3 << 20) + 1, get_backend("cuda"))
     assert memory.is_pinned()
     assert memory.untyped_storage().nbytes() == (3 << 20) + 1
 

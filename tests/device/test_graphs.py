@@ -20,10 +20,11 @@ from offload.activations.stats import Counters
 from offload.activations.transfers import Transfers
 from offload.device import capture as graphs
 from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
+from offload.host import buffers as host_buffers
 from offload.host import pool as host_pool
-from offload.host import ranges as host_ranges
+from offload.host.buffers import HostBuffer
 from offload.host.page_locked import pageable
-from offload.host.pool import ALIGNMENT_BYTES, HostBuffer, HostPool
+from offload.host.pool import ALIGNMENT_BYTES, HostPool
 
 KIB = 1024
 
@@ -34,9 +35,9 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: Capture | None = None
         self._lives: defaultdict[int, list[SimpleNamespace]] = defaultdict(list)
-        for module in (host_pool, host_ranges):
+        for module in (host_pool, host_buffers):
             monkeypatch.setattr(module, "current_capture", lambda: self.now)
-        monkeypatch.setattr(graphs, "GraphLife", self._begin)
+        monkeypatch.setattr(host_buffers, "GraphLife", self._begin)
 
     def _begin(self, capture: Capture) -> SimpleNamespace:
         life = SimpleNamespace(over=False)
@@ -175,6 +176,20 @@ class TestEnd:
         assert not blocks(pool.take(KIB)) & blocks(captured)
         driver.destroy(2)
         assert blocks(pool.take(KIB)) == blocks(captured)
+
+    @pytest.mark.parametrize("given_first", [False, True])
+    def test_a_buffer_that_an_interrupt_loses_returns_too(
+        self, pool: HostPool, driver: Driver, given_first: bool
+    ) -> None:
+        warm_up(pool, KIB, KIB)
+        with driver.capture(1):
+            if given_first:
+                pool.give(pool.take(KIB), Event(driver))
+            lost = blocks(pool.take(KIB))
+        assert not lost & blocks(pool.take(KIB)), "the graph still copies to it"
+        driver.destroy(1)
+        assert blocks(pool.take(KIB)) | blocks(pool.take(KIB)) >= lost
+        assert pool.pinned_bytes == 4 * KIB
 
     def test_graphs_end_in_any_order(self, pool: HostPool, driver: Driver) -> None:
         warm_up(pool, KIB, KIB)

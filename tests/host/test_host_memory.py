@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,19 +108,20 @@ def test_pinning_that_fails_is_treated_alike(layers: nn.ModuleList, monkeypatch:
 
 
 class Exhausted:
-    """Pinned memory that ends after so many bytes."""
+    """Host memory that ends after so many bytes."""
 
-    def __init__(self, pinned: Callable[[int], torch.Tensor], left_bytes: int) -> None:
-        self._pinned = pinned
+    def __init__(self, function: Callable[..., Any], left_bytes: int) -> None:
+        self._function = function
         self.left_bytes = left_bytes
         self.refused = 0
 
-    def __call__(self, nbytes: int) -> torch.Tensor:
+    def __call__(self, *arguments: int) -> Any:
+        nbytes = arguments[-1]
         if nbytes > self.left_bytes:
             self.refused += 1
             raise offload.HostMemoryError(f"The system has no {nbytes} bytes left.")
         self.left_bytes -= nbytes
-        return self._pinned(nbytes)
+        return self._function(*arguments)
 
 
 @pytest.mark.parametrize("left", [0, 40_000, 200_000, 400_000])
@@ -131,8 +133,8 @@ def test_memory_that_ends_in_the_middle_of_a_step(
     lab.adverse()
     layers.to(lab.device)
     expected = gradients(layers)
-    exhausted = Exhausted(lab.backend.pinned, left)
-    monkeypatch.setattr(lab.backend, "pinned", exhausted)
+    exhausted = Exhausted(lab.backend.page_lock, left)
+    monkeypatch.setattr(lab.backend, "page_lock", exhausted)
     options = {"min_bytes": MIN_BYTES, "device": lab.device, "when_host_full": when_full}
     with offload.offload_layers(layers, 3, **options) as handle, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -159,7 +161,7 @@ def test_pageable_memory_that_ends_too_leaves_the_rest_on_the_device(
     layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = gradients(layers)
-    monkeypatch.setattr(get_backend("cpu"), "pinned", Exhausted(get_backend("cpu").pinned, 200_000))
+    monkeypatch.setattr(get_backend("cpu"), "page_lock", Exhausted(get_backend("cpu").page_lock, 200_000))
     monkeypatch.setattr(host_memory, "pageable", Exhausted(host_memory.pageable, 200_000))
     options = {"min_bytes": MIN_BYTES, "device": "cpu", "when_host_full": "pageable"}
     with offload.offload_layers(layers, 3, **options) as handle:
@@ -221,7 +223,7 @@ def test_an_emptied_cache_is_the_system_s_again(lab: Lab) -> None:
     size = 128 << 20
     offload.reserve_host_memory(size, lab.device)
     buffer = lab.pool.take(size)
-    middle, before = buffer.spans[0][0] + size // 2, resident_bytes()
+    middle, before = buffer.pieces[0].data_ptr() + size // 2, resident_bytes()
     lab.pool.give(buffer, lab.d2h_stream.record_event())
     del buffer
     assert mapped(middle)

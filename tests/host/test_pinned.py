@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from offload.device import cuda_driver
 from offload.device.cuda import CudaBackend
 from offload.device.cuda_driver import CudaDriverError
 from offload.host import page_locked as pinned
-from offload.host.page_locked import HostMemoryError, forget_on_fork, pageable, register_pinned
+from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked, pageable
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -47,8 +46,6 @@ class Driver:
         self.locked: dict[int, tuple[int, int]] = {}
         self.refuses = False
         self.asked_at: list[int] = []
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(cuda_driver, "register", self.register)
         monkeypatch.setattr(cuda_driver, "unregister", self.unregister)
 
@@ -61,6 +58,13 @@ class Driver:
     def unregister(self, address: int, device: int) -> None:
         assert mapped(address), "locked memory was given back to the system"
         assert self.locked.pop(address)[1] == device
+
+
+def backend(index: int = 0) -> CudaBackend:
+    """One that asks the driver, made without the device."""
+    made = CudaBackend.__new__(CudaBackend)
+    made.device = torch.device("cuda", index)
+    return made
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def test_memory_is_touched_to_its_end(
 
 
 def test_memory_is_unlocked_before_it_goes_and_only_then(driver: Driver) -> None:
-    view = register_pinned(MIB)[4096:]
+    view = page_locked(MIB, backend())[4096:]
     address = view.data_ptr() - 4096
     assert driver.locked == {address: (MIB, 0)}
     del view
@@ -100,13 +104,13 @@ def test_memory_is_unlocked_before_it_goes_and_only_then(driver: Driver) -> None
 def test_memory_that_the_driver_refuses_to_lock_is_not_kept(driver: Driver) -> None:
     driver.refuses = True
     with pytest.raises(HostMemoryError, match=r"could not page-lock 64.00 MiB \(.*OUT_OF_MEMORY\); free") as held:
-        register_pinned(64 * MIB)
+        page_locked(64 * MIB, backend())
     assert not mapped(driver.asked_at[0] + 32 * MIB), "the error keeps the memory alive"
     assert held.value.__cause__ is None
 
 
 def test_memory_is_locked_for_the_backend_s_device(driver: Driver) -> None:
-    memory = CudaBackend.pinned(SimpleNamespace(device=torch.device("cuda", 3)), 4096)
+    memory = page_locked(4096, backend(3))
     assert driver.locked == {memory.data_ptr(): (4096, 3)}
 
 
@@ -137,7 +141,7 @@ class TestFork:
         assert bool((forgotten == 7).all())
 
     def test_a_child_leaves_the_driver_alone(self, driver: Driver) -> None:
-        memory = [register_pinned(4096)]
+        memory = [page_locked(4096, backend())]
 
         def drop() -> bool:
             memory.clear()
@@ -152,7 +156,7 @@ class TestFork:
 @pytest.mark.gpu
 class TestRealDriver:
     def test_pinned_memory_can_be_copied_to_and_from(self) -> None:
-        host = register_pinned(3 * MIB + 1)
+        host = page_locked(3 * MIB + 1, backend())
         assert host.is_pinned()
         numbers = torch.arange(len(host), device="cuda").to(torch.uint8)
         host.copy_(numbers, non_blocking=True)
@@ -171,7 +175,7 @@ class TestRealDriver:
 
         monkeypatch.setattr(cuda_driver, "register", register_twice)
         with pytest.raises(HostMemoryError, match="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
-            register_pinned(MIB)
+            page_locked(MIB, backend())
         # A launch reports the runtime's last error, whoever caused it.
         twice = torch.ones(1000, device="cuda") * 2
         torch.cuda.synchronize()
@@ -180,5 +184,5 @@ class TestRealDriver:
 
     def test_a_thread_that_has_never_used_the_device_can_pin(self) -> None:
         with ThreadPoolExecutor(4) as threads:
-            slabs = list(threads.map(register_pinned, [MIB] * 8))
+            slabs = list(threads.map(lambda _: page_locked(MIB, backend()), range(8)))
         assert all(slab.is_pinned() for slab in slabs)

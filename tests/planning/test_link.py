@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.device.select import get_backend
+from offload.host.page_locked import page_locked
 from offload.planning import measure
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
@@ -121,7 +122,7 @@ class TestMeasurement:
         assert not copies_meet(monkeypatch, patience_s=0.1)
 
     def test_each_direction_moves_while_the_other_is_held(self, lab):
-        piece = [lab.backend.empty(self.PIECE).zero_(), lab.backend.pinned(self.PIECE)]
+        piece = [lab.backend.empty(self.PIECE).zero_(), page_locked(self.PIECE, lab.backend)]
         lab.drain()
         for held, free in ((lab.d2h_stream, lab.h2d_stream), (lab.h2d_stream, lab.d2h_stream)):
             let_go = lab.hold(held, 2.0)

@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("offload.device.clock.time", clock)
+    monkeypatch.setattr("offload.device.cpu.time", clock)
     return clock
 
 

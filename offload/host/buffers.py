@@ -1,0 +1,143 @@
+"""Host memory in pieces: ranges of the pool's slabs, buffers made of them, and the arena of a CUDA graph.
+
+A graph copies to and from the addresses that it captured, for as long as it can be replayed. So buffers that a
+capture takes from the pool form an *arena* of that graph, and return to the pool when the graph is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from offload.device.backend import Event
+from offload.device.capture import Capture, GraphLife, current_capture
+
+
+@dataclass(eq=False)
+class Range:
+    """Consecutive bytes of one slab, and the events after which they may be written."""
+
+    slab: torch.Tensor
+    start: int
+    nbytes: int
+    events: tuple[Event, ...] = ()
+
+
+class HostBuffer:
+    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written.
+
+    Args:
+        nbytes: Its size.
+        ranges: Where the pieces are.
+        pooled: Whether they go back to a pool; else the memory is freed with the buffer.
+    """
+
+    __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges")
+
+    def __init__(self, nbytes: int, ranges: list[Range], *, pooled: bool = True) -> None:
+        self.nbytes = nbytes
+        self.pooled = pooled
+        self.arena: Arena | None = None
+        """Of the graph that copies to and from it, if any."""
+        self.ranges = ranges
+        self.events = _pending(event for piece in ranges for event in piece.events)
+        self.pieces = [piece.slab.narrow(0, piece.start, piece.nbytes) for piece in ranges]
+        padding = sum(piece.nbytes for piece in ranges) - nbytes
+        self.pieces[-1] = self.pieces[-1].narrow(0, 0, len(self.pieces[-1]) - padding)
+
+    def freed(self) -> Self:
+        """The buffer, no longer a graph's; nothing uses it any more."""
+        self.arena = None
+        self.events = ()
+        return self
+
+
+class Arena:
+    """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
+
+    def __init__(self) -> None:
+        self.buffers: list[HostBuffer] = []
+        self._lives: dict[int, GraphLife] = {}
+        self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
+
+    def hold(self, capture: Capture) -> None:
+        """The graph captured now uses the arena's buffers."""
+        if capture.id not in self._lives:
+            self._lives[capture.id] = GraphLife(capture)
+
+    def take(self, nbytes: int) -> HostBuffer | None:
+        """A buffer that the same capture has given back, to be written after its event."""
+        ready = self._ready[nbytes]
+        return ready.popleft() if ready else None
+
+    def add(self, buffer: HostBuffer) -> None:
+        """``buffer`` belongs to the graph from now on. What used it before is over: a capture begins idle."""
+        buffer.arena = self
+        buffer.events = ()
+        self.buffers.append(buffer)
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take a buffer back from its user; it stays the graph's."""
+        self._ready[buffer.nbytes].append(buffer)
+
+    @property
+    def over(self) -> bool:
+        """Whether all graphs are gone and nobody uses a buffer."""
+        if not all(life.over for life in self._lives.values()):
+            return False
+        given = set(itertools.chain.from_iterable(self._ready.values()))
+        # An interrupt can lose a buffer that was never given back: then the arena and the pool alone hold it.
+        return not any(held_beside([buffer for buffer in self.buffers if buffer not in given], holders=2))
+
+
+def held_beside(buffers: Sequence[HostBuffer], holders: int) -> list[bool]:
+    """Whether others hold each of the buffers beside so many who are known, and this sequence.
+
+    Reference counts tell. Weak references would not: the garbage collector clears them before it calls the finalizers
+    that give buffers back.
+    """
+    (alone,) = _references([object()])
+    return [count > alone + holders for count in _references(buffers)]
+
+
+def joined(pieces: Iterable[Range]) -> list[Range]:
+    """The same memory in order, adjacent ranges as one."""
+    found: list[Range] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.slab.data_ptr(), piece.start)):
+        last = found[-1] if found else None
+        if last and last.slab is piece.slab and last.start + last.nbytes == piece.start:
+            last.nbytes += piece.nbytes
+            last.events = _pending((*last.events, *piece.events))
+        else:
+            found.append(piece)
+    return found
+
+
+def gaps(slabs: list[torch.Tensor], covered: list[Range]) -> list[Range]:
+    """What ``covered``, in order and joined, leaves of the slabs."""
+    found = []
+    for slab in slabs:
+        start = 0
+        for piece in [*(piece for piece in covered if piece.slab is slab), Range(slab, len(slab), 0)]:
+            if piece.start > start:
+                found.append(Range(slab, start, piece.start - start))
+            start = piece.start + piece.nbytes
+    return found
+
+
+def _pending(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events that are still to come. A query would break a capture, which begins with all of them reached."""
+    if current_capture() is not None:
+        return ()
+    return tuple(event for event in dict.fromkeys(events) if not event.query())
+
+
+def _references(things: Sequence[object]) -> list[int]:
+    """How many hold each of these, counting the sequence and what it takes to ask."""
+    return [sys.getrefcount(thing) for thing in things]
