@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.activations.saved import Handle, KeptHandle, MovedHandle, SavedStorage, shares_versions
+from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token
+from offload.activations.operation import Operation
+from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
-from offload.activations.subclasses import SubclassHandle, parts_of
-from offload.activations.waste import maker_of
-from offload.activations.what_moves import held_by_autograd, is_plain, reason_of_memory, reason_of_other, reason_to_stay
+from offload.activations.storage import AWAY, LEAVING, WRITTEN, KnownStorages, SavedStorage
+from offload.activations.transfers import Transfers
+from offload.activations.what_moves import Rules, decide, travellers
 from offload.base import trace
-from offload.device.backend import Wait
-
-if TYPE_CHECKING:
-    from offload.activations.microbatch import Round
-
+from offload.device.backend import Stream, Wait
 
 _RESIDENT = OffloadState.RESIDENT
 EVENT_BYTES = 1 << 24
@@ -28,29 +25,46 @@ EVENT_BYTES = 1 << 24
 class ActivationSet:
     """Everything that one layer of one microbatch saved for backward.
 
-    It holds its storages weakly: the graph's handles own them.
+    It holds its storages weakly: the graph's handles own them. A storage that a later layer saves as well moves with
+    that layer's set, which backward needs first; a storage's ``layer`` says with which.
 
     Args:
         layer: The layer's number.
-        microbatch: The round of layers that it belongs to.
+        transfers: What the set moves with.
+        rules: Which of the saved tensors travel.
+        known: The storages that the microbatch has saved so far.
+        operation: The microbatch's operation at work.
+        may_offload: Whether the set may ever leave the device.
+        last_look: The set stays, as all later ones do: only what earlier ones have saved as well matters.
     """
 
-    def __init__(self, layer: int, microbatch: Round) -> None:
+    def __init__(
+        self,
+        layer: int,
+        transfers: Transfers,
+        rules: Rules,
+        known: KnownStorages,
+        operation: Operation[ActivationSet],
+        *,
+        may_offload: bool,
+        last_look: bool,
+    ) -> None:
         self.layer = layer
         self.state = OffloadState.RESIDENT
-        self.transfers = microbatch.transfers
-        self.stays = not microbatch.may_offload(layer)
-        self._device = self.transfers.backend.device
-        self._compute_stream = self.transfers.backend.compute_stream()
-        self._min_bytes = max(1, microbatch.min_bytes)
-        self._known = microbatch.storages
-        self._operation = microbatch.operation
-        self._nothing_moves = microbatch.nothing_moves_from(layer)
+        self.transfers = transfers
+        self._rules = rules
+        self._known = known
+        self._operation = operation
+        self._stays = not may_offload
+        self._last_look = last_look
+        self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._early: list[SavedStorage] = []
+        """What was copied early, which no handle holds yet."""
         self._small = 0
         """Saved tensors below ``min_bytes``."""
-        self.alive: object | None = _Alive()
+        self.alive: Token | None = self._new_token()
+        # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
         self.in_graph = False
         """Whether a graph has come to hold ``alive``."""
@@ -82,23 +96,18 @@ class ActivationSet:
         if self._small and self.state is not _RESIDENT:
             self.transfers.counters.skipped["small"] += self._small
         if not in_operation:
-            self._operation.end()
+            self._end_operation()
         if self.state is OffloadState.OFFLOADING:
             self.transfers.end_batch()
 
-    def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
+    def start_early(self, tensor: torch.Tensor) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
         if self.state is not OffloadState.OFFLOADING:
             return
-        reason = reason_to_stay(tensor, self._device, self._min_bytes)
-        if reason == "subclass" and (parts := parts_of(tensor)):
-            for inner in parts.inner:
-                self.start_early(inner, changes + tensor._version)
-        elif reason is None:
-            key = tensor.untyped_storage()._cdata
-            storage = self._known_storage(tensor, key, changes) or self._new_storage(tensor, key, changes)
-            if storage.ready is None:
-                storage.ready = self.transfers.backend.compute_stream().record_event()
+        for moving, changes in travellers(tensor, self._rules):
+            storage = self._storage_of(moving, changes)
+            if storage.state is WRITTEN:
+                storage.complete(self.transfers.backend.compute_stream().record_event())
             storage.start_offload()
             self._early.append(storage)
 
@@ -110,79 +119,68 @@ class ActivationSet:
             changes: How often wrappers around it were changed in place, which its own version does not tell.
         """
         self.in_graph = True
-        if not is_plain(tensor):
-            return self._pack_other(tensor, changes)
-        memory = tensor.untyped_storage()
-        nbytes = memory.nbytes()
-        if nbytes < self._min_bytes:
-            self._small += 1
-            return KeptHandle(tensor, self)
-        self._operation.end_if_over()
-        key = memory._cdata
-        if self._nothing_moves and key not in self._known:
-            return KeptHandle(tensor, self)
-        reason = reason_of_memory(tensor, key, self._device)
-        if reason is not None:
-            return self._keep(tensor, reason)
-        reason = held_by_autograd(tensor, maker_of(tensor))
-        if reason is not None:
-            return self._keep(tensor, reason)
-        storage = self._known_storage(tensor, key, changes) if key in self._known else None
+        token = self.alive or self._new_token()
+        decision = decide(tensor, self._rules)
+        if decision == "small":
+            self._small += 1  # many may be: they are counted when the layer ends
+            return KeptHandle(tensor, token)
+        if isinstance(decision, Parts):
+            inner = [self.pack(part, changes + tensor._version) for part in decision.inner]
+            return SubclassHandle(tensor, token, inner, decision.rebuild)
+        if self._operation.over:
+            self._end_operation()
+        if decision is not None:
+            if self.state is not _RESIDENT:
+                self.transfers.counters.skipped[decision] += 1
+            return KeptHandle(tensor, token)
+        if self._last_look and tensor.untyped_storage()._cdata not in self._known:
+            return KeptHandle(tensor, token)
+        storage = self._storage_of(tensor, changes)
+        storage.tensors += 1
         if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        storage = storage or self._new_storage(tensor, key, changes)
-        storage.tensors += 1
-        if storage.host is None:
-            self._operation.add(storage)
-        return MovedHandle(tensor, storage, self)
+        if storage.state is not LEAVING and storage.state is not AWAY:
+            # It may still be written, or a later set wants to take along what an earlier one has left on the device.
+            self._operation.add(storage, self)
+        return MovedHandle(tensor, token, storage)
 
-    def _pack_other(self, tensor: torch.Tensor, changes: int) -> Handle:
-        """A handle for a tensor without a storage of its own: its inner tensors travel, if it has any."""
-        reason = reason_of_other(tensor)
-        if reason == "subclass" and (parts := parts_of(tensor)):
-            return SubclassHandle(tensor, parts, self, changes)
-        return self._keep(tensor, reason)
+    def _new_token(self) -> Token:
+        return Token(self.layer, self._reload_late, self._mark_read)
 
-    def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
-        if self.state is not _RESIDENT:
-            self.transfers.counters.skipped[reason] += 1
-        return KeptHandle(tensor, self)
-
-    def _known_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage | None:
-        """What was saved over the same storage before, unchanged, if it can move with this set."""
-        reference = self._known.get(key)
-        known = reference() if reference is not None else None
-        if known is None or known.version != tensor._version or known.changes != changes:
-            return None
-        if known.version and known.versions is not None and not shares_versions(known.versions, tensor):
-            return None
-        if known.set is not self:
-            self._take_over(known, tensor)
-        return known
-
-    def _new_storage(self, tensor: torch.Tensor, key: int, changes: int) -> SavedStorage:
-        storage = SavedStorage(tensor, self, changes)
-        self._storages.append(weakref.ref(storage))
-        self._known[key] = weakref.ref(storage)
+    def _storage_of(self, tensor: torch.Tensor, changes: int) -> SavedStorage:
+        """The storage of a tensor that travels, which moves with this set from now on."""
+        key = tensor.untyped_storage()._cdata
+        storage = self._known.find(key)
+        if storage is None or not storage.same_bytes(tensor, changes):
+            storage = SavedStorage(tensor, self.transfers, self.layer, stays=self._stays, changes=changes)
+            self._storages.append(weakref.ref(storage))
+            self._known[key] = weakref.ref(storage)
+        elif storage.layer != self.layer:
+            # In two lists, of which the layer's number makes one count: it is never in none, from where nothing would
+            # bring it back. As the first of this one: backward has come past this layer before the earlier one.
+            self._storages.insert(0, weakref.ref(storage))
+            storage.move_with(self.layer, tensor, stays=self._stays)
         return storage
 
-    def follow(self, storage: SavedStorage) -> None:
+    def _end_operation(self) -> None:
+        """What the operation has saved is complete: what is to travel now is copied."""
+        moving: ActivationSet | None = None
+        for storage, owner in self._operation.end():
+            if moving is not None and owner is not moving:
+                self.transfers.end_batch()  # else the release of the one would wait for copies of the other
+            moving = owner
+            if storage.layer == owner.layer:  # else a later set has taken it over, and is an owner of it as well
+                owner._follow(storage)
+        if moving is not None and moving.closed:
+            self.transfers.end_batch()
+
+    def _follow(self, storage: SavedStorage) -> None:
         """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""
         if self.state is OffloadState.OFFLOADING:
             storage.start_offload()
         elif self.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
             storage.start_offload()
             self._let_go([storage])
-
-    def _take_over(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """What an earlier layer saved as well moves with this set from now on, which backward needs first."""
-        # In both sets for a moment, but never in none, from where nothing would bring it back.
-        self._storages.insert(0, weakref.ref(storage))
-        earlier, storage.set = storage.set, self
-        earlier._storages.remove(weakref.ref(storage))
-        storage.adopt(tensor)
-        if self.stays:
-            storage.keep()
 
     def start_offload(self, call: str | None = None) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once.
@@ -193,8 +191,7 @@ class ActivationSet:
         self.state = next_state("start_offload", self.layer, self.state, call=call)
         saved = self._live()
         for storage in saved:
-            if storage.ready is not None:  # else it follows when its operation is over
-                storage.start_offload()
+            storage.start_offload()  # what is being written follows when its operation is over
             self.transfers.counters.offloaded_tensors += storage.tensors
         if saved:
             self.transfers.end_batch()
@@ -209,13 +206,14 @@ class ActivationSet:
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
-        moved = [storage for storage in storages if storage.host is not None and storage.device is not None]
+        moved = [storage for storage in storages if storage.state is LEAVING]
         batches = [storage.batch for storage in moved if storage.batch is not None]
         if not batches:
             return
         # Copies run in order on one stream, so the batch that was queued last stands for all.
         done = self.transfers.done(max(batches, key=lambda batch: batch.number))
         trace.point("wait", self.layer)
+        # Before the memory is free for compute's next operations, which the copies may still read.
         self.transfers.wait_for_copies(self._compute_stream, done, Wait.RELEASE)
         for storage in moved:
             storage.release()
@@ -229,27 +227,33 @@ class ActivationSet:
         self.state = next_state("start_reload", self.layer, self.state, call=call)
         self._reload()
 
-    def reload_late(self) -> None:
-        """Backward needs the set now, and nobody has started its reload: correct, but a stall."""
+    def _reload_late(self, storage: SavedStorage) -> None:
+        """Backward needs ``storage`` now, and nobody has started its reload: correct, but a stall."""
         with self.transfers.lock:
-            if not any(storage.away for storage in self._live()):
-                return  # another thread has done it meanwhile
+            if storage.state is not AWAY:
+                return  # another thread has brought it back meanwhile
+            if storage.layer != self.layer:
+                # The later layer that it moves with has no backward here, so it comes back with this one.
+                self._storages.append(weakref.ref(storage))
+                storage.layer = self.layer
             self.transfers.counters.late_reloads += 1
             if self.state is OffloadState.OFFLOADED:
                 self.state = next_state("start_reload", self.layer, self.state)
             self._reload()
 
     def _reload(self) -> None:
-        with self.transfers.lock:
-            away = [storage for storage in reversed(self._live()) if storage.away]
+        with self.transfers.lock:  # backward may read what was saved in several threads
+            away = [storage for storage in reversed(self._live()) if storage.state is AWAY]
             # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
             landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
             compute = self.transfers.backend.compute_stream()
+            # Once for the set: what compute has done with the memory until now is over, and so are copies to the host
+            # that compute has waited for before it let the device memory go.
             self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
             for group in _groups(zip(away, landings, strict=True)):
                 self._reload_group(group, compute)
 
-    def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Any) -> None:
+    def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Stream) -> None:
         h2d_stream = self.transfers.h2d_stream
         try:
             for storage, landing in group:
@@ -262,13 +266,15 @@ class ActivationSet:
             self.transfers.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
             raise
 
-    def mark_read(self) -> None:
+    def _mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""
         if self.state is OffloadState.RELOADING:
             self.state = next_state("unpack", self.layer, self.state)
 
     def _live(self) -> list[SavedStorage]:
-        return [storage for reference in self._storages if (storage := reference()) is not None]
+        """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""
+        living = (reference() for reference in self._storages)
+        return [storage for storage in living if storage is not None and storage.layer == self.layer]
 
 
 def _groups(
@@ -285,9 +291,3 @@ def _groups(
             group, nbytes = [], 0
     if group:
         yield group
-
-
-class _Alive:
-    """Held by every handle of a set, so that a weak reference tells whether the graph is gone."""
-
-    __slots__ = ("__weakref__",)

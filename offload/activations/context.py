@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from offload.activations.activation_set import ActivationSet
+from offload.activations.handles import unpack
 from offload.activations.microbatch import Round
-from offload.activations.saved import unpack
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import weakref
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.operation import Operation
 from offload.activations.resized import watch
-from offload.activations.saved import SavedStorage
 from offload.activations.states import OffloadState
+from offload.activations.storage import KnownStorages
 from offload.activations.transfers import Transfers
+from offload.activations.what_moves import Rules
 from offload.base import trace
 from offload.schedule.points import Point, backward, forward
 from offload.schedule.schedule import Schedule
@@ -33,11 +33,11 @@ class Round:
     ) -> None:
         self.schedule = schedule
         self.transfers = transfers
-        self.min_bytes = min_bytes
         self.sets: dict[int, ActivationSet] = {}
-        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
-        self.operation = Operation(transfers)
-        watch(self)
+        self._rules = Rules(transfers.backend.device, min_bytes)
+        self._known = KnownStorages()
+        self._operation: Operation[ActivationSet] = Operation(transfers.backend)
+        watch(self._known)
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 
@@ -52,14 +52,6 @@ class Round:
         last = self.sets.get(self.last_layer)
         return last is not None and last.abandoned
 
-    def may_offload(self, layer: int) -> bool:
-        """Whether the layer's set may ever leave the device."""
-        return self.schedule is None or layer in self._offloaded
-
-    def nothing_moves_from(self, layer: int) -> bool:
-        """Whether the sets of this layer and of all later ones stay on the device."""
-        return layer >= self._first_to_stay
-
     def passes_by(self, layer: int) -> bool:
         """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.
 
@@ -67,14 +59,27 @@ class Round:
         """
         return layer > self._first_to_stay
 
-    def begin_forward(self, layer: int) -> ActivationSet:
-        """The layer's forward begins: act on the schedule, then open its activation set."""
+    def begin_forward(self, layer: int, held: frozenset[int] = frozenset()) -> ActivationSet:
+        """The layer's forward begins: act on the schedule, then open its activation set.
+
+        Args:
+            layer: The layer's number.
+            held: Addresses of storages that somebody else keeps on the device until backward.
+        """
         if not self.sets:
             self.transfers.counters.begin_round()
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)
-        opened = ActivationSet(layer, self)
+        opened = ActivationSet(
+            layer,
+            self.transfers,
+            self._rules._replace(held=held) if held else self._rules,
+            self._known,
+            self._operation,
+            may_offload=self.schedule is None or layer in self._offloaded,
+            last_look=layer >= self._first_to_stay,
+        )
         self.sets[layer] = opened
         if layer in self._offloaded:
             opened.start_offload()

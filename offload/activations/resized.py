@@ -7,30 +7,25 @@ once, while a copy may still read it, and calls nobody. So ``resize_`` itself is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from offload.activations.microbatch import Round
+from offload.activations.storage import KnownStorages
 
-RESIZED = "resized"
-"""Why a storage stays on the device that the program has resized, in ``stats().skipped``."""
-
-_rounds: WeakSet[Round] = WeakSet()
+# Weakly, as the graphs own the microbatches; by identity, as a dict cannot be hashed.
+_watched: WeakValueDictionary[int, KnownStorages] = WeakValueDictionary()
 _resize = torch.UntypedStorage.resize_
 
 
-def watch(microbatch: Round) -> None:
-    """Learn when a storage that ``microbatch`` has saved is resized."""
-    _rounds.add(microbatch)
+def watch(known: KnownStorages) -> None:
+    """Learn when one of these storages, and of those that are added to them, is resized."""
+    _watched[id(known)] = known
 
 
 def _resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
-    for microbatch in tuple(_rounds):
-        reference = microbatch.storages.get(storage._cdata)
-        saved = reference() if reference is not None else None
+    for known in tuple(_watched.values()):
+        saved = known.find(storage._cdata)
         if saved is not None:
             saved.give_up(storage)
     _resize(storage, nbytes)

@@ -1,4 +1,4 @@
-"""Which saved tensors do not travel, and why.
+"""What moves: the one decision whether a saved tensor travels, and why it does not.
 
 Parameters stay: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
 autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.activations.subclasses import inner_tensors
+from offload.activations.parts import Parts, inner_tensors, parts_of
 from offload.activations.waste import maker_of
 
 
@@ -84,51 +85,76 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
             exclude(inner, "marked")
 
 
-def reason_to_stay(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> str | None:
-    """Why a saved tensor does not travel, or ``None`` if it does.
+class Rules(NamedTuple):
+    """What a layer's saved tensors are asked."""
 
-    ``"subclass"`` means that its inner tensors are to be asked, where it has any.
+    device: torch.device
+    """Tensors elsewhere stay there."""
+    min_bytes: int
+    """Storages below this size stay."""
+    held: frozenset[int] = frozenset()
+    """Addresses of storages that a pipeline stage keeps on the device until backward anyway."""
+
+
+def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | None:
+    """Whether a saved tensor travels: all who want to know ask here.
+
+    Returns:
+        ``None`` if it does; the reason why it stays; or the parts of a subclass, each of which is to be asked for
+        itself.
     """
-    if not is_plain(tensor):
-        return reason_of_other(tensor)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return _decide_other(tensor)
     memory = tensor.untyped_storage()
-    if memory.nbytes() < max(1, min_bytes):
+    nbytes = memory.nbytes()
+    if nbytes < rules.min_bytes or not nbytes:
         return "small"
-    return reason_of_memory(tensor, memory._cdata, device) or held_by_autograd(tensor, maker_of(tensor))
+    key = memory._cdata
+    exclusion = _excluded.get(key)
+    if exclusion is not None:
+        return exclusion.reason
+    if key in rules.held:
+        return "pipeline"
+    if tensor.device != rules.device:
+        return "device"
+    if torch._C._dispatch_keys(tensor).raw_repr() & ~_ORDINARY_KEYS:
+        return "layout"
+    return _held_by_autograd(tensor)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of no subclass and strided, and so has one storage."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+def travellers(tensor: torch.Tensor, rules: Rules, changes: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
+    """What of a tensor travels: itself, or inner tensors of a subclass.
+
+    Each comes with how often wrappers around it were changed in place, which its own version does not tell.
+    """
+    decision = decide(tensor, rules)
+    if decision is None:
+        yield tensor, changes
+    elif isinstance(decision, Parts):
+        for inner in decision.inner:
+            yield from travellers(inner, rules, changes + tensor._version)
 
 
-def reason_of_other(tensor: torch.Tensor) -> str:
-    """Why a tensor that is not plain does not travel by itself."""
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """The addresses of all storages that tensors are made of, as :attr:`Rules.held` wants them."""
+    return frozenset(
+        inner.untyped_storage()._cdata for tensor in tensors for inner in inner_tensors(tensor) if _has_storage(inner)
+    )
+
+
+def _decide_other(tensor: torch.Tensor) -> str | Parts:
+    """Whether a tensor that is a subclass, or not strided, travels."""
     if type(tensor) is torch.Tensor:
         return "layout"
     if isinstance(tensor, torch.nn.Parameter):
         _remember_parameter(tensor)
         return "parameter"
-    return held_by_autograd(tensor, maker_of(tensor)) or "subclass"
+    return _held_by_autograd(tensor) or parts_of(tensor) or "subclass"
 
 
-def reason_of_memory(tensor: torch.Tensor, key: int, device: torch.device) -> str | None:
-    """Why a tensor that is not too small does not travel, as far as its storage tells, whose address is ``key``."""
-    exclusion = _excluded.get(key)
-    if exclusion is not None:
-        return exclusion.reason
-    if tensor.device != device:
-        return "device"
-    return "layout" if torch._C._dispatch_keys(tensor).raw_repr() & ~_ORDINARY_KEYS else None
-
-
-def held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
-    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf.
-
-    Args:
-        tensor: A saved tensor.
-        maker: Its :func:`~offload.activations.waste.maker_of`.
-    """
+def _held_by_autograd(tensor: torch.Tensor) -> str | None:
+    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
+    maker = maker_of(tensor)
     if maker is not None:
         if type(maker) is not _Cast or not _is_parameter_of(maker.next_functions[0][0]):
             return None
@@ -144,9 +170,12 @@ def held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
 
 def _remember_parameter(tensor: torch.Tensor) -> None:
     for inner in inner_tensors(tensor):
-        has_storage = type(inner) in (torch.Tensor, torch.nn.Parameter) and inner.layout is torch.strided
-        if has_storage and inner.untyped_storage()._cdata not in _excluded:
+        if _has_storage(inner) and inner.untyped_storage()._cdata not in _excluded:
             exclude(inner, "parameter")
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def _is_parameter_of(node: Any) -> bool:

@@ -7,17 +7,14 @@ autograd asks for the first tensor of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from offload.activations.activation_set import ActivationSet
+from offload.activations.handles import Handle
 from offload.activations.microbatch import Round
-from offload.activations.saved import Handle, KeptHandle, MovedHandle, SavedStorage
-from offload.activations.states import OffloadState
-from offload.activations.subclasses import SubclassHandle
-from offload.activations.what_moves import is_plain
+from offload.activations.what_moves import storages_of
 
 
 class PackedTensor(NamedTuple):
@@ -48,18 +45,16 @@ class ChunkPass:
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
-        self._held = frozenset(tensor.untyped_storage()._cdata for tensor in held if is_plain(tensor))
+        self._held = storages_of(held)
         self._counted: set[int] = set()
         self._part = 0
-        self._set = self._round.begin_forward(self._first_layer)
+        self._set = self._round.begin_forward(self._first_layer, self._held)
         self._reached = parts
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The pack hook."""
-        if is_plain(tensor) and tensor.untyped_storage()._cdata in self._held:
-            return PackedTensor(self, self._part, self._keep(tensor))
         packed = PackedTensor(self, self._part, self._set.pack(tensor))
-        for storage in _storages(packed.handle):
+        for storage in packed.handle.storages():
             if id(storage) not in self._counted:
                 self._counted.add(id(storage))
                 self.saved_bytes += storage.nbytes
@@ -73,7 +68,6 @@ class ChunkPass:
             self._next_part(in_operation=False)
         self._set.close()
         self._counted.clear()
-        self._held = frozenset()
 
     def reach(self, part: int) -> None:
         """Backward has come to ``part``, and so past all later ones."""
@@ -84,24 +78,10 @@ class ChunkPass:
     def _next_part(self, *, in_operation: bool) -> None:
         self._set.close(in_operation=in_operation)
         self._part += 1
-        self._set = self._round.begin_forward(self._first_layer + self._part)
-
-    def _keep(self, tensor: torch.Tensor) -> KeptHandle:
-        moving: ActivationSet = self._set
-        if moving.state is not OffloadState.RESIDENT:
-            moving.transfers.counters.skipped["pipeline"] += 1
-        return KeptHandle(tensor, moving)
+        self._set = self._round.begin_forward(self._first_layer + self._part, self._held)
 
 
 def unpack(packed: PackedTensor) -> torch.Tensor:
     """The unpack hook."""
     packed.chunk.reach(packed.part)
     return packed.handle.unpack()
-
-
-def _storages(handle: Handle) -> Iterator[SavedStorage]:
-    if isinstance(handle, MovedHandle):
-        yield handle.storage
-    elif isinstance(handle, SubclassHandle):
-        for inner in handle.inner:
-            yield from _storages(inner)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.activations.subclasses import parts_of
-from offload.activations.what_moves import reason_to_stay
+from offload.activations.what_moves import Rules, travellers
 from offload.base.autograd import in_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.device.backend import Backend, Stream
@@ -155,7 +154,7 @@ class _Recorder:
         self.calls: list[_Call] = []
         self.clock = Clock(device)
         self._device = device
-        self._min_bytes = min_bytes
+        self._rules = Rules(device, min_bytes)
         self._open: list[_Call] = []
         """Calls whose forward runs now."""
         self._ended_by_parameters: dict[int, _Call] = {}
@@ -202,7 +201,7 @@ class _Recorder:
         layers = [self._layer_profile(layer) for layer in range(len(self.layers))]
         if not any(layer.saved_bytes for layer in layers):
             raise ValueError(
-                f"no layer saved at least min_bytes = {self._min_bytes} bytes at once on {self._device}; "
+                f"no layer saved at least min_bytes = {self._rules.min_bytes} bytes at once on {self._device}; "
                 "lower min_bytes, or profile the layers before they are offloaded."
             )
         last = self._calls_of(len(self.layers) - 1)
@@ -312,18 +311,13 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _count(self, tensor: torch.Tensor, layer: int) -> None:
-        reason = reason_to_stay(tensor, self._device, self._min_bytes)
-        if reason == "subclass" and (parts := parts_of(tensor)):
-            for inner in parts.inner:
-                self._count(inner, layer)
-        if reason is not None:
-            return
-        storage = tensor.untyped_storage()
-        for earlier in self._sets[:layer]:
-            if earlier.pop(storage._cdata, None) is not None:
-                # As when it travels: with the later layer, which backward needs first, as its first tensor.
-                self._sets[layer] = {storage._cdata: storage.nbytes()} | self._sets[layer]
-        self._sets[layer].setdefault(storage._cdata, storage.nbytes())
+        for moving, _ in travellers(tensor, self._rules):
+            storage = moving.untyped_storage()
+            for earlier in self._sets[:layer]:
+                if earlier.pop(storage._cdata, None) is not None:
+                    # As when it travels: with the later layer, which backward needs first, as its first tensor.
+                    self._sets[layer] = {storage._cdata: storage.nbytes()} | self._sets[layer]
+            self._sets[layer].setdefault(storage._cdata, storage.nbytes())
 
 
 def _is_training_pass() -> bool:

@@ -24,7 +24,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 from offload import offload_layers
-from offload.activations.subclasses import SubclassHandle
+from offload.activations.handles import SubclassHandle
 from offload.device.select import get_backend
 
 WIDTH = 32

@@ -8,7 +8,8 @@ from torch import nn
 
 from offload import mark_not_offload
 from offload.activations import what_moves as exclusions
-from offload.activations.what_moves import reason_to_stay
+from offload.activations.parts import Parts
+from offload.activations.what_moves import Rules, decide
 
 CPU = torch.device("cpu")
 
@@ -18,8 +19,8 @@ def nothing_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exclusions, "_excluded", exclusions._Exclusions())
 
 
-def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | None:
-    return reason_to_stay(tensor, CPU, min_bytes)
+def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | Parts | None:
+    return decide(tensor, Rules(CPU, min_bytes))
 
 
 def test_ordinary_tensor_travels() -> None:

@@ -13,7 +13,7 @@ from models import NOTHING, Offloading, assert_same, gradients, leaves_of, loss_
 from torch import nn
 
 from offload import Schedule
-from offload.activations.saved import SavedStorage
+from offload.activations.storage import SavedStorage
 from offload.pipelining.chunk import ChunkPass, unpack
 
 Tensors = tuple[torch.Tensor, ...]

@@ -26,10 +26,13 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 import offload
 from offload.activations import what_moves as exclusions
-from offload.activations.subclasses import SubclassHandle
-from offload.activations.what_moves import reason_to_stay
+from offload.activations.handles import SubclassHandle
+from offload.activations.parts import Parts
+from offload.activations.what_moves import Rules, decide
 from offload.pipelining.chunk import ChunkPass, unpack
 from offload.planning.measure import profile_layers
+
+RULES = Rules(torch.device("cpu"), 0)
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
@@ -266,14 +269,14 @@ LOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_parameters_that_are_subclasses_stay(look: str) -> None:
     weight = nn.Parameter(Boxed(Boxed(torch.ones(4, 4))))
     seen = LOOKS[look](weight)
-    assert reason_to_stay(seen, torch.device("cpu"), 0) == "parameter"
-    assert reason_to_stay(innermost(seen)[0], torch.device("cpu"), 0) == "parameter"
+    assert decide(seen, RULES) == "parameter"
+    assert decide(innermost(seen)[0], RULES) == "parameter"
 
 
 def test_activations_that_are_subclasses_are_no_parameters() -> None:
     activation = Boxed(torch.ones(4, 4, requires_grad=False)).requires_grad_().exp()
     for seen in (activation, activation.t(), activation.to(torch.bfloat16)):
-        assert reason_to_stay(seen, torch.device("cpu"), 0) == "subclass"
+        assert isinstance(decide(seen, RULES), Parts)
 
 
 # In-place changes
@@ -753,23 +756,23 @@ LOCAL_LOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("look", LOCAL_LOOKS)
 def test_parameters_that_are_dtensors_stay(look: str, mesh: Any) -> None:
     seen = LOCAL_LOOKS[look](distributed_layers(mesh)[0].weight)
-    device = seen.device
-    assert reason_to_stay(seen, device, 0) == "parameter"
+    assert decide(seen, Rules(seen.device, 0)) == "parameter"
 
 
 def test_leaves_that_are_dtensors_stay(mesh: Any) -> None:
     """Autograd holds them until it has added up their gradient."""
     leaf = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
-    device = leaf.to_local().device
-    assert reason_to_stay(leaf, device, 0) == reason_to_stay(leaf.view(96), device, 0) == "leaf"
-    assert reason_to_stay(leaf.detach(), device, 0) == reason_to_stay(leaf.exp(), device, 0) == "subclass"
+    rules = Rules(leaf.to_local().device, 0)
+    assert decide(leaf, rules) == decide(leaf.view(96), rules) == "leaf"
+    assert isinstance(decide(leaf.detach(), rules), Parts)
+    assert isinstance(decide(leaf.exp(), rules), Parts)
 
 
 def test_local_tensors_of_activations_travel(mesh: Any) -> None:
     weight = distributed_layers(mesh)[0].weight
     activation = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
     for seen in (activation.to_local(), activation.exp().to_local().t(), weight.exp().to_local().t()):
-        assert reason_to_stay(seen, seen.device, 0) is None
+        assert decide(seen, Rules(seen.device, 0)) is None
 
 
 # Two processes

@@ -1,4 +1,4 @@
-"""Tensor subclasses: they travel by the tensors that they are made of, each at its own size.
+"""What tensor subclasses are made of: they travel by their inner tensors, each at its own size.
 
 Two protocols say what a subclass is made of. Transformer Engine's takes the tensors out of an object
 (``prepare_for_saving``) and puts them back (``restore_from_saved``). PyTorch's, that of traceable wrapper
@@ -10,15 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from offload.activations.saved import Handle
-
-if TYPE_CHECKING:
-    from offload.activations.activation_set import ActivationSet
 
 
 class Parts(NamedTuple):
@@ -47,34 +41,6 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if parts is None:
         return [tensor]
     return [innermost for inner in parts.inner for innermost in inner_tensors(inner)]
-
-
-class SubclassHandle(Handle):
-    """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
-
-    Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
-
-    Args:
-        tensor: The subclass.
-        parts: What it is made of.
-        owner: The activation set that its inner tensors travel with.
-        changes: How often wrappers around it were changed in place.
-    """
-
-    __slots__ = ("dtype", "inner", "rebuild", "size")
-
-    def __init__(self, tensor: torch.Tensor, parts: Parts, owner: ActivationSet, changes: int) -> None:
-        self.alive = owner.alive
-        self.layer = owner.layer
-        self.version = tensor._version
-        self.versions = _version_counter(tensor)
-        self.dtype, self.size = tensor.dtype, tensor.size()
-        self.inner = [owner.pack(inner, changes + self.version) for inner in parts.inner]
-        self.rebuild = parts.rebuild
-
-    def unpack(self) -> torch.Tensor:
-        self.check_version(self.dtype, self.size)
-        return self.rebuild([handle.unpack() for handle in self.inner])
 
 
 def _only(inner: list[torch.Tensor]) -> torch.Tensor:
@@ -135,19 +101,3 @@ class _Emptied:
         self._shell.restore_from_saved(tensors)
         filled: torch.Tensor = self._shell.detach()
         return filled
-
-
-class _Nothing(TorchDispatchMode):
-    """Lets every operation return a new tensor without memory."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
-        return torch.empty(0, device="cpu")
-
-
-def _version_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without memory that shares the version counter of ``tensor`` and all its views.
-
-    Autograd gives the counter to whatever ``detach`` returns below it.
-    """
-    with torch._C.DisableTorchFunctionSubclass(), _Nothing():
-        return torch.Tensor.detach(tensor)

@@ -1,0 +1,163 @@
+"""Handles: what the autograd graph holds instead of tensors.
+
+A handle of a tensor that travels holds the storage, and how the tensor looks into it: it gives the tensor back over
+whatever device memory holds the bytes by then. When the graph goes, for whatever reason, everything goes with it by
+reference counting: device memory to the allocator, the host buffer to the pool with the event after which it is free.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+
+import torch
+
+from offload.activations.storage import AWAY, SavedStorage
+from offload.activations.versions import settled_version, version_counter, version_counter_of_wrapper
+
+
+class Token:
+    """Held by every handle of a set, so that a weak reference to it tells whether the graph is gone.
+
+    Args:
+        layer: The set's layer.
+        reload_late: Brings a storage back that backward reads before its reload was started.
+        mark_read: Called when backward reads something that was reloaded.
+    """
+
+    __slots__ = ("__weakref__", "layer", "mark_read", "reload_late")
+
+    def __init__(self, layer: int, reload_late: Callable[[SavedStorage], None], mark_read: Callable[[], None]) -> None:
+        self.layer = layer
+        self.reload_late = reload_late
+        self.mark_read = mark_read
+
+
+class Handle:
+    """A saved tensor."""
+
+    __slots__ = ("token", "version", "versions")
+
+    token: Token
+    version: int
+    """The tensor's when it was saved."""
+    versions: torch.Tensor
+    """What tells the tensor's version now."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, on the device and ready for the current stream.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it had been saved.
+        """
+        raise NotImplementedError
+
+    def storages(self) -> Iterator[SavedStorage]:
+        """The storages that travel for it."""
+        return iter(())
+
+    def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
+        """Raise as autograd does without hooks, if the version is another one now."""
+        now = settled_version(self.versions)
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{dtype} {list(size)}], saved in layer {self.token.layer}, is at version {now}; expected version "
+                f"{self.version} instead. Clone the tensor before you change it, or change it out of place."
+            )
+
+
+class KeptHandle(Handle):
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor, token: Token) -> None:
+        self.token = token
+        self.version = tensor._version
+        # A result of the operation that saves it would own itself through the graph: hold an alias.
+        self.tensor = self.versions = tensor if tensor.is_leaf else tensor.detach()
+
+    def unpack(self) -> torch.Tensor:
+        if self.versions._version != self.version:
+            self.check_version(self.tensor.dtype, self.tensor.size())
+        return self.tensor
+
+
+class MovedHandle(Handle):
+    """A saved tensor whose storage travels, and how the tensor looks into it."""
+
+    __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride", "view")
+
+    def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
+        self.token = token
+        self.version = tensor._version
+        self.versions = version_counter(tensor)
+        self.storage = storage
+        self.dtype = tensor.dtype
+        self.start = tensor.storage_offset()
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.view: torch.Tensor | None = None
+        """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
+
+    def unpack(self) -> torch.Tensor:
+        if self.versions._version != self.version:
+            self.check_version(self.dtype, self.size)
+        storage = self.storage
+        if storage.state is AWAY:
+            self.token.reload_late(storage)
+        if storage.reload_done is not None and storage.wait_for_reload():
+            self.token.mark_read()
+        if self.view is not None:
+            return self.view
+        view = self.versions.data
+        view.set_(storage.device.untyped_storage(), self.start, self.size, self.stride)  # type: ignore[union-attr]
+        if self.conj:
+            view = view.conj()
+        if self.neg:
+            view = torch._neg_view(view)
+        if storage.reload_done is not None:
+            self.view = view
+        return view
+
+    def storages(self) -> Iterator[SavedStorage]:
+        yield self.storage
+
+
+class SubclassHandle(Handle):
+    """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
+
+    Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
+    """
+
+    __slots__ = ("dtype", "inner", "rebuild", "size")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        token: Token,
+        inner: list[Handle],
+        rebuild: Callable[[list[torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self.token = token
+        self.version = tensor._version
+        self.versions = version_counter_of_wrapper(tensor)
+        self.dtype, self.size = tensor.dtype, tensor.size()
+        self.inner = inner
+        self.rebuild = rebuild
+
+    def unpack(self) -> torch.Tensor:
+        if self.versions._version != self.version:
+            self.check_version(self.dtype, self.size)
+        return self.rebuild([handle.unpack() for handle in self.inner])
+
+    def storages(self) -> Iterator[SavedStorage]:
+        for handle in self.inner:
+            yield from handle.storages()
+
+
+unpack = operator.methodcaller("unpack")
+"""The unpack hook."""
