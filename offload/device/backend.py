@@ -143,7 +143,7 @@ class Backend(ABC):
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
-        if self.poison and _owners(flat) == 1:
+        if self.poison and owners(flat) == 1:
             _flat(flat).fill_(0xFF)
 
 
@@ -158,7 +158,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _owners(tensor: torch.Tensor) -> int:
+def owners(tensor: torch.Tensor) -> int:
     """How many tensors share the storage of ``tensor``, itself included."""
     storage = tensor.untyped_storage()
     # One more reference is the Python object `storage` itself.

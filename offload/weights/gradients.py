@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -23,33 +23,15 @@ from offload.base import trace
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event
 from offload.host.page_locked import page_locked, pageable
-from offload.weights.layer import WeightLayer, aligned
-from offload.weights.parameter import HostParameter
+from offload.weights.host_parameter import HostParameter, aligned, nbytes_of
+from offload.weights.layer import WeightLayer
 from offload.weights.slots import WeightWait
 from offload.weights.stats import WeightCounters
 
 
-class HostWorker:
-    """A thread that runs jobs in order, beside the thread that drives the device."""
-
-    def __init__(self) -> None:
-        self._worker = Worker("host")
-        self._errors: deque[BaseException] = deque()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue ``job``; what it raises comes out of the next :meth:`drain`."""
-        self._worker.submit(torch.no_grad()(job), self._errors)
-
-    def drain(self) -> None:
-        """Block until all jobs are done; raise what the first failed one raised."""
-        self._worker.drain()
-        if self._errors:
-            error = self._errors[0]
-            self._errors.clear()
-            raise error
-
-
 class _Staged(NamedTuple):
+    """A gradient that the worker adds on the host."""
+
     host: HostParameter
     gradient: torch.Tensor
     target: torch.Tensor | None
@@ -59,6 +41,8 @@ class _Staged(NamedTuple):
 
 
 class _Flight(NamedTuple):
+    """Gradients of a layer on their way to the host; held until compute waits for their copies."""
+
     layer: int
     gradients: list[torch.Tensor]
     arrived: Event
@@ -95,9 +79,11 @@ class GradientWriter:
         self._counters = counters
         self._flights: deque[_Flight] = deque()
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
+        """The buffers that are free."""
         self._staging_made = 0
-        self._begun: set[HostParameter] = set()
-        self._worker = HostWorker()
+        self._worker = Worker("host")
+        self._errors: deque[BaseException] = deque()
+        """What the worker's jobs have raised since the last backward."""
 
     def write_back(self, layer: WeightLayer) -> None:
         """Queue the copies of a layer's gradients, which compute has been told to write.
@@ -110,15 +96,16 @@ class GradientWriter:
             return
         compute = self._backend.compute_stream()
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
-        self._provide([host for host, _ in taken if host.total is None])
+        self._provide_memory([host for host, _ in taken if host.total is None])
         with trace.mark("d2h", layer.number):
             self._copy_out(taken)
         self._flights.append(
             _Flight(layer.number, [gradient for _, gradient in taken], self._d2h_stream.record_event())
         )
-        del taken
+        del taken  # the flight alone holds the gradients now, and lets each go as soon as compute has waited
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
+            # From here on compute may reuse the memory: it is told to wait for the copy that reads it.
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
             self._land()
 
@@ -127,7 +114,11 @@ class GradientWriter:
         self._submit(self._flights[-1].arrived, job)
 
     def finish(self) -> None:
-        """Block until every gradient is in ``p.grad``: the end of backward."""
+        """Block until every gradient is in ``p.grad``: the end of backward.
+
+        Raises:
+            BaseException: What the first of the worker's jobs that failed has raised.
+        """
         try:
             if self._flights:
                 self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
@@ -135,48 +126,45 @@ class GradientWriter:
             # Whatever has failed, the next backward begins anew.
             while self._flights:
                 self._land()
-            self._begun.clear()
             try:
-                self._worker.drain()
+                self._worker.drain()  # additions that still wait in its queue
             finally:
                 self._staging_made = self._staging.qsize()  # an interrupt or error may have lost one
                 for host in self._hosts:
                     host.give_back_gradient()
+            if self._errors:
+                error = self._errors[0]
+                self._errors.clear()
+                raise error
 
-    def _provide(self, hosts: list[HostParameter]) -> None:
-        """Make sure of memory for gradients that nobody else looks into."""
-        missing = [host for host in hosts if not host.can_give()]
-        for pin in (True, False):
-            # Pinned is only what copies land in; a conversion is the worker's.
-            group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is pin]
-            sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
-            if not group:
-                continue
-            flat = page_locked(sum(sizes), self._backend) if pin else pageable(sum(sizes))
-            self._counters.gradient_host_bytes += len(flat)
-            for host, memory in zip(group, flat.split(sizes), strict=True):
-                host.gradient_memory = memory
+    def _provide_memory(self, hosts: list[HostParameter]) -> None:
+        """Make sure of memory for gradients that nobody else looks into, one piece for all that is missing."""
+        missing = [host for host in hosts if host.lacks_memory()]
+        for landing in (True, False):
+            # Pinned is only what copies land in; a conversion to another dtype is the worker's.
+            group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is landing]
+            sizes = [aligned(nbytes_of(host.parameter, host.gradient_dtype)) for host in group]
+            if group:
+                flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
+                self._counters.gradient_host_bytes += len(flat)
+                for host, memory in zip(group, flat.split(sizes), strict=True):
+                    host.keep_memory(memory)
 
     def _copy_out(self, taken: list[tuple[HostParameter, torch.Tensor]]) -> None:
         """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
         staged = []
         for host, gradient in taken:
             first = host.total is None
-            target = self._begin(host) if host.total is None else host.total
+            target = host.total = host.give_memory() if host.total is None else host.total
             if first and target.dtype is gradient.dtype:
                 self._backend.copy(self._d2h_stream, target, gradient)
             else:
                 # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
-                apart = host.shared and host not in self._begun
+                apart = host.shared and not host.from_nothing
                 staged.append(_Staged(host, gradient, None if apart else target, first))
             self._counters.gradient_bytes += host.nbytes
         if staged:
             self._stage(staged)
-
-    def _begin(self, host: HostParameter) -> torch.Tensor:
-        self._begun.add(host)
-        gradient = host.total = host.give_gradient()
-        return gradient
 
     def _stage(self, staged: list[_Staged]) -> None:
         """Copy gradients into a staging buffer, from which the worker adds them."""
@@ -186,36 +174,34 @@ class GradientWriter:
         for item, memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
             landed = item.host.over(memory, item.gradient.dtype)
             self._backend.copy(self._d2h_stream, landed, item.gradient)
-            additions.append(item._replace(gradient=landed))
+            additions.append(item._replace(gradient=landed))  # the worker does not hold device memory
         self._submit(self._d2h_stream.record_event(), lambda: self._add(additions, buffer))
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
-        try:
-            buffer = self._staging.get_nowait()
-        except Empty:
-            if self._staging_made < self._num_staging:
-                return self._new_buffer(nbytes)
+        """A free staging buffer, a new one, or the next that the worker lets go."""
+        if self._staging_made == self._num_staging and self._staging.empty():
             self._counters.staging_waits += 1
+        if self._staging_made == self._num_staging or not self._staging.empty():
             buffer = self._staging.get()
-        if len(buffer) >= nbytes:
-            return buffer
-        # Parameters were unfrozen since the buffers were made.
-        self._counters.staging_bytes -= len(buffer)
-        self._staging_made -= 1
-        return self._new_buffer(nbytes)
-
-    def _new_buffer(self, nbytes: int) -> torch.Tensor:
+            if len(buffer) >= nbytes:
+                return buffer
+            # Parameters were unfrozen since the buffers were made.
+            self._counters.staging_bytes -= len(buffer)
+            self._staging_made -= 1
         self._staging_made += 1
         self._staging_bytes = max(self._staging_bytes, nbytes)
         self._counters.staging_bytes += self._staging_bytes
         return page_locked(self._staging_bytes, self._backend)
 
     def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
+        """Let the worker do ``job`` when the copies before the event ``arrived`` are done."""
+
         def when_arrived() -> None:
             self._backend.wait_on_host(arrived, WeightWait.STAGED)
-            job()
+            with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
+                job()
 
-        self._worker.submit(when_arrived)
+        self._worker.submit(when_arrived, self._errors)
 
     def _add(self, additions: list[_Staged], buffer: torch.Tensor) -> None:
         try:
@@ -228,7 +214,7 @@ class GradientWriter:
                 else:
                     host.apart = landed.clone()
         finally:
-            self._staging.put(buffer)
+            self._staging.put(buffer)  # also after an error: backward may wait for a buffer
 
     def _land(self) -> None:
         gradients = self._flights.popleft().gradients

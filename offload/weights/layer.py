@@ -3,7 +3,7 @@
 The user's ``Parameter`` objects stay what they were, on the host: same identity, same keys, ordinary
 memory that an optimizer changes. During the layer's forward and backward its modules hold stand-ins:
 parameters over a device slot. Autograd computes with these. It saves them and views of them (``weight.t()`` in
-every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weights.parameter`.
+every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weights.stand_in`.
 
 A layer is always loaded into the same slot. So what autograd saved in forward finds the same bytes at
 the same address in backward, without a saved-tensor hook: any hooks of the user's, activation offload
@@ -22,10 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.activations.what_moves import exclude
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
-from offload.weights.parameter import HostParameter, StandIn
-
-ALIGNMENT_BYTES = 256
-"""Where a parameter may start in its layer's memory: what CUDA's own allocator guarantees, at least."""
+from offload.weights.host_parameter import HostParameter, aligned, nbytes_of
+from offload.weights.stand_in import StandIn
 
 
 class WeightLayer:
@@ -49,21 +47,26 @@ class WeightLayer:
         """The number of the slot that the layer is always loaded into."""
         self.needs_backward = True
         """Whether the last training forward gave an output that needs a gradient."""
-        found = dict.fromkeys(module.parameters())
-        shared = [parameter for parameter in found if parameter in known]
-        own = [parameter for parameter in found if parameter not in known]
-        self._own = _move(own, number, module, backend, known)
-        for parameter in shared:
-            known[parameter].shared = True
-        self._shared = [known[parameter] for parameter in shared]
-        self.parameters = [*(known[parameter] for parameter in own), *self._shared]
+        found = dict(module.named_parameters())  # each once
+        own = {name: parameter for name, parameter in found.items() if parameter not in known}
+        self._shared = [known[parameter] for parameter in found.values() if parameter in known]
+        for host in self._shared:
+            host.shared = True
+        nbytes = sum(aligned(nbytes_of(parameter)) for parameter in own.values())
+        self._own = page_locked(nbytes, backend) if nbytes else torch.empty(0, dtype=torch.uint8)
+        start = 0
+        for name, parameter in own.items():
+            flat = self._own[start : start + nbytes_of(parameter)]
+            known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat)
+            start += aligned(len(flat))
+        self.parameters = [*(known[parameter] for parameter in own.values()), *self._shared]
         """Each parameter of the layer once, in the order in which they lie in the slot."""
+        self._users = [host.parameter for host in self.parameters]
         self._places = [_places(module, host.parameter) for host in self.parameters]
         self.nbytes = sum(aligned(host.nbytes) for host in self.parameters)
         """Bytes of the slot that the layer needs."""
         self.stand_ins: list[StandIn] = []
         self._stream: object = None
-        self._swapped_in = False
 
     def bind(self, slot: int, flat: torch.Tensor) -> None:
         """Make the stand-ins over ``flat``, the device memory of slot number ``slot``."""
@@ -79,17 +82,16 @@ class WeightLayer:
 
         All parameters that no earlier layer holds are one copy.
         """
-        start = 0
-        if self._own is not None:
+        start = len(self._own)
+        if start:
             yield 0, self._own
-            start = len(self._own)
         for host in self._shared:
             yield start, host.flat
             start += aligned(host.nbytes)
 
     def version(self) -> int:
         """A number that grows when an in-place operation changes a parameter."""
-        return sum(host.parameter._version for host in self.parameters)
+        return sum([parameter._version for parameter in self._users])  # several times per layer and step
 
     def check(self) -> None:
         """Raise if the modules no longer hold the parameters that are streamed.
@@ -98,8 +100,7 @@ class WeightLayer:
             RuntimeError: A parameter was replaced, or its data was, or DistributedDataParallel has it.
         """
         wrapper = DistributedDataParallel._active_ddp_module
-        wrapped = set() if wrapper is None else set(wrapper._module_parameters)
-        if any(host.parameter in wrapped for host in self.parameters):
+        if wrapper is not None and not set(wrapper._module_parameters).isdisjoint(self._users):
             raise RuntimeError(
                 f"{self} must not be a part of what DistributedDataParallel wraps, which reduces gradients before they "
                 "have arrived; wrap the rest of the model, and all-reduce p.grad of the streamed layers after backward."
@@ -121,16 +122,13 @@ class WeightLayer:
 
     def swap_in(self) -> None:
         """Let the modules hold the stand-ins."""
-        self._swapped_in = True
         for stand_in in self.stand_ins:
             stand_in.swap_in()
 
     def swap_out(self) -> None:
         """Let the modules hold the user's parameters again."""
-        if self._swapped_in:
-            for stand_in in self.stand_ins:
-                stand_in.swap_out()
-            self._swapped_in = False  # last: an interrupt may come before
+        for stand_in in self.stand_ins:
+            stand_in.swap_out()
 
     def take_gradients(self) -> list[tuple[HostParameter, torch.Tensor]]:
         """The gradients that backward has left in the stand-ins, which forget them.
@@ -201,7 +199,7 @@ def missing_bytes(modules: list[nn.Module]) -> int:
     for module in modules:
         new = [parameter for parameter in module.parameters() if parameter not in known]
         known.update(new)
-        sizes = [aligned(parameter.numel() * parameter.element_size()) for parameter in new]
+        sizes = [aligned(nbytes_of(parameter)) for parameter in new]
         largest = max(largest, sum(sizes))
         coming += sum(size for parameter, size in zip(new, sizes, strict=True) if parameter.device.type != "cpu")
     return coming + largest
@@ -215,25 +213,6 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]
         flat_weights = getattr(inner, "_flat_weights", None) if isinstance(inner, nn.RNNBase) else None
         places += [(flat_weights, index) for index, held in enumerate(flat_weights or ()) if held is parameter]
     return places
-
-
-def _move(
-    parameters: list[nn.Parameter],
-    number: int,
-    module: nn.Module,
-    backend: Backend,
-    known: dict[nn.Parameter, HostParameter],
-) -> torch.Tensor | None:
-    """Move ``parameters`` into new flat pinned memory."""
-    names = {parameter: f"layer {number}'s {name}" for name, parameter in module.named_parameters()}
-    nbytes = sum(aligned(parameter.numel() * parameter.element_size()) for parameter in parameters)
-    flat = page_locked(nbytes, backend) if nbytes else torch.empty(0, dtype=torch.uint8)
-    start = 0
-    for parameter in parameters:
-        end = start + parameter.numel() * parameter.element_size()
-        known[parameter] = HostParameter(parameter, names[parameter], flat[start:end])
-        start = aligned(end)
-    return flat if nbytes else None
 
 
 def _check(parameter: nn.Parameter, name: str) -> None:
@@ -252,8 +231,3 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` and the gap up to where the next parameter may start."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

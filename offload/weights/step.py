@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from offload.base.caller import warn_caller
+from offload.weights.host_parameter import HostParameter
 from offload.weights.layer import WeightLayer
 from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
-from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightCounters
 from offload.weights.step_record import StepRecord
 

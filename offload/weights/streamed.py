@@ -25,9 +25,9 @@ from offload.base.units import format_bytes
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.gradients import GradientWriter
-from offload.weights.layer import WeightLayer, aligned, check_parameters, missing_bytes
+from offload.weights.host_parameter import HostParameter, aligned
+from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
 from offload.weights.optimizer_part import is_part
-from offload.weights.parameter import HostParameter
 from offload.weights.slots import WeightSlots
 from offload.weights.stats import WeightCounters, WeightStats
 from offload.weights.step import LayerSteps
