@@ -8,10 +8,11 @@ layers have numbers, stalls have hatching.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.base.units import format_bytes
-from offload.observe.spans import LANES, Kind, Lane, Span, merged
+from offload.observe.spans import LANES, Kind, Span, merged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,8 @@ COLORS: dict[Kind, str] = {
 """Okabe and Ito's palette for colour-blind readers, without the colours too pale for white."""
 
 LANE_NAMES = {"compute": "compute", "d2h": "d2h\ndevice → host", "h2d": "h2d\nhost → device"}
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+SIZE_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 LABEL_POINTS = 8.0
 BOX_HEIGHT = 0.72
 
@@ -43,32 +46,27 @@ def plot_timeline(
 ) -> Figure:
     """What :meth:`offload.observe.timeline.Timeline.plot` draws; spans and memory are sorted by start."""
     start_s = spans[0].start_s if spans else 0.0
-    time = _TimeAxis(start_s, max((span.end_s for span in spans), default=0.0) - start_s)
+    duration_s = max((span.end_s for span in spans), default=0.0) - start_s
+    unit, unit_s = next((item for item in TIME_UNITS.items() if duration_s >= 3 * item[1]), ("µs", 1e-6))
+
+    def on_axis(time_s: float) -> float:
+        return (time_s - start_s) / unit_s
+
+    boxes = [replace(span, start_s=on_axis(span.start_s), end_s=on_axis(span.end_s)) for span in spans]
+    end = duration_s / unit_s or 1.0
     if ax is None and memory:
         figure = new_figure(size)
         ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
-        _draw_memory(below, memory, time)
-        _draw_streams(ax, spans, time, shown=False)
+        _draw_memory(below, [on_axis(time_s) for time_s, _ in memory], [nbytes for _, nbytes in memory], end)
+        _draw_streams(ax, boxes, end)
+        ax.tick_params(labelbottom=False)
+        below.set_xlabel(unit, color=INK, fontsize=9)
     else:
         ax = new_figure(size).subplots() if ax is None else ax
-        _draw_streams(ax, spans, time)
+        _draw_streams(ax, boxes, end)
+        ax.set_xlabel(unit, color=INK, fontsize=9)
     ax.set_title(title, color=INK, loc="left", fontsize=11, pad=20)
     return ax.figure.figure
-
-
-class _TimeAxis:
-    """Seconds of the timeline as places on the axis, in a unit that suits its length."""
-
-    def __init__(self, start_s: float, duration_s: float) -> None:
-        self.start_s = start_s
-        self.duration_s = duration_s or 1.0
-        units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-        self.unit = next((unit for unit, scale in units.items() if duration_s >= 3 * scale), "µs")
-        self.scale = units[self.unit]
-        self.end = self.duration_s / self.scale
-
-    def at(self, time_s: float) -> float:
-        return (time_s - self.start_s) / self.scale
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
@@ -99,29 +97,25 @@ def style_axes(ax: Axes) -> None:
         spine.set_color(INK)
 
 
-def _draw_streams(ax: Axes, spans: Sequence[Span], time: _TimeAxis, *, shown: bool = True) -> None:
+def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
+    """The three streams up to ``end``; seconds of the spans are units of the axis here."""
     from matplotlib.patches import Patch, Rectangle
 
-    def in_boxes(lane: Lane) -> list[Span]:
-        return list(merged((span for span in spans if span.lane == lane), lambda _: 0.002 * time.duration_s))
-
-    rows = [in_boxes(lane) for lane in reversed(LANES)]
+    rows = [list(merged((span for span in spans if span.lane == lane), lambda _: 0.002 * end)) for lane in LANES[::-1]]
     styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": color, "linewidth": 0} for kind, color in COLORS.items()}
     styles["stall"] = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
     for row, boxes in enumerate(rows):
         for box in boxes:
             # A hair's breadth between neighbours: an outline in the page's colour, whatever that is.
-            hair_s = min(0.0012 * time.duration_s, 0.2 * box.duration_s)
-            width_s = max(box.duration_s - hair_s, 0.001 * time.duration_s)  # a pixel, or else it is not drawn
-            corner = (time.at(box.start_s), row - BOX_HEIGHT / 2)
-            ax.add_patch(Rectangle(corner, width_s / time.scale, BOX_HEIGHT, snap=False, **styles[box.kind]))
+            hair = min(0.0012 * end, 0.2 * box.duration_s)
+            width = max(box.duration_s - hair, 0.001 * end)  # a pixel, or else it is not drawn
+            corner = (box.start_s, row - BOX_HEIGHT / 2)
+            ax.add_patch(Rectangle(corner, width, BOX_HEIGHT, snap=False, **styles[box.kind]))
     style_axes(ax)
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_visible(False)
-    ax.tick_params(length=0, labelbottom=shown)
-    if shown:
-        ax.set_xlabel(time.unit, color=INK, fontsize=9)
-    ax.set_xlim(0, time.end)
+    ax.tick_params(length=0)
+    ax.set_xlim(0, end)
     ax.set_ylim(-0.5, len(LANES) - 0.5)
     ax.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)])
     present = {span.kind for span in spans}
@@ -142,19 +136,19 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], time: _TimeAxis, *, shown: bo
     ax.figure.figure.draw_without_rendering()
     for row, boxes in enumerate(rows):
         for kind in COLORS:
-            _draw_labels(ax, row, [box for box in boxes if box.kind == kind], time)
+            _draw_labels(ax, row, [box for box in boxes if box.kind == kind], end)
 
 
-def _draw_labels(ax: Axes, row: int, boxes: list[Span], time: _TimeAxis) -> None:
+def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
-    points_per_s = ax.get_window_extent().width / ax.figure.dpi * 72 / time.duration_s
+    points_per_unit = ax.get_window_extent().width / ax.figure.dpi * 72 / end
     for box in boxes:
-        room = box.duration_s * points_per_s
+        room = box.duration_s * points_per_unit
         for labels, rotation in ((_long_label, 0), (_short_label, 0), (_long_label, 90)):
             needed = LABEL_POINTS * (0.75 if rotation else max(0.66 * len(labels(box)) for box in boxes))
             if room >= needed:
                 ax.text(
-                    time.at((box.start_s + box.end_s) / 2),
+                    (box.start_s + box.end_s) / 2,
                     row,
                     labels(box),
                     color=text_color(COLORS[box.kind]),
@@ -177,19 +171,16 @@ def _short_label(box: Span) -> str:
     return box.label if box.layer is None else str(box.layer)
 
 
-def _draw_memory(ax: Axes, memory: Sequence[tuple[float, int]], time: _TimeAxis) -> None:
-    peak_bytes = max(nbytes for _, nbytes in memory)
-    in_bytes = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
-    size_unit = next((name for name, size in in_bytes.items() if peak_bytes >= size), "B")
-    times = [*(time.at(time_s) for time_s, _ in memory), time.end]
-    held = [nbytes / in_bytes[size_unit] for _, nbytes in memory]
-    held.append(held[-1])
+def _draw_memory(ax: Axes, times: list[float], nbytes: list[int], end: float) -> None:
+    size_unit, unit_bytes = next((item for item in SIZE_UNITS.items() if max(nbytes) >= item[1]), ("B", 1))
+    held = [size / unit_bytes for size in nbytes]
+    peak = max(held)
+    times, held = [*times, end], [*held, held[-1]]
     ax.fill_between(times, held, step="post", color=INK, alpha=0.3, linewidth=0)
     ax.step(times, held, where="post", color=INK, linewidth=1.2)
-    peak = peak_bytes / in_bytes[size_unit]
     ax.axhline(peak, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     ax.annotate(
-        f"peak {format_bytes(peak_bytes)}",
+        f"peak {format_bytes(max(nbytes))}",
         (1.0, peak),
         xycoords=("axes fraction", "data"),
         xytext=(0, 2),
@@ -202,4 +193,3 @@ def _draw_memory(ax: Axes, memory: Sequence[tuple[float, int]], time: _TimeAxis)
     style_axes(ax)
     ax.set_ylim(0, peak * 1.35 or 1.0)
     ax.set_ylabel(f"on device\n{size_unit}", color=INK, fontsize=9)
-    ax.set_xlabel(time.unit, color=INK, fontsize=9)

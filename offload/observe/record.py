@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -92,38 +93,32 @@ def record_timeline(
 def _record_cpu(step: Callable[[], object]) -> tuple[list[Span], list[tuple[float, int]]]:
     recorder = trace.Recorder()
     memory: list[tuple[float, int]] = []
-    with CpuAllocations(lambda nbytes: memory.append((perf_counter(), nbytes))), _recording(recorder):
-        begin_s = perf_counter()
-        step()
-        end_s = perf_counter()
+    trace.recorder = recorder
+    try:
+        with CpuAllocations(lambda nbytes: memory.append((perf_counter(), nbytes))):
+            begin_s = perf_counter()
+            step()
+            end_s = perf_counter()
+    finally:
+        trace.recorder = None
     marks = _Marks([(begin_s, Mark("other", None)), *recorder.marks])
     copies = [
-        (_Work(start_s, copied_s, start_s, cast("Lane", what.what), nbytes), what.layer)
+        _copy_span(cast("Lane", what.what), start_s, copied_s, what.layer, nbytes)
         for start_s, copied_s, what, nbytes in recorder.copies
     ]
     stalls = [_stall(start_s, waited_s, marks, start_s) for start_s, waited_s in recorder.waits]
     stalls = [stall for stall in stalls if stall.duration_s > STALL_S]
     busy = _between(begin_s, end_s, stalls, marks)
-    return [*busy, *stalls, *_copy_spans(copies)], memory
-
-
-@contextmanager
-def _recording(recorder: trace.Recorder) -> Iterator[None]:
-    trace.recorder = recorder
-    try:
-        yield
-    finally:
-        trace.recorder = None
+    return [*busy, *stalls, *_merged_copies(copies)], memory
 
 
 def _between(begin_s: float, end_s: float, stalls: list[Span], marks: _Marks) -> Iterator[Span]:
     """Compute, as the time between marks that is not spent in stalls."""
-    cuts = [time_s for time_s in marks.phases.times_s if begin_s < time_s < end_s]
+    cuts = [time_s for time_s, _ in marks.phases if begin_s < time_s < end_s]
     edges = sorted({begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))})
     for start_s, stop_s in itertools.pairwise(edges):
         if not any(stall.start_s <= start_s < stall.end_s for stall in stalls):
-            phase = marks.phases.at(start_s)
-            yield Span("compute", _kind(phase), start_s, stop_s, layer=phase.layer)
+            yield _compute_span(start_s, stop_s, marks, start_s)
 
 
 def _record_accelerator(step: Callable[[], object], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
@@ -155,9 +150,13 @@ def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span
     )
     work = sorted(_device_work(events, launches))
     kernels = [piece for piece in work if piece.lane == "compute"]
-    copies = [(piece, marks.copies.at(piece.launched_s).layer) for piece in work if piece.lane != "compute"]
-    compute = list(_compute_spans(kernels, marks))
-    return [*compute, *_copy_spans(copies)], _memory(events, kernels, device)
+    copies = [
+        _copy_span(piece.lane, piece.start_s, piece.end_s, _at(marks.copies, piece.launched_s).layer, piece.nbytes)
+        for piece in work
+        if piece.lane != "compute"
+    ]
+    compute = merged(_kernels_and_stalls(kernels, marks), lambda _: math.inf)
+    return [*compute, *_merged_copies(copies)], _memory(events, kernels, device)
 
 
 def _device_work(events: list[dict[str, Any]], launches: dict[int, float]) -> Iterator[_Work]:
@@ -175,85 +174,75 @@ def _lane(event: dict[str, Any]) -> Lane | None:
     return "compute" if event.get("cat") in ("kernel", "gpu_memset") else None
 
 
-def _compute_spans(kernels: list[_Work], marks: _Marks) -> Iterator[Span]:
-    """Kernels of one phase as one span, cut where the stream stalled."""
-    begin = previous = None
+def _kernels_and_stalls(kernels: list[_Work], marks: _Marks) -> Iterator[Span]:
+    """A span per kernel, and one where a kernel that had been launched in time still started late."""
+    last_end_s = math.inf
     for kernel in kernels:
-        if begin is not None and previous is not None:
-            stalled = kernel.start_s - previous.end_s > STALL_S and kernel.launched_s < previous.end_s
-            if stalled or marks.phases.at(kernel.launched_s) != marks.phases.at(begin.launched_s):
-                yield _compute_span(begin, previous, marks)
-                begin = None
-            if stalled:
-                yield _stall(previous.end_s, kernel.start_s, marks, kernel.launched_s)
-        begin = begin or kernel
-        previous = kernel
-    if begin is not None and previous is not None:
-        yield _compute_span(begin, previous, marks)
+        if kernel.start_s - last_end_s > STALL_S and kernel.launched_s < last_end_s:
+            yield _stall(last_end_s, kernel.start_s, marks, kernel.launched_s)
+        yield _compute_span(kernel.start_s, kernel.end_s, marks, kernel.launched_s)
+        last_end_s = kernel.end_s
 
 
-def _compute_span(first: _Work, last: _Work, marks: _Marks) -> Span:
-    phase = marks.phases.at(first.launched_s)
-    return Span("compute", _kind(phase), first.start_s, last.end_s, layer=phase.layer)
-
-
-def _kind(phase: Mark) -> Kind:
-    return cast("Kind", phase.what)
+def _compute_span(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Span:
+    phase = _at(marks.phases, launched_s)
+    return Span("compute", cast("Kind", phase.what), start_s, end_s, layer=phase.layer)
 
 
 def _stall(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Span:
-    layer = marks.waits.at(launched_s).layer
+    layer = _at(marks.waits, launched_s).layer
     label = "wait" if layer is None else f"wait for {layer}"
     return Span("compute", "stall", start_s, end_s, label, layer)
 
 
-def _copy_spans(copies: list[tuple[_Work, int | None]]) -> Iterator[Span]:
+def _copy_span(lane: Lane, start_s: float, end_s: float, layer: int | None, nbytes: int) -> Span:
+    return Span(lane, COPY_KINDS[lane], start_s, end_s, layer=layer, nbytes=nbytes)
+
+
+def _merged_copies(copies: list[Span]) -> Iterator[Span]:
     """Copies of one layer that follow each other closely as one span."""
-    for lane, kind in COPY_KINDS.items():
-        here = (copy for copy in sorted(copies) if copy[0].lane == lane)
-        spans = (Span(lane, kind, work.start_s, work.end_s, layer=layer, nbytes=work.nbytes) for work, layer in here)
+    for lane in COPY_KINDS:
+        spans = sorted((span for span in copies if span.lane == lane), key=lambda span: span.start_s)
         yield from merged(spans, lambda span: STALL_S if span.layer is None else MERGE_S)
 
 
 def _memory(events: list[dict[str, Any]], kernels: list[_Work], device: torch.device) -> list[tuple[float, int]]:
     """Device bytes above those before the step, at the device time of the work launched next."""
-    changes = sorted(
-        (event["ts"] * 1e-6, event["args"]["Total Allocated"])
-        for event in events
-        if event.get("name") == "[memory]"
-        and event["args"].get("Device Id") == (device.index or 0)
-        and event["args"].get("Device Type") == 1
-    )
+    changes = [event for event in events if event.get("name") == "[memory]" and _is_on(device, event["args"])]
+    changes.sort(key=lambda event: event["ts"])
     by_launch = sorted((kernel.launched_s, kernel.start_s) for kernel in kernels)
-    launched = [launched_s for launched_s, _ in by_launch]
     if not changes or not by_launch:
         return []
-    first = next(event["args"] for event in events if event.get("ts", -1) * 1e-6 == changes[0][0] and "args" in event)
-    before = changes[0][1] - first.get("Bytes", 0)
+    first = changes[0]["args"]
+    before = first["Total Allocated"] - first.get("Bytes", 0)
     samples = []
-    for time_s, nbytes in changes:
-        index = min(bisect_right(launched, time_s), len(by_launch) - 1)
-        samples.append((by_launch[index][1], nbytes - before))
+    for change in changes:
+        index = bisect_right(by_launch, (change["ts"] * 1e-6, math.inf))
+        start_s = by_launch[min(index, len(by_launch) - 1)][1]
+        samples.append((start_s, change["args"]["Total Allocated"] - before))
     return samples
+
+
+def _is_on(device: torch.device, arguments: dict[str, Any]) -> bool:
+    return arguments.get("Device Id") == (device.index or 0) and arguments.get("Device Type") == 1
 
 
 class _Marks:
     """Marks by time, apart for phases, waits and copies."""
 
     def __init__(self, marks: list[tuple[float, Mark]]) -> None:
-        self.phases = _MarksOfOneKind(marks, "forward", "backward", "other")
+        def of(*kinds: str) -> list[tuple[float, Mark]]:
+            return [(time_s, mark) for time_s, mark in marks if mark.what in kinds]
+
+        self.phases = of("forward", "backward", "other")
         """What was computed."""
-        self.waits = _MarksOfOneKind(marks, "wait")
+        self.waits = of("wait")
         """Whose copies were waited for."""
-        self.copies = _MarksOfOneKind(marks, *COPY_KINDS)
+        self.copies = of(*COPY_KINDS)
         """Whose bytes were copied."""
 
 
-class _MarksOfOneKind:
-    def __init__(self, marks: list[tuple[float, Mark]], *kinds: str) -> None:
-        self._marks = [mark for _, mark in marks if mark.what in kinds]
-        self.times_s = [time_s for time_s, mark in marks if mark.what in kinds]
-
-    def at(self, time_s: float) -> Mark:
-        index = bisect_right(self.times_s, time_s)
-        return self._marks[index - 1] if index else Mark("other", None)
+def _at(marks: list[tuple[float, Mark]], time_s: float) -> Mark:
+    """The last mark made until then."""
+    index = bisect_right(marks, time_s, key=itemgetter(0))
+    return marks[index - 1][1] if index else Mark("other", None)

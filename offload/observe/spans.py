@@ -78,19 +78,9 @@ def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return covered
 
 
-def intersection(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The time that both cover; each is disjoint and in order."""
-    common = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+def common_s(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Seconds that both cover; each is a list of disjoint intervals."""
+    return sum(max(0.0, min(end, other_end) - max(start, other)) for start, end in a for other, other_end in b)
 
 
 def total_s(intervals: Iterable[tuple[float, float]]) -> float:

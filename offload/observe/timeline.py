@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.base.units import format_bytes, format_s
 from offload.observe.plot import plot_timeline
-from offload.observe.spans import COPY_LANES, LANES, Lane, Span, intersection, total_s, union
+from offload.observe.spans import COPY_LANES, LANES, Lane, Span, common_s, total_s, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ class Timeline:
     @property
     def start_s(self) -> float:
         """When the first span starts."""
-        return min((span.start_s for span in self.spans), default=0.0)
+        return self.spans[0].start_s if self.spans else 0.0
 
     @property
     def duration_s(self) -> float:
@@ -73,7 +73,7 @@ class Timeline:
         compute = self._busy("compute")
         copies = [self._busy(lane) for lane in COPY_LANES]
         copies_s = sum(map(total_s, copies))
-        return sum(total_s(intersection(copy, compute)) for copy in copies) / copies_s if copies_s else 1.0
+        return sum(common_s(copy, compute) for copy in copies) / copies_s if copies_s else 1.0
 
     @property
     def peak_bytes(self) -> int:

@@ -105,3 +105,25 @@ def test_a_pause_before_the_launch_is_no_stall() -> None:
         DEVICE,
     )
     assert rounded(spans) == [("compute", "other", 10, 110, None, 0)]
+
+
+def test_memory_is_that_of_the_device_above_what_was_there_at_the_time_of_the_work_launched_next() -> None:
+    def allocated(start_us: float, nbytes: int, total: int, index: int = 0, kind: int = 1) -> dict[str, Any]:
+        arguments = {"Device Id": index, "Device Type": kind, "Bytes": nbytes, "Total Allocated": total}
+        return {"name": "[memory]", "ts": start_us, "args": arguments}
+
+    _, memory = record._read(
+        [
+            allocated(9, -400, 1000),  # after the last launch: with that
+            allocated(0, 300, 1300),
+            allocated(1, 10, 10, kind=0),  # of the host
+            allocated(2, 10, 10, index=1),
+            launch("cudaLaunchKernel", 3, 1),
+            allocated(4, 100, 1400),
+            launch("cudaLaunchKernel", 5, 2),
+            kernel(20, 30, 1),
+            kernel(31, 40, 2),
+        ],
+        DEVICE,
+    )
+    assert [(round(time_s / US), nbytes) for time_s, nbytes in memory] == [(20, 300), (31, 400), (31, 0)]
