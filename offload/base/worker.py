@@ -54,7 +54,7 @@ class Worker:
     def _start(self) -> _Jobs:
         with self._starting:
             if self._jobs is None:
-                # Before the queue is known: an interrupt may leave a thread without work, but never two on one queue.
+                # The thread first: an interrupt may then leave a thread without work, but no queue without a thread.
                 jobs: _Jobs = SimpleQueue()
                 threading.Thread(target=_work, args=(jobs,), name=f"offload::{self._name}", daemon=True).start()
                 self._jobs = jobs
@@ -76,14 +76,15 @@ def _work(jobs: _Jobs) -> None:
             job.run()
         except BaseException as error:  # noqa: BLE001  the program raises it when it waits
             job.errors.append(error)
-        del job
+        del job  # else the thread would keep its tensors alive while it waits for the next
 
 
+# Weakly, as a thread ends when nobody holds its worker.
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    # What is queued would never be done in the child, and what it waits for never come.
+    # A child has no threads but the one that forked: what is queued would never be done there.
     for worker in list(_workers):
         worker.drain()
 

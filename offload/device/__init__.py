@@ -1,4 +1,5 @@
 """How, on the device's side: streams, events and copies, for accelerators and for the CPU; CUDA graphs under capture.
 
-May import ``base``. Open ``backend.py`` first: the one interface that everything above uses.
+May import ``base``, and knows nothing of what is copied. Open ``backend.py`` first: the one interface that everything
+above uses. Behind it are ``cpu.py`` and ``accelerator.py``, on which ``cuda.py`` builds; ``select.py`` picks one.
 """

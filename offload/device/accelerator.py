@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from offload.device.backend import Backend, Event, PageLockError, Stream
+from offload.device.backend import Backend, Event, Stream
 
 
 class AcceleratorBackend(Backend):
@@ -23,12 +23,6 @@ class AcceleratorBackend(Backend):
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         with cast("torch.Stream", stream):
             target.copy_(source, non_blocking=True)
-
-    def page_lock(self, address: int, nbytes: int) -> None:
-        raise PageLockError(f"PyTorch cannot page-lock memory of others for {self.device.type}")
-
-    def page_unlock(self, address: int) -> None:
-        """Nothing was locked."""
 
     def record_timed(self, stream: Stream) -> Event:
         if self.capturing:

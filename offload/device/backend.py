@@ -88,7 +88,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between device and page-locked host memory on ``stream``; both stay alive until it ran."""
+        """Queue a copy between device and page-locked host memory; the caller keeps both until it has run."""
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
         """Queue the copy of the whole storage of ``device`` into host memory, uint8 ``pieces`` in order."""
@@ -100,16 +100,14 @@ class Backend(ABC):
         for piece, target in zip(pieces, _split(device, pieces), strict=True):
             self.copy(stream, target, piece)
 
-    @abstractmethod
-    def page_lock(self, address: int, nbytes: int) -> None:
-        """Page-lock a range of host memory, so that the device copies from and to it by itself.
+    def page_lock(self, address: int, nbytes: int) -> None:  # noqa: B027  # not every device needs it
+        """Page-lock a range of host memory, where the device needs that to copy from and to it by itself.
 
         Raises:
             PageLockError: That is refused; the range is as before.
         """
 
-    @abstractmethod
-    def page_unlock(self, address: int) -> None:
+    def page_unlock(self, address: int) -> None:  # noqa: B027
         """Undo :meth:`page_lock`, before the system gets the range back."""
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:

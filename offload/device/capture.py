@@ -11,15 +11,18 @@ Note:
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple, cast
 
 import torch
 
+from offload.device import cuda_driver
 from offload.device.backend import Stream
 
 _NO_DESTRUCTOR_SYNC = 1
 _GRAPH_TAKES_OWNERSHIP = 1
+
+
+_semaphores: list[ctypes.Array[ctypes.c_char]] = []
 
 
 class CaptureError(RuntimeError):
@@ -40,7 +43,7 @@ def current_capture() -> Capture | None:
         return None
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     _check(
-        _driver().cuStreamGetCaptureInfo_v2(
+        cuda_driver.library().cuStreamGetCaptureInfo_v2(
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
             ctypes.byref(status),
             ctypes.byref(identity),
@@ -65,16 +68,18 @@ class GraphLife:
 
     def __init__(self, capture: Capture) -> None:
         self._destroyed = ctypes.create_string_buffer(64)
+        # Never freed, 64 bytes a graph: an interrupt may lose this object, and the driver posts all the same.
+        _semaphores.append(self._destroyed)
         libc = ctypes.CDLL(None)
         libc.sem_init(self._destroyed, 0, 0)
         user_object = ctypes.c_void_p()
         _check(
-            _driver().cuUserObjectCreate(
+            cuda_driver.library().cuUserObjectCreate(
                 ctypes.byref(user_object), self._destroyed, libc.sem_post, 1, _NO_DESTRUCTOR_SYNC
             )
         )
         graph = ctypes.c_void_p(capture.graph)
-        _check(_driver().cuGraphRetainUserObject(graph, user_object, 1, _GRAPH_TAKES_OWNERSHIP))
+        _check(cuda_driver.library().cuGraphRetainUserObject(graph, user_object, 1, _GRAPH_TAKES_OWNERSHIP))
 
     @property
     def over(self) -> bool:
@@ -86,11 +91,6 @@ class GraphLife:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and bool(torch._C._cuda_isCurrentStreamCapturing())
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def _check(error: int) -> None:

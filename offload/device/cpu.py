@@ -22,14 +22,14 @@ from offload.device.backend import Backend, Event, Stream, Wait
 
 
 class _Failures:
-    """What went wrong in the streams of a device, until the program is told."""
+    """What the work of a device's streams has raised. Each error reaches the program once, where it waits next."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
-        """Of all that was queued since the program was last told of one."""
+        """Of the work that was queued since the program was last told; that work keeps this list."""
 
     def reported(self, errors: list[BaseException]) -> None:
-        """The program has been told of these; they do not concern what is queued from now on."""
+        """The program has been told of these, so they do not fail what it queues from now on."""
         if errors is self.errors:
             self.errors = []
 
@@ -42,7 +42,8 @@ class CpuEvent:
         self._errors = failures.errors
         self._reached = threading.Event()
         self.error: BaseException | None = None
-        """What went wrong before the event was reached, in this stream or another, without what its traceback holds."""
+        """The first error of the work before the event, whichever the stream. Without its traceback, which would keep
+        the tensors of the copy alive as long as the event."""
         self.reached_s = 0.0
         """When the event was reached, by ``time.perf_counter``."""
 
@@ -69,7 +70,7 @@ class CpuEvent:
         self.wait()
         if self.error is not None:
             self._failures.reported(self._errors)
-            # A new error for each who waits: the event lives on, and so would all that the traceback holds.
+            # A new error for each who waits, as raising it adds a traceback to it, and the event lives on.
             raise RuntimeError(f"a copy has failed: {type(self.error).__name__}: {self.error}") from self.error
 
 
@@ -105,7 +106,10 @@ class CpuStream:
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
-        """Let work queued from now on start after ``event``, even if what comes before the event has failed."""
+        """Let work queued from now on start after ``event``.
+
+        Also if the work before the event has failed: the error is for the program, not for this stream's thread.
+        """
         self._worker.submit(event.wait, self._failures.errors)
 
     def synchronize(self) -> None:
@@ -131,6 +135,7 @@ class CpuBackend(Backend):
         super().__init__(device)
         self._failures = _Failures()
         self._compute = ComputeStream("compute", self._failures)
+        # Weakly, as a stream's thread ends when nobody holds the stream; then it has nothing to do any more.
         self._streams: WeakSet[CpuStream] = WeakSet([self._compute])
 
     def new_stream(self, name: str) -> CpuStream:
@@ -143,14 +148,16 @@ class CpuBackend(Backend):
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why is Wait.UNREAD:
-            cast("CpuEvent", event).wait()  # in a finalizer, which cannot raise; whoever reads the bytes is told
+            cast(
+                "CpuEvent", event
+            ).wait()  # a finalizer asks, whose errors nobody would see; who reads the bytes is told
         else:
             super().wait(stream, event, why)
 
     def record_timed(self, stream: Stream) -> Event:
         if stream is not self._compute:
             return stream.record_event()
-        # The caller's thread is compute, and it has got here.
+        # The caller's thread is the compute stream, so the event is reached now, whatever tests have queued.
         reached = CpuEvent(self._failures)
         reached.set()
         return reached
@@ -168,13 +175,8 @@ class CpuBackend(Backend):
             what = recorder.last_mark
             queue.submit(lambda: _record_copy(recorder, what, target, source))
 
-    def page_lock(self, address: int, nbytes: int) -> None:
-        """Nothing to do: the CPU itself copies."""
-
-    def page_unlock(self, address: int) -> None:
-        """Nothing was locked."""
-
     def synchronize(self) -> None:
+        # wait(), as a failed copy is done too, and its error belongs to those who need its bytes.
         for stream in list(self._streams):
             stream.record_event().wait()
 

@@ -1,4 +1,4 @@
-"""How much host memory activations may take, and what happens when there is no more.
+"""What users say about host memory: how much activations may take, what happens then, what to pin ahead.
 
 Pinning fails: there are limits on locked memory, containers, machines that are full. A training step that has
 begun should still end, so by default what finds no room stays on the device, with one warning.

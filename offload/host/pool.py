@@ -50,9 +50,12 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], torch.Tensor], synchronize: Callable[[], None] = lambda: None) -> None:
         self._allocate = allocate
         self._synchronize = synchronize
+        # Reentrant: the garbage collector may run inside of the pool, and a finalizer take a buffer.
         self._lock = threading.RLock()
+        # Its append is atomic, so that finalizers and other threads give buffers back without the lock.
         self.returned: deque[HostBuffer] = deque()
         self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
+        """Buffers to hand out again as they are, by size."""
         self._free: list[Range] = []
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []
@@ -114,7 +117,7 @@ class HostPool:
 
         Safe in finalizers and from any thread.
         """
-        buffer.events = (event,)
+        buffer.events = (event,)  # the last copy's, behind which all earlier ones are done
         if buffer.arena is not None:
             buffer.arena.give(buffer)
         elif buffer.pooled:
@@ -169,7 +172,7 @@ class HostPool:
             idle = [piece for piece in self._free if piece.nbytes == len(piece.slab)]
             for piece in idle:
                 for event in piece.events:
-                    event.synchronize()
+                    event.synchronize()  # a copy may still run, and the system takes the pages at once
             gone = {id(piece.slab) for piece in idle}
             self._free = [piece for piece in self._free if id(piece.slab) not in gone]
             self._slabs = [slab for slab in self._slabs if id(slab) not in gone]
@@ -178,7 +181,7 @@ class HostPool:
     def _collect(self) -> None:
         for capture, arena in list(self._arenas.items()):
             if arena.over:
-                del self._arenas[capture]
+                del self._arenas[capture]  # first: what an interrupt loses here is found, but never given twice
                 self.returned += (buffer.freed() for buffer in arena.buffers)
         while self.returned:
             buffer = self.returned.popleft()
@@ -234,7 +237,7 @@ class HostPool:
     def _merge_free(self) -> None:
         """Turn all free buffers back into ranges, adjacent ones into one."""
         empty: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
-        # Nothing is in two places, even if an interrupt ends this half-way.
+        # Taken away from both first: an interrupt half-way loses memory, but leaves none in two places.
         ready, self._ready = self._ready, empty
         pieces, self._free = self._free, []
         merged = set(itertools.chain.from_iterable(ready.values()))
@@ -249,7 +252,7 @@ class HostPool:
         covered = itertools.chain(self._free, *(buffer.ranges for buffer in self._buffers))
         lost = gaps(self._slabs, joined([Range(piece.slab, piece.start, piece.nbytes) for piece in covered]))
         if lost and current_capture() is None:
-            self._synchronize()  # nobody knows what was copied there
+            self._synchronize()  # a copy may still run there, and its event is lost too
             self._free = joined([*self._free, *lost])
 
 

@@ -131,7 +131,7 @@ def _rules(move: Move) -> tuple[_Rule, ...]:
 
 
 def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
-    """The likeliest order of the points that honours every move; see :class:`Schedule`.
+    """An order of the points that honours every move: that of a model's layers if it does, else of microbatches.
 
     Raises:
         ValueError: No order honours them; the message names the entry that closes the contradiction.
@@ -185,6 +185,7 @@ def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
 
     if not contradict(len(rules)):
         return None
+    # Once some rules contradict each other, they do with any more beside them; so bisection finds the first.
     return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
 
 
@@ -203,6 +204,7 @@ def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layer
         for point in points:
             heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
 
+    # The least in the queue is next: backwards whose reload has started, then forwards, then other backwards.
     while sorter.is_active():
         fresh = sorter.get_ready()
         ready.update(fresh)

@@ -11,6 +11,7 @@ start earlier, when autograd saves each tensor.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -65,7 +66,7 @@ class Schedule:
             ("_released", _group((move.release, move.layer) for move in moves)),
             ("_reloaded", _group((move.reload, move.layer) for move in by_reload)),
         ):
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # the way to fill a frozen dataclass
 
     @classmethod
     def default(cls, num_layers: int, model_layers: int) -> Schedule:
@@ -194,7 +195,7 @@ class Schedule:
 
 
 def _group(pairs: Iterable[tuple[Point, int]]) -> dict[Point, tuple[int, ...]]:
-    groups: dict[Point, tuple[int, ...]] = {}
+    groups: defaultdict[Point, list[int]] = defaultdict(list)
     for point, layer in pairs:
-        groups[point] = (*groups.get(point, ()), layer)
-    return groups
+        groups[point].append(layer)
+    return {point: tuple(layers) for point, layers in groups.items()}
