@@ -1,7 +1,11 @@
 """Skips tests that need more GPUs than the machine has; gives the others their device."""
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +42,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = _gpus_needed(item)
     if needed > torch.cuda.device_count():
         pytest.skip(f"needs {needed} CUDA device(s), found {torch.cuda.device_count()}")
+
+
+@contextmanager
+def turn_on_gpu(*, alone: bool) -> Iterator[None]:
+    """Wait until this process may use the GPU: together with others, or as the only one."""
+    path = Path(tempfile.gettempdir()) / f"offload_tests_{os.getuid()}"
+    with path.with_suffix(".gate").open("a") as gate, path.with_suffix(".gpu").open("a") as gpu:
+        # Who wants to be alone keeps the gate shut while it waits. Without that, new ones could pass it for ever.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # Around what counts a test's time, as it may have to wait.
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Where workers run GPU tests side by side, those marked ``alone`` wait for the others, and the others for them."""
+    if not 0 < _gpus_needed(item) <= torch.cuda.device_count():
+        return (yield)
+    with turn_on_gpu(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

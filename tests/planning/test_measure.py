@@ -183,6 +183,7 @@ class TestBytes:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_prediction_agrees_with_what_the_gpu_does():
     torch.manual_seed(0)
     layers = nn.ModuleList(DecoderBlock(2048, 5632, 16) for _ in range(12)).to("cuda", torch.bfloat16)
