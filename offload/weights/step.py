@@ -7,6 +7,8 @@ left, and refuses whatever has changed in between, which a step after backward w
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,13 +46,26 @@ class LayerSteps:
         self._optimizer = optimizer
         self._counters = counters
         self._arriving: set[HostParameter] = set()
+        """Whose gradients are on their way, and may not be all."""
         self._announced: set[HostParameter] = set()
+        """Those that the worker was told to step in this backward."""
+        self._claimed: set[HostParameter] = set()
+        """Those of them that the worker has begun to step."""
+        self._claiming = threading.Lock()
+        """Held while the worker begins a step, and while autograd says that it adds to ``parameter.grad`` by itself.
+        Between reading ``parameter.grad`` and writing the sum there, such a gradient would be lost."""
         self._record = StepRecord(optimizer)
         self._due = False
         """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
         self.enabled = True
         """Whether layers are stepped; not while gradients are still to be added to."""
         self._begin_hook = optimizer.register_step_pre_hook(self._begin_rest)
+        self._watches = [
+            # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle
+            # through autograd's memory, where Python's collector does not look.
+            host.accumulator.register_prehook(partial(self._see_gradient, weakref.ref(host)))
+            for host in {host for layer in layers for host in layer.parameters if host.accumulator is not None}
+        ]
         self._hooks = [
             optimizer.register_step_post_hook(self._end_rest),
             optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
@@ -86,7 +101,7 @@ class LayerSteps:
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
         if not self._due and not self._announced:
-            self._record.stepped.clear()  # of a step that failed: until here it could be made again
+            self._record.clear()  # of a step that failed: until here it could be made again
         self._arriving |= {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
 
     def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
@@ -106,37 +121,52 @@ class LayerSteps:
     def step(self, hosts: set[HostParameter]) -> None:
         """Step parameters whose gradients are complete. Runs on the worker.
 
-        Parameters that several layers share are left to ``optimizer.step()``.
+        Parameters that several layers share, or that the loss turns out to use by itself, are left to
+        ``optimizer.step()``: more gradients of these may come.
         """
-        for host in hosts:
-            host.give_back_gradient()
-        complete = {host.parameter: host for host in hosts}
-        params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
-        if not any(params):
-            return
-        if not self._due:
-            self._begin()
+        with self._claiming:
+            complete = {host.parameter: host for host in hosts if not host.shared}
+            params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
+            if not any(params):
+                return
+            if not self._due:
+                self._begin()
+            self._claimed.update(complete.values())
+            for host in complete.values():
+                host.give_back_gradient()
         groups = [{**used, "params": mine} for used, mine in zip(self._record.groups, params, strict=False) if mine]
         part = part_of(self._optimizer, groups)
         step: Any = type(part).step
         try:
             getattr(step, "__wrapped__", step)(part)
         except Exception as error:
-            names = ", ".join(sorted(host.name for host in hosts))
+            names = ", ".join(sorted(host.name for host in complete.values()))
             error.add_note(f"In the step in backward of {names}. optimizer.step() makes it again, and no other twice.")
             raise
         for parameter in [item for group in groups for item in group["params"]]:
             self._record.add(parameter, complete[parameter].name)
         self._counters.early_steps += 1
 
+    def _see_gradient(self, host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
+        """Autograd is about to add to ``parameter.grad``; ``None`` if all of the gradient was taken off."""
+        added = host()
+        if gradients[0] is None or added is None:
+            return
+        with self._claiming:
+            if added.held:
+                added.shared = True  # in time: the worker leaves its step to optimizer.step()
+            elif added in self._claimed:
+                self._record.late.add(added.parameter)
+
     def end_backward(self) -> None:
         """Backward has ended or failed; the next one may bring gradients of the same layers."""
         self._arriving.clear()
         self._announced.clear()
+        self._claimed.clear()
 
     def close(self) -> None:
         """Leave the optimizer to itself, with the gradients that it may still step."""
-        for hook in (self._begin_hook, *self._hooks):
+        for hook in (self._begin_hook, *self._hooks, *self._watches):
             hook.remove()
         for parameter in self._record.stepped:
             parameter.grad = None
@@ -175,4 +205,4 @@ class LayerSteps:
         """Keep what the step has counted in its groups and attributes, which those in backward have not."""
         if args[0] is not optimizer:
             keep_counts(args[0], optimizer)
-        self._record.stepped.clear()
+        self._record.clear()

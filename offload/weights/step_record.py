@@ -22,10 +22,17 @@ class StepRecord:
         """What each of the optimizer's groups held beside parameters."""
         self.stepped: dict[torch.Tensor, _Left] = {}
         """The parameters that have been stepped."""
+        self.late: set[torch.Tensor] = set()
+        """Those that autograd has added a gradient to since their steps began."""
 
     def add(self, parameter: torch.Tensor, name: str) -> None:
         """The parameter has been stepped."""
         self.stepped[parameter] = _Left(name, _Seen.of(parameter), _Seen.of(parameter.grad))
+
+    def clear(self) -> None:
+        """The step has ended: there is nothing to compare any more."""
+        self.stepped.clear()
+        self.late.clear()
 
     def changes(self) -> Iterator[str]:
         """Names of what a step after backward would use otherwise. Groups that were added since have not been used."""
@@ -38,7 +45,8 @@ class StepRecord:
                 if name not in used or not _equal(used[name], value):
                     yield f"{name} of param_groups[{number}]"
         for parameter, left in self.stepped.items():
-            if (_Seen.of(parameter), _Seen.of(parameter.grad)) != (left.value, left.gradient):
+            seen = _Seen.of(parameter), _Seen.of(parameter.grad)
+            if parameter in self.late or seen != (left.value, left.gradient):
                 yield f"{left.name} with its gradient"
 
 

@@ -579,30 +579,84 @@ def test_optimizers_that_hold_another_are_refused(device: torch.device) -> None:
         loop.streamed.step_in_backward(Wrapper(loop.optimizer))
 
 
-def test_a_gradient_that_comes_after_the_step_is_refused(device: torch.device) -> None:
-    stepped = threading.Event()
+class Call(torch.autograd.Function):
+    """Calls a function when backward comes by, before the gradient goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], object]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function()
+        return gradient, None
+
+
+def backward_with_penalty(loop: Loop, before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Let the loss use a weight of the last layer by itself: its gradient arrives between the two functions' calls."""
+    # Made before forward, so that backward comes to it last, and the first to the last; it saves nothing, so that
+    # autograd sees no harm when the weight is stepped.
+    last = Call.apply(torch.zeros((), requires_grad=True), after)
+    penalty = Call.apply(loop.layers[LAYERS - 1].weight.sum(), before)
+    (loop.loss(0) + (last + penalty).to(loop.inputs[0].device)).backward()
+
+
+LATE = "layer 2's weight with its gradient must stay as it was"
+
+
+@pytest.mark.parametrize("arrives", ["as the step begins", "during the step", "after the step"])
+def test_a_gradient_that_comes_too_late_for_the_step_is_refused(arrives: str, device: torch.device) -> None:
+    begins, steps, stepped, arrived = (threading.Event() for _ in range(4))
 
     class Telling(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step(closure)
-            stepped.set()
+            if not steps.is_set():
+                steps.set()
+                assert arrives != "during the step" or arrived.wait(10)
+            else:
+                stepped.set()  # the step of another layer
 
-    class AfterTheStep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    class Gated(nn.Parameter):
+        """Holds the worker where it has read ``grad`` and has not yet written the sum, for as long as that can help."""
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            assert stepped.wait(10)
-            return gradient
+        @property
+        def grad(self) -> torch.Tensor | None:
+            value: torch.Tensor | None = torch.Tensor.grad.__get__(self)
+            if threading.current_thread().name == "offload::host" and not begins.is_set():
+                begins.set()
+                arrived.wait(0.5)  # in vain where the gradient has to wait for the worker
+            return value
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            torch.Tensor.grad.__set__(self, value)
 
     loop = Loop(device, Telling, in_backward=True)
-    # Made before forward, so that backward comes to it last.
-    penalty = AfterTheStep.apply(loop.layers[LAYERS - 1].weight.sum())  # saves nothing: autograd sees no harm
-    (loop.loss(0) + penalty.to(device)).backward()
-    with pytest.raises(RuntimeError, match="layer 2's weight with its gradient must stay as it was"):
+    if arrives == "as the step begins":
+        loop.layers[LAYERS - 1].weight.__class__ = Gated
+    moment = {"as the step begins": begins, "during the step": steps, "after the step": stepped}[arrives]
+
+    def wait() -> None:
+        assert moment.wait(10)
+
+    backward_with_penalty(loop, wait, arrived.set)
+    with pytest.raises(RuntimeError, match=LATE):
         loop.optimizer.step()
+
+
+def test_a_gradient_that_comes_just_in_time_for_the_step_counts(device: torch.device) -> None:
+    """The worker is busy with something else until then."""
+    plain, loop = (Loop(device, adam, in_backward=in_backward) for in_backward in (False, True))
+    for one in (plain, loop):
+        arrived = threading.Event()
+        writer: Any = one.streamed._alive()._writer
+        writer._worker.submit(arrived.wait, [])
+        backward_with_penalty(one, lambda: None, arrived.set)
+        one.optimizer.step()
+    assert all(map(torch.equal, plain.values, loop.values))
+    assert loop.streamed.stats().early_steps == LAYERS
 
 
 # What a loop may do, in any order.
