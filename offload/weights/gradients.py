@@ -95,6 +95,7 @@ class GradientWriter:
         if not taken:
             return
         compute = self._backend.compute_stream()
+        # The host has queued what computes these gradients, and is far ahead of the device.
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
         self._provide_memory([host for host, _ in taken if host.total is None])
         with trace.mark("d2h", layer.number):
@@ -121,6 +122,7 @@ class GradientWriter:
         """
         try:
             if self._flights:
+                # The program reads p.grad next. Copies run in order: the last one's end is that of all.
                 self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
         finally:
             # Whatever has failed, the next backward begins anew.
@@ -146,7 +148,7 @@ class GradientWriter:
             sizes = [aligned(nbytes_of(host.parameter, host.gradient_dtype)) for host in group]
             if group:
                 flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
-                self._counters.gradient_host_bytes += len(flat)
+                self._counters["gradient_host_bytes"] += len(flat)
                 for host, memory in zip(group, flat.split(sizes), strict=True):
                     host.keep_memory(memory)
 
@@ -162,7 +164,7 @@ class GradientWriter:
                 # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
                 apart = host.shared and not host.from_nothing
                 staged.append(_Staged(host, gradient, None if apart else target, first))
-            self._counters.gradient_bytes += host.nbytes
+            self._counters["gradient_bytes"] += host.nbytes
         if staged:
             self._stage(staged)
 
@@ -180,24 +182,24 @@ class GradientWriter:
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
         """A free staging buffer, a new one, or the next that the worker lets go."""
         if self._staging_made == self._num_staging and self._staging.empty():
-            self._counters.staging_waits += 1
+            self._counters["staging_waits"] += 1
         if self._staging_made == self._num_staging or not self._staging.empty():
-            buffer = self._staging.get()
+            buffer = self._staging.get()  # blocks until the worker has freed one: host memory is bounded
             if len(buffer) >= nbytes:
                 return buffer
             # Parameters were unfrozen since the buffers were made.
-            self._counters.staging_bytes -= len(buffer)
+            self._counters["staging_bytes"] -= len(buffer)
             self._staging_made -= 1
         self._staging_made += 1
         self._staging_bytes = max(self._staging_bytes, nbytes)
-        self._counters.staging_bytes += self._staging_bytes
+        self._counters["staging_bytes"] += self._staging_bytes
         return page_locked(self._staging_bytes, self._backend)
 
     def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
         """Let the worker do ``job`` when the copies before the event ``arrived`` are done."""
 
         def when_arrived() -> None:
-            self._backend.wait_on_host(arrived, WeightWait.STAGED)
+            self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
             with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
                 job()
 
@@ -206,7 +208,7 @@ class GradientWriter:
     def _add(self, additions: list[_Staged], buffer: torch.Tensor) -> None:
         try:
             for host, landed, target, first in additions:
-                self._counters.added_bytes += host.nbytes
+                self._counters["added_bytes"] += host.nbytes
                 if target is not None:
                     target.copy_(landed) if first else target.add_(landed)
                 elif host.apart is not None:

@@ -113,8 +113,11 @@ class WeightLayer:
                 )
             host.check()
 
-    def lend(self, stream: object) -> None:
-        """Let autograd take gradients on this compute stream, the current one, in the graphs made from now on."""
+    def renew(self, stream: object) -> None:
+        """Make the stand-ins anew if ``stream``, the current one, is another than before.
+
+        Autograd takes a gradient on the stream on which the node of its stand-in was made.
+        """
         if self._stream != stream:
             self._stream = stream
             for stand_in in self.stand_ins:

@@ -49,10 +49,12 @@ class Slot:
         self.version = 0
         """The layer's version when it was loaded."""
         self.fresh = False
-        """Whether nothing can have changed the weights on the host since the load."""
-        self.loaded: Event | None = None
+        """Whether nothing can have changed the weights on the host since the load, ``.data`` included, which leaves
+        the version as it is."""
         self.used = backend.compute_stream().record_event()
         """After this event compute no longer needs what the slot holds."""
+        self.loaded: Event = self.used
+        """After this event the slot holds the layer's weights, and the copy reads the host no longer."""
 
 
 class WeightSlots:
@@ -85,14 +87,15 @@ class WeightSlots:
 
         Args:
             layer: The layer whose forward or backward begins.
-            fresh: Not good enough is what was loaded before the host may have changed a weight unseen.
+            fresh: Load it again if the host may have changed a weight since the last load. Forward asks for that;
+                backward needs the weights that forward had.
         """
         if not self._holds(layer, fresh=fresh):
-            self._counters.late_loads += 1
+            self._counters["late_loads"] += 1
             self._load(layer)
-        loaded = self.slots[layer.slot].loaded
         trace.point("wait", layer.number)
-        self._backend.wait(self._backend.compute_stream(), loaded, WeightWait.LOADED)  # type: ignore[arg-type]  # set by _load
+        # Compute alone waits; the host goes on and queues the layer's operations behind the load.
+        self._backend.wait(self._backend.compute_stream(), self.slots[layer.slot].loaded, WeightWait.LOADED)
 
     def release(self, layer: WeightLayer) -> None:
         """Compute has queued all that it does with the layer for now."""
@@ -123,7 +126,8 @@ class WeightSlots:
     def finish_loads(self) -> None:
         """Block until no copy reads host memory any more."""
         for slot in self.slots:
-            if slot.loaded is not None and not slot.loaded.query():
+            if not slot.loaded.query():
+                # Else the copy would bring a mixture of old and new values to the device.
                 self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
 
     def _holds(self, layer: WeightLayer, *, fresh: bool) -> bool:
@@ -135,14 +139,15 @@ class WeightSlots:
         if self._backend.poison:
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()
+        # A neighbour's work, queued or running: slots are shared by layers that are not next to each other.
         self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
         with trace.mark("h2d", layer.number):
             for start, source in layer.sources():
                 self._backend.copy(self._h2d_stream, slot.flat[start : start + len(source)], source)
-                self._counters.loaded_bytes += len(source)
+                self._counters["loaded_bytes"] += len(source)
         slot.loaded = self._h2d_stream.record_event()
         slot.layer, slot.version, slot.fresh = layer, layer.version(), True
-        self._counters.loads += 1
+        self._counters["loads"] += 1
 
     def __del__(self) -> None:
         # The device memory goes back to compute's allocator, and the host memory to the system.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 
@@ -42,22 +43,5 @@ class WeightStats:
         return "\n".join(lines)
 
 
-class WeightCounters:
-    """The running counts behind :class:`WeightStats`."""
-
-    def __init__(self) -> None:
-        self.loads = 0
-        self.loaded_bytes = 0
-        self.late_loads = 0
-        self.gradient_bytes = 0
-        self.added_bytes = 0
-        self.staging_waits = 0
-        self.early_steps = 0
-        self.weight_bytes = 0
-        self.gradient_host_bytes = 0
-        self.staging_bytes = 0
-        self.slot_bytes = 0
-
-    def snapshot(self) -> WeightStats:
-        """The counts now."""
-        return WeightStats(**vars(self))
+WeightCounters = Counter[str]
+"""The running counts, by the names of :class:`WeightStats`, which is made from them: ``WeightStats(**counters)``."""

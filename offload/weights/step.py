@@ -145,7 +145,7 @@ class LayerSteps:
             raise
         for parameter in [item for group in groups for item in group["params"]]:
             self._record.add(parameter, complete[parameter].name)
-        self._counters.early_steps += 1
+        self._counters["early_steps"] += 1
 
     def _see_gradient(self, host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
         """Autograd is about to add to ``parameter.grad``; ``None`` if all of the gradient was taken off."""

@@ -22,9 +22,9 @@ from offload.base.autograd import before_backward, in_backward, next_node, tenso
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
+from offload.weights.one_thread import OneThread
 from offload.weights.slots import WeightSlots, WeightWait
 from offload.weights.step import LayerSteps
-from offload.weights.user import User
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +53,23 @@ class WeightStream:
         self.parameters = frozenset(host.parameter for layer in layers for host in layer.parameters)
         """The user's parameters that are streamed."""
         self._computes: WeightLayer | None = None
+        """Whose stand-ins the modules hold now."""
         self._stream = backend.compute_stream()
         """What the layer that computes runs on."""
         self._backward: weakref.ref[_Backward] | None = None
+        """The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up."""
         self._call: _Call | None = None
+        """The forward whose backward runs now."""
+        # Autograd's thread may drop a backward that failed while the program gives it up. The same thread may come
+        # twice: what the first call lets go of may hold the backward.
         self._aborting = threading.RLock()
-        self._user = User()
+        self._one_thread = OneThread()
         self._last = -1
+        """The number of the layer whose forward began last."""
         self._sequence = 0
+        """Of autograd's nodes, the first that the layer's forward may have made."""
         for layer in layers:
-            layer.lend(backend.compute_stream_id())
+            layer.renew(backend.compute_stream_id())
 
     def begin_forward(self, layer: WeightLayer) -> None:
         """A layer's forward begins, or its recomputation in backward."""
@@ -71,7 +78,7 @@ class WeightStream:
             self._enter_backward(layer)
             self._sequence = next_node()
             return
-        self._user.enter(f"forward of {layer}", threading.get_ident())
+        self._one_thread.enter(f"forward of {layer}", threading.get_ident())
         self._sequence = next_node()
         self._give_up()
         self._refuse_stepped(layer)
@@ -84,7 +91,7 @@ class WeightStream:
         self._slots.acquire(layer, fresh=True)
         self._computes = layer
         self._stream = self._backend.compute_stream()
-        layer.lend(self._backend.compute_stream_id())
+        layer.renew(self._backend.compute_stream_id())
         layer.swap_in()
         self._slots.prefetch(layer, step=1)
 
@@ -99,12 +106,12 @@ class WeightStream:
             if not failed and torch.is_grad_enabled():
                 self._mark(layer, output)
             return
-        if failed and not self._user.is_thread(threading.get_ident()):
+        if failed and not self._one_thread.is_thread(threading.get_ident()):
             return  # it was refused
         try:
             self._end_forward(layer, output, failed=failed, training=training)
         finally:
-            self._user.leave()
+            self._one_thread.leave()
 
     def _end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
         if self._computes is not layer:
@@ -120,7 +127,7 @@ class WeightStream:
             # Autocast would keep its copy of every weight until the end of the autocast region.
             torch.clear_autocast_cache()
         if failed:
-            self._slots.finish_loads()
+            self._slots.finish_loads()  # no backward will: the program may change weights in its error handling
             return
         if written:
             raise RuntimeError(
@@ -130,17 +137,17 @@ class WeightStream:
         if torch.is_grad_enabled():
             self._mark(layer, output)
         elif not training and layer is self._layers[-1]:
-            self._slots.finish_loads()
+            self._slots.finish_loads()  # the end of an evaluation, after which no backward and maybe no step comes
 
     def give_up(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
         if in_backward():
             return
-        self._user.enter("what changes or reads the host's weights", threading.get_ident())
+        self._one_thread.enter("what changes or reads the host's weights", threading.get_ident())
         try:
             self._give_up()
         finally:
-            self._user.leave()
+            self._one_thread.leave()
 
     def _give_up(self) -> None:
         backward = self._backward() if self._backward is not None else None
@@ -161,16 +168,16 @@ class WeightStream:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
         self._step_layers_before(None)
-        self._slots.finish_loads()
+        self._slots.finish_loads()  # the program may change weights now, in a way that nobody sees
         self._writer.finish()
         if self.steps is not None:
             self.steps.end_backward()
-        self._user.leave()
+        self._one_thread.leave()
 
     def abort_backward(self) -> None:
         """Backward has raised: drop what it left unfinished. Safe from any thread."""
         self._abort_backward()
-        self._user.leave()
+        self._one_thread.leave()
 
     def _abort_backward(self) -> None:
         with self._aborting:
@@ -232,15 +239,16 @@ class WeightStream:
             self.steps.check(layer)
 
     def _enter_backward(self, layer: WeightLayer, call: _Call | None = None) -> None:
-        self._user.enter(f"backward of {layer}", self._thread_of_backward(call))
+        self._one_thread.enter(f"backward of {layer}", self._thread_of_backward(call))
         if self._backward is None or self._backward() is None:
-            self._leave()
+            self._leave()  # a forward that was cut off before its end
             token = _Backward(self)
             torch.autograd.Variable._execution_engine.queue_callback(token)
             self._backward = weakref.ref(token)
         if self._computes is layer:
             if call is None or call is not self._call:
-                # Reentrant checkpoints add each call's gradient to p.grad by itself: rounding demands the same.
+                # Another call of the same layer. Reentrant checkpoints add each call's gradient to p.grad by itself,
+                # and a sum of both on the device would round otherwise.
                 self._write_back(layer)
             self._call = call
             return
@@ -311,7 +319,7 @@ class _Backward:
             try:
                 stream.end_backward()
             except BaseException:
-                self._stream = stream
+                self._stream = stream  # an error or interrupt in here has left a part undone: __del__ ends it
                 raise
 
     def cancel(self) -> None:

@@ -120,7 +120,7 @@ class StreamedWeights:
 
     def stats(self) -> WeightStats:
         """A frozen snapshot of what has moved so far."""
-        return self._counters.snapshot()
+        return WeightStats(**self._counters)
 
     def remove(self) -> None:
         """Take the hooks off the layers and their slots off the device. A second call does nothing.
@@ -150,11 +150,9 @@ class StreamedWeights:
 
     def __repr__(self) -> str:
         kinds = " and ".join(sorted({type(module).__name__ for module in self._modules}))
-        counts = self._counters
-        state = f"{format_bytes(counts.slot_bytes)} on the device" if self._stream else "removed"
-        return (
-            f"StreamedWeights({len(self._modules)} × {kinds}, {format_bytes(counts.weight_bytes)} on the host, {state})"
-        )
+        weights, slots = (format_bytes(self._counters[name]) for name in ("weight_bytes", "slot_bytes"))
+        state = f"{slots} on the device" if self._stream else "removed"
+        return f"StreamedWeights({len(self._modules)} × {kinds}, {weights} on the host, {state})"
 
     def _alive(self) -> WeightStream:
         if self._stream is None:
@@ -237,8 +235,8 @@ def stream_weights(
         counters=counters,
     )
     stream = WeightStream(backend, streamed, slots, writer)
-    counters.weight_bytes = sum(aligned(host.nbytes) for host in known.values())
-    counters.slot_bytes = sum(len(slot.flat) for slot in slots.slots)
+    counters["weight_bytes"] = sum(aligned(host.nbytes) for host in known.values())
+    counters["slot_bytes"] = sum(len(slot.flat) for slot in slots.slots)
     handle = StreamedWeights(modules, streamed, stream, counters)
     handle._buffers = _move_buffers(
         [(inner, name, backend.device) for module in modules for inner in module.modules() for name in inner._buffers]

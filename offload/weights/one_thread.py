@@ -1,4 +1,4 @@
-"""Who uses streamed layers now: one thread of the program at a time.
+"""Refuses a second thread that uses streamed layers while one does.
 
 Two threads would take turns in the same device memory, and each would compute with the other's weights.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 
 
-class User:
+class OneThread:
     """The thread that is in a layer's forward or in a backward, if there is one."""
 
     def __init__(self) -> None:
         self._thread: int | None = None
         self._what = ""
-        self._changing = threading.Lock()
+        self._changing = threading.Lock()  # two threads may enter at the same moment
 
     def enter(self, what: str, thread: int | None) -> None:
         """Let a thread be the user until :meth:`leave`.
