@@ -10,6 +10,7 @@ import torch
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.manual import ManualOffloadSynchronizer
 from offload.base.checks import check_int
+from offload.device.backend import Stream
 from offload.host.limits import HostMemory, WhenFull
 from offload.schedule.schedule import Schedule, SynchronizationDict
 
@@ -25,7 +26,7 @@ def get_cpu_offload_context(
     double_buffering: bool = False,
     manual_synchronization: bool = False,
     retain_pinned_cpu_buffers: bool = False,
-    offload_stream: Any = None,
+    offload_stream: Stream | None = None,
     *,
     synchronization_dict: SynchronizationDict | None = None,
     schedule: Schedule | None = None,

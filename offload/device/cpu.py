@@ -148,9 +148,8 @@ class CpuBackend(Backend):
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why is Wait.UNREAD:
-            cast(
-                "CpuEvent", event
-            ).wait()  # a finalizer asks, whose errors nobody would see; who reads the bytes is told
+            # A finalizer asks, whose errors nobody would see. Who reads the bytes is told.
+            cast("CpuEvent", event).wait()
         else:
             super().wait(stream, event, why)
 

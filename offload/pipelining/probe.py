@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from offload.device.backend import Event
 from offload.device.clock import Clock
 from offload.planning.pipeline_order import Action
 from offload.planning.profile import StageProfile
@@ -24,7 +24,7 @@ class Probe:
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
         self._saved_bytes: dict[int, int] = {}
-        self._marks: defaultdict[tuple[int, str], list[tuple[Any, Any]]] = defaultdict(list)
+        self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:

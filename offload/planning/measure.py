@@ -19,7 +19,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.what_moves import Rules, travellers
 from offload.base.autograd import in_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
-from offload.device.backend import Backend, Stream
+from offload.device.backend import Backend, Event, Stream
 from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
 from offload.host.page_locked import page_locked
@@ -196,7 +196,7 @@ class _Recorder:
             yield
         self._counting = False
 
-    def profile(self, step_marks: list[Any]) -> Profile:
+    def profile(self, step_marks: list[Event]) -> Profile:
         """What was recorded, as a profile."""
         layers = [self._layer_profile(layer) for layer in range(len(self.layers))]
         if not any(layer.saved_bytes for layer in layers):
@@ -232,7 +232,7 @@ class _Recorder:
     def _calls_of(self, layer: int) -> list[_Call]:
         return [call for call in self.calls if call.layer == layer]
 
-    def _median_s(self, marks: Iterable[tuple[Any, Any]]) -> float:
+    def _median_s(self, marks: Iterable[tuple[Event, Event]]) -> float:
         return statistics.median(self.clock.seconds(marks))
 
     def _forward_begins(self, layer: int) -> Callable[..., None]:
