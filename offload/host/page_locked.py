@@ -52,8 +52,12 @@ class _Mapping(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def lock(self, backend: Backend) -> None:
-        backend.page_lock(self.address, len(self))
-        self._locked_by = (backend, os.getpid())
+        self._locked_by = (backend, os.getpid())  # first, as an interrupt may come when the pages are locked already
+        try:
+            backend.page_lock(self.address, len(self))
+        except PageLockError:
+            self._locked_by = None
+            raise
 
     # A default argument, as the names of modules may be gone when a process ends.
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

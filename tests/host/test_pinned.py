@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 from collections.abc import Callable
@@ -107,6 +108,21 @@ def test_memory_that_the_driver_refuses_to_lock_is_not_kept(driver: Driver) -> N
         page_locked(64 * MIB, backend())
     assert not mapped(driver.asked_at[0] + 32 * MIB), "the error keeps the memory alive"
     assert held.value.__cause__ is None
+
+
+def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register(address: int, nbytes: int, device: int) -> None:
+        driver.register(address, nbytes, device)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuda_driver, "register", register)
+    with pytest.raises(KeyboardInterrupt):
+        page_locked(MIB, backend())
+    gc.collect()  # of the traceback
+    assert len(driver.asked_at) == 1
+    assert driver.locked == {}
 
 
 def test_memory_is_locked_for_the_backend_s_device(driver: Driver) -> None:
