@@ -38,6 +38,7 @@ check: lint types
 lint: $(VENV)/develop.stamp
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
 types: $(VENV)/develop.stamp
 	$(PY) -m mypy

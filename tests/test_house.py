@@ -1,7 +1,4 @@
-"""The rooms of ``offload/``: imports run downwards and in no circle, files are short, each room says where to begin.
-
-``docs/explanation/inside.md`` is the map of them.
-"""
+"""The rooms of ``offload/``: imports run downwards and in no circle, files are short, and a page is the map of them."""
 
 from __future__ import annotations
 
@@ -15,14 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "offload"
+MAP = ROOT / "docs" / "explanation" / "map.md"
 FILES = sorted(LIBRARY.rglob("*.py"))
 ROOMS = sorted(path.parent for path in LIBRARY.glob("*/__init__.py"))
 
 LINES_OF_A_FILE = 350
-SPINE = ("activations", "host", "device", "schedule", "base")
-LINES_OF_THE_SPINE = 4_500
-LINES_OF_ALL = 8_000
-
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -53,12 +47,6 @@ def test_a_file_is_read_in_one_sitting(path: Path) -> None:
     assert lines_of(path) <= LINES_OF_A_FILE
 
 
-def test_the_whole_stays_small() -> None:
-    spine = [path for path in FILES if path.relative_to(LIBRARY).parts[0] in SPINE]
-    assert lines_of(*spine) <= LINES_OF_THE_SPINE
-    assert lines_of(*FILES) <= LINES_OF_ALL
-
-
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_a_room_says_what_it_is_for_and_where_to_begin(room: Path) -> None:
     said = ast.get_docstring(ast.parse((room / "__init__.py").read_text("utf-8")))
@@ -73,3 +61,32 @@ def test_a_room_says_what_it_is_for_and_where_to_begin(room: Path) -> None:
 def test_a_room_has_no_names_of_its_own(room: Path) -> None:
     """Each name has one place. ``offload.pipelining`` is imported by users."""
     (_docstring,) = ast.parse((room / "__init__.py").read_text("utf-8")).body
+
+
+# The map.
+
+
+def named(text: str) -> set[str]:
+    """The files and folders that a page names."""
+    return set(re.findall(r"`([\w./]+(?:\.\w+|/))`", text))
+
+
+def test_what_the_map_names_is_there() -> None:
+    names = named(MAP.read_text("utf-8"))
+    paths = {name for name in names if name.endswith((".py", ".sh", "/"))}
+    assert len(paths) > 50
+    assert not [name for name in sorted(paths) if not (LIBRARY / name).exists() and not (ROOT / name).exists()]
+
+
+def test_everything_is_on_the_map() -> None:
+    """Each file of the library is named, or the room that it is in."""
+    names = named(MAP.read_text("utf-8"))
+    places = {path: path.relative_to(LIBRARY) for path in FILES}
+    assert not [
+        place for place in places.values() if place.as_posix() not in names and f"{place.parent.name}/" not in names
+    ]
+
+
+def test_the_picture_shows_the_rooms() -> None:
+    picture = (ROOT / "docs/_static/figures/rooms.svg").read_text("utf-8")
+    assert not [room.name for room in ROOMS if f">{room.name}</text>" not in picture]

@@ -368,6 +368,7 @@ def test_copies_are_not_offloaded(duplicate: Callable[[nn.Module], nn.Module], d
     assert_same(expected, step_gradients(copied, x))
 
 
+@pytest.mark.slow
 def test_copies_of_a_checkpointed_llama(transformers: Any, device: torch.device) -> None:
     model = llama(transformers, device)
     tokens = torch.arange(24, device=device).view(2, 12) % 64

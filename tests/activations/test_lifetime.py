@@ -257,6 +257,7 @@ def test_forward_without_backward_a_hundred_times(lab: Lab) -> None:
     assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", range(LAYERS))
 @pytest.mark.parametrize("where", ["between", "at the start", "at the end"])
 def test_exception_in_the_middle_of_forward(where: str, failing: int, lab: Lab) -> None:

@@ -466,6 +466,7 @@ def test_compiled_layers(device: torch.device) -> None:
     assert_on_time(offloaded)
 
 
+@pytest.mark.slow
 def test_hooks_are_not_compiled(device: torch.device, lab: Lab) -> None:
     """The compiler leaves PyTorch's own modules to the interpreter, and looks at all that is called from there."""
     lab.slow()  # else it finds the delays of the tests
@@ -489,6 +490,7 @@ def test_hooks_are_not_compiled(device: torch.device, lab: Lab) -> None:
     assert called <= {torch._C._nn.linear, torch._C._nn.gelu}
 
 
+@pytest.mark.slow
 def test_compiled_layers_with_hooks(device: torch.device) -> None:
     layers, x = build("decoder", 3, device)
     for layer in layers:

@@ -90,6 +90,7 @@ def compiled_layers(model: Model) -> Callable[[torch.Tensor], Any]:
     return model
 
 
+@pytest.mark.slow
 # Where a graph breaks in a function, the compiler looks at the results of layers, which are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compiled", [compiled_model, compiled_step, compiled_in_place, compiled_layers])

@@ -115,6 +115,7 @@ def test_two_modules_must_not_have_the_same_block(monkeypatch):
         results.merged("BLOCKS")
 
 
+@pytest.mark.slow
 def test_check_names_what_is_out_of_date(blocks, tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     page.write_text("<!-- table: link -->\n<!-- /table -->\n", "utf-8")

@@ -46,6 +46,7 @@ def test_says_whether_losses_are_identical():
     ]
 
 
+@pytest.mark.slow
 def test_draws_each_step_and_the_limits(tmp_path):
     path = tmp_path / "drawn.svg"
     record = copy.deepcopy(RECORD)

@@ -750,6 +750,7 @@ def random_loop(choice: random.Random) -> list[Callable[[Loop, random.Random], N
     return actions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [sgd, adam, fused, Counting])
 def test_any_loop_is_the_same_or_refused(make: Make, device: torch.device) -> None:
     ended = 0

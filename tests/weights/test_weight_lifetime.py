@@ -83,6 +83,7 @@ class Failing(GptBlock):
         raise self.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("number", range(LAYERS))
 @pytest.mark.parametrize("where", ["before", "after", "backward", "backward inside"])

@@ -309,6 +309,7 @@ def test_autocast(device: torch.device) -> None:
     check(*build("decoder", LAYERS, device), forward, microbatches=2)
 
 
+@pytest.mark.slow
 def test_compiled_layers(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
     for layer in layers:
@@ -415,6 +416,7 @@ def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch
 # How layers are called.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [2, 0, 1], [0, 2], [1], [0, 1, 2, 1, 0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_order_of_calls(order: list[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -147,11 +147,67 @@ def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, 
     ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
 
 
+# The rooms, from the top down: each may import what is below it.
+WINGS = (
+    ("pipelining", "torch's pipelines"),
+    ("planning", "how much"),
+    ("weights", "weights on the host"),
+    ("observe", "what happened"),
+)
+SPINE = (
+    ("activations", "what moves, and who says so"),
+    ("host", "how: page-locked memory"),
+    ("device", "how: streams, events, copies"),
+    ("schedule", "when: points and schedules, pure data"),
+    ("base", "what all of them need: a layer's events, checks, units"),
+)
+
+
+def rooms_figure() -> Figure:
+    """The rooms as a house: the spine in storeys, the wings above it."""
+    figure = new_figure((7.2, 4.4))
+    ax = figure.subplots()
+    ax.set_axis_off()
+    width, height, gap = 8.0, 0.62, 0.18
+    for index, (name, text) in enumerate(reversed(SPINE)):
+        _draw_room(ax, 0.0, index * (height + gap), width, height, name, text, COLORS["forward"])
+    foot = len(SPINE) * (height + gap)
+    ax.text(0.0, foot + 0.02, "spine", color=INK, fontsize=9, va="center_baseline")
+    ax.plot((0.75, width), (foot, foot), color=INK, linewidth=1.0, linestyle=(0.0, (4.0, 3.0)))
+    pitch = (width + gap) / len(WINGS)
+    for index, (name, text) in enumerate(WINGS):
+        _draw_room(ax, index * pitch, foot + 0.3, pitch - gap, 0.85, name, text, COLORS["offload"])
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
+    middle = [index * pitch + (pitch - gap) / 2 for index in range(len(WINGS))]
+    top = foot + 0.3 + 0.85
+    for source, target, bend in ((0, 1, -0.4), (1, 3, -0.25)):
+        arrow = {**style, "connectionstyle": f"arc3,rad={bend}"}
+        ax.annotate("", xy=(middle[target], top), xytext=(middle[source], top), arrowprops=arrow)
+    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, top), arrowprops=style)
+    ax.text(width + 0.4, top / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
+    ax.text(0.0, top + 0.45, "wings", color=INK, fontsize=9, va="center_baseline")
+    ax.set_xlim(-0.1, width + 0.8)
+    ax.set_ylim(-0.1, top + 0.7)
+    return figure
+
+
+def _draw_room(ax: Axes, x: float, y: float, width: float, height: float, name: str, text: str, color: str) -> None:
+    shape = "round,pad=0,rounding_size=0.08"
+    ax.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor="none", edgecolor=color, linewidth=1.4))
+    if height > 0.7:  # a narrow room: its name above its text
+        _centered(ax, x + width / 2, y + 0.68 * height, name, INK, 10.0, "bold")
+        _centered(ax, x + width / 2, y + 0.3 * height, text, INK, 8.5)
+    else:
+        ax.text(x + 0.2, y + height / 2, name, color=INK, fontsize=10, weight="bold", va="center_baseline")
+        ax.text(x + 2.0, y + height / 2, text, color=INK, fontsize=9, va="center_baseline")
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "schedule_2_of_5": lambda: schedule_figure(2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
     "schedule_3_of_5": lambda: schedule_figure(3, 5, "3 of 5 layers offloaded: compute waits for releases"),
     "streams": streams_figure,
     "states": states_figure,
+    "rooms": rooms_figure,
 }
 
 
