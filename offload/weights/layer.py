@@ -43,8 +43,6 @@ class WeightLayer:
         self.kind = type(module).__name__
         self.rank = -1
         """The position among the layers that have parameters."""
-        self.slot = -1
-        """The number of the slot that the layer is always loaded into."""
         self.needs_backward = True
         """Whether the last training forward gave an output that needs a gradient."""
         found = dict(module.named_parameters())  # each once
@@ -68,10 +66,9 @@ class WeightLayer:
         self.stand_ins: list[StandIn] = []
         self._stream: object = None
 
-    def bind(self, slot: int, flat: torch.Tensor) -> None:
-        """Make the stand-ins over ``flat``, the device memory of slot number ``slot``."""
-        self.slot = slot
-        exclude(flat, "parameter")
+    def bind(self, flat: torch.Tensor) -> None:
+        """Make the stand-ins over ``flat``, the device memory of the slot that the layer is always loaded into."""
+        exclude(flat, "parameter")  # or the offloading of activations would move weights that autograd saves
         start = 0
         for host, places in zip(self.parameters, self._places, strict=True):
             self.stand_ins.append(StandIn(host, places, flat[start : start + host.nbytes]))

@@ -36,13 +36,11 @@ class Slot:
     """Device memory for one layer at a time.
 
     Args:
-        number: Which slot.
         nbytes: Of the largest layer that uses it.
         backend: What allocates it.
     """
 
-    def __init__(self, number: int, nbytes: int, backend: Backend) -> None:
-        self.number = number
+    def __init__(self, nbytes: int, backend: Backend) -> None:
         self.flat = backend.empty(nbytes)
         self.layer: WeightLayer | None = None
         """Whose weights it holds, or will hold once ``loaded``."""
@@ -72,15 +70,11 @@ class WeightSlots:
         self._layers = layers
         self._counters = counters
         _, self._h2d_stream = backend.copy_streams
+        turns = (layers[number::num_slots] for number in range(min(num_slots, len(layers))))
+        self.slots = [Slot(max(layer.nbytes for layer in taking), backend) for taking in turns]
         for rank, layer in enumerate(layers):
             layer.rank = rank
-        self.slots = []
-        for number in range(min(num_slots, len(layers))):
-            tenants = layers[number::num_slots]
-            slot = Slot(number, max(layer.nbytes for layer in tenants), backend)
-            for layer in tenants:
-                layer.bind(number, slot.flat)
-            self.slots.append(slot)
+            layer.bind(self._slot_of(layer).flat)
 
     def acquire(self, layer: WeightLayer, *, fresh: bool) -> None:
         """Let compute have the layer's weights, loading them now if nobody has done so ahead.
@@ -95,11 +89,11 @@ class WeightSlots:
             self._load(layer)
         trace.point("wait", layer.number)
         # Compute alone waits; the host goes on and queues the layer's operations behind the load.
-        self._backend.wait(self._backend.compute_stream(), self.slots[layer.slot].loaded, WeightWait.LOADED)
+        self._backend.wait(self._backend.compute_stream(), self._slot_of(layer).loaded, WeightWait.LOADED)
 
     def release(self, layer: WeightLayer) -> None:
         """Compute has queued all that it does with the layer for now."""
-        self.slots[layer.slot].used = self._backend.compute_stream().record_event()
+        self._slot_of(layer).used = self._backend.compute_stream().record_event()
 
     def prefetch(self, after: WeightLayer, *, step: int) -> None:
         """Queue the loads of the layers that come after this one, as many as there are other slots.
@@ -130,12 +124,15 @@ class WeightSlots:
                 # Else the copy would bring a mixture of old and new values to the device.
                 self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
 
+    def _slot_of(self, layer: WeightLayer) -> Slot:
+        return self.slots[layer.rank % len(self.slots)]
+
     def _holds(self, layer: WeightLayer, *, fresh: bool) -> bool:
-        slot = self.slots[layer.slot]
+        slot = self._slot_of(layer)
         return slot.layer is layer and slot.version == layer.version() and (slot.fresh or not fresh)
 
     def _load(self, layer: WeightLayer) -> None:
-        slot = self.slots[layer.slot]
+        slot = self._slot_of(layer)
         if self._backend.poison:
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()

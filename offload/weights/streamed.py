@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,10 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
-"""What an optimizer's step may be about to change."""
-
-_watching: list[RemovableHandle] = []
-"""The hook that all optimizers run before a step, from the first stream on."""
+"""What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
 
 
 class StreamedWeights:
@@ -100,14 +98,14 @@ class StreamedWeights:
     def no_step(self) -> Iterator[None]:
         """Inside the block, backward adds to gradients and steps nothing; see :meth:`step_in_backward`."""
         steps = self._alive().steps
-        before = steps is not None and steps.enabled
-        if steps is not None:
-            steps.enabled = False
+        if steps is None:
+            yield
+            return
+        before, steps.enabled = steps.enabled, False
         try:
             yield
         finally:
-            if steps is not None:
-                steps.enabled = before
+            steps.enabled = before
 
     def synchronize(self) -> None:
         """Block until no copy reads the host's weights; the next forward loads them anew.
@@ -308,14 +306,15 @@ def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tu
     return origins
 
 
+@cache
 def _watch_optimizers() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    """Have all optimizers run a hook before a step, from the first stream on."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_part(optimizer):
-        return
+        return  # the worker steps it, which must not wait for itself; or the optimizer that it is the rest of was here
     for stream in list(_streams):
         if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):
             stream.settle()
