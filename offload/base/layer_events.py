@@ -1,12 +1,233 @@
-"""A list of layers, and hooks on each of them, for offloading and for weight streaming."""
+"""The events of a layer: one set of hooks per layer, for every part of the library that follows layers.
+
+A layer's forward begins; it returns, raises, or is cut off by an interrupt; backward may run it once more to compute
+again what was not saved. A part of the library is told by a :class:`LayerListener` on each layer. When a layer's
+backward begins, a listener learns from the output: see :func:`offload.base.autograd.before_backward`.
+
+PyTorch's module hooks are where this comes from, with three things that they leave to us:
+
+- After ``KeyboardInterrupt`` PyTorch calls no hooks. So a forward may begin without an end of the one before, of this
+  layer or another, and listeners tidy up then, or when the user asks for something.
+- Layers of older Hugging Face models checkpoint their whole call: the hooks run inside of the checkpoint, which has
+  saved the layer's inputs by then. Such a layer begins and ends around its checkpoint function.
+- Hooks are copied and pickled with their module; the copy's do nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+
+from offload.base.autograd import in_backward, next_node
+from offload.base.compiler import forget_compiled, interpreted
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class Turn(IntEnum):
+    """Which listener on a layer is told first that a forward begins, and last that it has ended.
+
+    Weights have to be there before anything else happens, and measuring comes last, so that it measures the layer
+    and not what the other two do. It makes no difference who was attached first.
+    """
+
+    WEIGHTS = 0
+    ACTIVATIONS = 1
+    MEASURING = 2
+
+
+class LayerCall:
+    """One run of a layer's forward, which begins now.
+
+    Args:
+        training: Whether the module is in training mode.
+        hooks_to_come: As :attr:`hooks_to_come`.
+    """
+
+    def __init__(self, *, training: bool, hooks_to_come: int = 0) -> None:
+        self.training = training
+        self.recomputes = in_backward()
+        """Whether backward runs it, to compute again what was not saved."""
+        self.first_node = next_node()
+        """The number of the first node that autograd makes in it."""
+        self.hooks_to_come = hooks_to_come
+        """How many of the two module hooks are still to run, where the layer began around a checkpoint of its call."""
+        self.told: list[LayerListener] = []
+        """Who has been told that it begins, and so has to be told that it ends."""
+        self._handled_error = sys.exception()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the forward, which ends now, has raised: the program may be handling another error around it."""
+        return sys.exception() is not self._handled_error
+
+
+class LayerListener:
+    """What a part of the library does at the events of one layer: here, nothing."""
+
+    turn: ClassVar[Turn]
+    device: torch.device | None = None
+    """Where the layer computes, if the listener sees to that."""
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        """The forward begins; the one before may have been cut off without an end.
+
+        Args:
+            call: Handed to the following methods, too.
+            inputs: Its arguments.
+        """
+
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        """The forward has returned, or ``failed``; also called where :meth:`begin_forward` itself has raised."""
+
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        """The forward has not failed, and every listener has been told of its end: the output can be marked.
+
+        The order is that of :meth:`begin_forward`, and so is then that in which backward's beginning is told.
+        """
+
+    def before_state_dict(self) -> None:
+        """The layer's parameters are about to be read."""
+
+    def before_load(self) -> None:
+        """The layer's parameters are about to be changed by ``load_state_dict``."""
+
+
+Kind = TypeVar("Kind", bound=LayerListener)
+
+
+class Attachment(AbstractContextManager["Attachment"]):
+    """Listeners on layers, until :meth:`remove` or the end of the block.
+
+    Args:
+        layers: The layers.
+        listeners: One for each.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener]) -> None:
+        self._attached = list(zip(layers, listeners, strict=True))
+        for layer, listener in self._attached:
+            (_events_of(layer) or _LayerEvents(layer)).add(listener)
+        forget_compiled()
+
+    def remove(self) -> None:
+        """Take the listeners off. A second call does nothing."""
+        attached, self._attached = self._attached, []
+        for layer, listener in attached:
+            events = _events_of(layer)
+            if events is not None:
+                events.drop(layer, listener)
+        if attached:
+            forget_compiled()
+
+    def __bool__(self) -> bool:
+        """Whether they are still there."""
+        return bool(self._attached)
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def listeners_on(layer: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """The listeners of this kind on the layer."""
+    events = _events_of(layer)
+    return [] if events is None else [listener for listener in events.listeners if isinstance(listener, kind)]
+
+
+def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
+    """Where these layers compute, if a listener on one of them sees to that: streamed weights are elsewhere."""
+    devices = (listener.device for layer in layers for listener in listeners_on(layer, LayerListener))
+    return next((device for device in devices if device is not None), None)
+
+
+class _LayerEvents:
+    """The listeners of one layer, and the hooks that tell them.
+
+    It holds no reference to the layer, which holds it: a model that goes needs no garbage collector.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.listeners: list[LayerListener] = []
+        """In their turns."""
+        self._running: dict[tuple[int, bool], LayerCall] = {}
+        """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
+        self._hooks: list[RemovableHandle] = [
+            layer.register_forward_pre_hook(_BeginForward(self), with_kwargs=True, prepend=True),
+            layer.register_forward_hook(_EndForward(self), always_call=True),
+            layer.register_state_dict_pre_hook(_BeforeStateDict(self)),
+            layer.register_load_state_dict_pre_hook(_BeforeLoad(self)),
+        ]
+        _Checkpoint.wrap(layer, self)
+
+    def add(self, listener: LayerListener) -> None:
+        """Tell one more listener."""
+        self.listeners = sorted([*self.listeners, listener], key=lambda listener: listener.turn)
+
+    def drop(self, layer: nn.Module, listener: LayerListener) -> None:
+        """Tell this listener nothing more; the hooks go with the last one."""
+        self.listeners = [other for other in self.listeners if other is not listener]
+        if not self.listeners:
+            for hook in self._hooks:
+                hook.remove()
+            _Checkpoint.unwrap(layer)
+
+    def begin(self, inputs: object, *, training: bool, hooks_to_come: int = 0) -> None:
+        """A forward begins."""
+        call = LayerCall(training=training, hooks_to_come=hooks_to_come)
+        self._running[threading.get_ident(), call.recomputes] = call
+        for listener in self.listeners:
+            call.told.append(listener)  # first: one that fails half-way has something to end
+            listener.begin_forward(call, inputs)
+
+    def end(self, output: object, *, training: bool) -> None:
+        """It has returned or raised."""
+        call = self._running.pop((threading.get_ident(), in_backward()), None)
+        if call is None:
+            # A hook of the program's has raised before ours was called, or the layer has called itself.
+            call = LayerCall(training=training)
+            call._handled_error = None
+            call.told = self.listeners
+        failed = call.failed
+        with ExitStack() as ends:  # calls the last first, and each, even if one raises
+            for listener in call.told:
+                ends.callback(listener.end_forward, call, failed=failed)
+        if not failed:
+            for listener in call.told:
+                listener.forward_returned(call, output)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the layer's hooks have told of a forward that has not ended."""
+        call = self._running.get((threading.get_ident(), False))
+        return call is not None and call.hooks_to_come < _BOTH_HOOKS
+
+    def told_by_checkpoint(self, hooks_to_come: int) -> bool:
+        """Whether the checkpoint function around a hook has told what it is about to tell.
+
+        Counting down, and not a flag, makes sure that what an interrupt leaves here ends with the layer's next call.
+        """
+        call = None if in_backward() else self._running.get((threading.get_ident(), False))
+        if call is None or call.hooks_to_come != hooks_to_come:
+            return False
+        call.hooks_to_come -= 1
+        return True
+
+
+_BOTH_HOOKS = 2
+_LAST_HOOK = 1
+
+
+def _events_of(layer: nn.Module) -> _LayerEvents | None:
+    hooks = layer._forward_pre_hooks.values()
+    return next((hook.events for hook in hooks if isinstance(hook, _BeginForward)), None)
 
 
 class _Hook:
@@ -19,60 +240,89 @@ class _Hook:
         )
 
 
-class LayerHook(_Hook):
-    """A module hook that copies and pickles as one that does nothing."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
-
-
 class _Inert(_Hook):
-    """What a layer hook becomes in a copy of its module."""
+    """What a hook becomes in a copy of its module."""
 
     def __call__(self, *args: Any) -> None:
         return None
 
 
-def hooks_on(module: nn.Module, kind: type[LayerHook]) -> list[Any]:
-    """The hooks of this kind that run before the module's forward."""
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kind)]
+class _EventHook(_Hook):
+    """A module hook that copies and pickles as one that does nothing."""
+
+    def __init__(self, events: _LayerEvents) -> None:
+        self.events = events
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Inert, ())
 
 
-def check_layers(layers: Iterable[nn.Module], kind: type[LayerHook], done: str, called_twice: str) -> list[nn.Module]:
-    """The layers as a list, if hooks of this kind can be put on them.
+class _BeginForward(_EventHook):
+    @interpreted
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        _Checkpoint.wrap(module, self.events)  # the program may have turned checkpointing on since
+        if not self.events.told_by_checkpoint(_BOTH_HOOKS):
+            self.events.begin((args, kwargs), training=module.training)
 
-    Args:
-        layers: What the user gave.
-        kind: A hook on a layer means that a handle has it already.
-        done: What such a handle has done to it, for messages.
-        called_twice: What about a layer that forward calls twice, for messages.
 
-    Raises:
-        TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
-        ValueError: There are no layers, or one is listed twice, inside another or has such hooks already.
-    """
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
-    modules = list(layers)
-    if not modules:
-        raise ValueError("layers must hold at least one module, got none")
-    for number, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
-                "hooks; pass the layers that it was made of, and train with those."
-            )
-        if hooks_on(module, kind):
-            raise ValueError(
-                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle"
-            )
-    if len(set(modules)) < len(modules):
-        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
-    for number, module in enumerate(modules):
-        inside = set(module.modules()) - {module}
-        nested = [other for other, listed in enumerate(modules) if listed in inside]
-        if nested:
-            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
-    return modules
+class _EndForward(_EventHook):
+    @interpreted
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.events.told_by_checkpoint(_LAST_HOOK):
+            self.events.end(output, training=module.training)
+
+
+class _BeforeStateDict(_EventHook):
+    def __call__(self, *args: Any) -> None:
+        for listener in self.events.listeners:
+            listener.before_state_dict()
+
+
+class _BeforeLoad(_EventHook):
+    def __call__(self, *args: Any) -> None:
+        for listener in self.events.listeners:
+            listener.before_load()
+
+
+class _Checkpoint:
+    """A Hugging Face layer's checkpoint function, which begins and ends the layer if it is called around it."""
+
+    ATTRIBUTE = "_gradient_checkpointing_func"
+
+    def __init__(self, function: Callable[..., object], events: _LayerEvents) -> None:
+        self.function = function
+        self.events = events
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        events = self.events
+        if events.runs or in_backward():
+            # The layer's forward calls it, inside of the hooks, as in newer models.
+            return self.function(*args, **kwargs)
+        output = None
+        try:  # before the first event, so that an interrupt at any place ends what has begun
+            events.begin((args, kwargs), training=True, hooks_to_come=_BOTH_HOOKS)
+            output = self.function(*args, **kwargs)
+        finally:
+            events.end(output, training=True)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_same, (self.function,))
+
+    @classmethod
+    def wrap(cls, module: nn.Module, events: _LayerEvents) -> None:
+        """Let the layer's checkpoint function tell, if it has one now."""
+        function = getattr(module, cls.ATTRIBUTE, None)
+        if function is not None and not isinstance(function, cls):
+            setattr(module, cls.ATTRIBUTE, cls(function, events))
+
+    @classmethod
+    def unwrap(cls, module: nn.Module) -> None:
+        """Undo :meth:`wrap`."""
+        function = getattr(module, cls.ATTRIBUTE, None)
+        if isinstance(function, cls):
+            setattr(module, cls.ATTRIBUTE, function.function)
+
+
+def _same(function: Callable[..., object]) -> Callable[..., object]:
+    return function

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.what_moves import Rules, travellers
-from offload.base.autograd import in_backward, tensors_in
+from offload.base.autograd import before_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
+from offload.base.layers import check_layers
 from offload.device.backend import Backend, Event, Stream
 from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
@@ -119,14 +122,14 @@ def profile_layers(
         of one. On an accelerator, the allocator is asked to forget earlier peaks.
     """
     check_int("steps", steps, least=1)
-    recorder = _Recorder(list(layers), resolve_device(device), parse_min_bytes(min_bytes))
-    if not recorder.layers:
-        raise ValueError("layers must hold at least one module, got none")
-    with recorder.attached():
+    modules = check_layers(layers, _MeasuredLayer, "measured", "cannot be measured")
+    recorder = _Recorder(len(modules), resolve_device(device), parse_min_bytes(min_bytes))
+    listeners = [_MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
+    with recorder.hooks, Attachment(modules, listeners):
         step()
         with recorder.counting():
             step()
-        recorder.calls.clear()
+        recorder.passes.clear()
         marks = [recorder.clock.mark()]
         for _ in range(steps):
             step()
@@ -135,62 +138,42 @@ def profile_layers(
 
 
 @dataclass
-class _Call:
+class _Pass:
     """One microbatch's pass through one layer, with the marks at its four ends."""
 
     layer: int
+    ends_with_input: bool
     forward_start: Any = None
     forward_end: Any = None
     backward_start: Any = None
     backward_end: Any = None
-    input_needs_grad: bool = False
 
 
 class _Recorder:
-    """Hooks on the layers, and what they have seen."""
+    """What the layers have told, and what they have saved."""
 
-    def __init__(self, layers: list[torch.nn.Module], device: torch.device, min_bytes: int) -> None:
-        self.layers = layers
-        self.calls: list[_Call] = []
+    def __init__(self, num_layers: int, device: torch.device, min_bytes: int) -> None:
+        self.passes: list[_Pass] = []
         self.clock = Clock(device)
+        self.hooks = ExitStack()
+        """Takes the hooks on inputs and parameters off."""
         self._device = device
         self._rules = Rules(device, min_bytes)
-        self._open: list[_Call] = []
-        """Calls whose forward runs now."""
-        self._ended_by_parameters: dict[int, _Call] = {}
-        """Per layer the call whose backward runs, if its input needs no gradient."""
+        self.running: int | None = None
+        """The layer whose forward runs now."""
         self._counting = False
         self._counted: set[int] = set()
-        self._sets: list[dict[int, int]] = [{} for _ in layers]
+        self._sets: list[dict[int, int]] = [{} for _ in range(num_layers)]
         """Per layer the bytes of each storage that it saves, by the storage's address, in order."""
         self._start_bytes = 0
-        self._peak_bytes = [0] * len(layers)
+        self._peak_bytes = [0] * num_layers
         """Per layer the most device memory while it ran, above that at the step's start."""
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Record each layer's calls."""
-        with ExitStack() as hooks:
-            self._hooks = hooks
-            for layer, module in enumerate(self.layers):
-                begins, accumulated = self._forward_begins(layer), self._accumulated(layer)
-                for handle in (
-                    module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
-                    module.register_forward_hook(self._forward_ends),
-                    *(
-                        parameter.register_post_accumulate_grad_hook(accumulated)
-                        for parameter in module.parameters()
-                        if parameter.requires_grad
-                    ),
-                ):
-                    hooks.callback(handle.remove)
-            yield
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what each layer saves, and on an accelerator what it needs beside that."""
         self._counting = True
-        if self._device.type != "cpu":
+        if self._reads_memory:
             self._start_bytes = torch.accelerator.memory_allocated(self._device)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
@@ -198,23 +181,23 @@ class _Recorder:
 
     def profile(self, step_marks: list[Event]) -> Profile:
         """What was recorded, as a profile."""
-        layers = [self._layer_profile(layer) for layer in range(len(self.layers))]
+        layers = [self._layer_profile(layer) for layer in range(len(self._sets))]
         if not any(layer.saved_bytes for layer in layers):
             raise ValueError(
                 f"no layer saved at least min_bytes = {self._rules.min_bytes} bytes at once on {self._device}; "
                 "lower min_bytes, or profile the layers before they are offloaded."
             )
-        last = self._calls_of(len(self.layers) - 1)
-        loss_s = self._median_s((call.forward_end, call.backward_start) for call in last)
+        last = self._passes_of(len(self._sets) - 1)
+        loss_s = self._median_s((one.forward_end, one.backward_start) for one in last)
         step_s = self._median_s(pairwise(step_marks))
         microbatches = len(last) / (len(step_marks) - 1)
         in_layers_s = sum(layer.forward_s + layer.backward_s for layer in layers)
         return Profile(tuple(layers), loss_s, max(0.0, step_s / microbatches - in_layers_s - loss_s))
 
     def _layer_profile(self, layer: int) -> LayerProfile:
-        calls = self._calls_of(layer)
+        passes = self._passes_of(layer)
         for what in ("forward", "backward"):
-            if not calls or any(getattr(call, f"{what}_end") is None for call in calls):
+            if not passes or any(getattr(one, f"{what}_end") is None for one in passes):
                 raise ValueError(
                     f"layer {layer} must run forward and backward in step(), but its {what} did not; pass "
                     "the modules that the model calls, and let step call backward()."
@@ -222,91 +205,46 @@ class _Recorder:
         tensors = tuple(self._sets[layer].values())
         resident_bytes = sum(sum(tensors.values()) for tensors in self._sets[: layer + 1])
         return LayerProfile(
-            self._median_s((call.forward_start, call.forward_end) for call in calls),
-            self._median_s((call.backward_start, call.backward_end) for call in calls),
+            self._median_s((one.forward_start, one.forward_end) for one in passes),
+            self._median_s((one.backward_start, one.backward_end) for one in passes),
             sum(tensors),
             tensors,
             max(0, self._peak_bytes[layer] - resident_bytes),
         )
 
-    def _calls_of(self, layer: int) -> list[_Call]:
-        return [call for call in self.calls if call.layer == layer]
+    @property
+    def _reads_memory(self) -> bool:
+        return self._counting and self._device.type != "cpu"
+
+    def _passes_of(self, layer: int) -> list[_Pass]:
+        return [one for one in self.passes if one.layer == layer]
 
     def _median_s(self, marks: Iterable[tuple[Event, Event]]) -> float:
         return statistics.median(self.clock.seconds(marks))
 
-    def _forward_begins(self, layer: int) -> Callable[..., None]:
-        def hook(_: torch.nn.Module, args: object, kwargs: object) -> None:
-            if not _is_training_pass():
-                return
-            call = _Call(layer)
-            self.calls.append(call)
-            self._open.append(call)
-            self._watch_input(call, (args, kwargs))
-            self._forget_peak()
-            call.forward_start = self.clock.mark()
-
-        return hook
-
-    def _forward_ends(self, _module: torch.nn.Module, _args: object, output: object) -> None:
-        if not _is_training_pass():
-            return
-        call = self._open.pop()
-        call.forward_end = self.clock.mark()
-        self._read_peak(call.layer)
-        self._counted.update({call.layer} if self._counting else ())
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self._backward_begins(call))
-
-    def _backward_begins(self, call: _Call) -> None:
-        if call.backward_start is None:
-            self._forget_peak()
-            call.backward_start = self.clock.mark()
-            if not call.input_needs_grad:
-                self._ended_by_parameters[call.layer] = call
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(lambda: self._ends_at_last(call))
-
-    def _ends_at_last(self, call: _Call) -> None:
-        if call.backward_end is None:
-            self._backward_ends(call)
-
-    def _backward_ends(self, call: _Call) -> None:
-        call.backward_end = self.clock.mark()
-        self._read_peak(call.layer)
-
-    def _watch_input(self, call: _Call, inputs: object) -> None:
-        def complete(_: object) -> None:
-            self._ends_at_last(call)
-
-        tensor = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
-        call.input_needs_grad = tensor is not None
-        if tensor is not None and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(complete)
-        elif tensor is not None:
-            self._hooks.callback(tensor.register_hook(complete).remove)
-
-    def _accumulated(self, layer: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            call = self._ended_by_parameters.get(layer)
-            if call is not None:
-                self._backward_ends(call)
-
-        return hook
-
-    def _forget_peak(self) -> None:
-        if self._counting and self._device.type != "cpu":
+    def begin(self) -> Event:
+        """The mark of something that begins, forward or backward of a layer."""
+        if self._reads_memory:
             torch.accelerator.reset_peak_memory_stats(self._device)
+        return self.clock.mark()
 
-    def _read_peak(self, layer: int) -> None:
-        if self._counting and self._device.type != "cpu":
+    def end(self, layer: int) -> Event:
+        """The mark of its end."""
+        mark = self.clock.mark()
+        if self._reads_memory:
             above_bytes = torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
             self._peak_bytes[layer] = max(self._peak_bytes[layer], above_bytes)
+        return mark
+
+    def end_forward(self, layer: int) -> Event:
+        """The mark of the end of a layer's forward, whose activation set is complete."""
+        self.running = None
+        self._counted.update({layer} if self._counting else ())
+        return self.end(layer)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._open and self._open[-1].layer not in self._counted:
-            self._count(tensor, self._open[-1].layer)
+        if self.running is not None and self.running not in self._counted:
+            self._count(tensor, self.running)
         # A result of the operation that saves it would own itself through the graph: give an alias.
         return tensor if tensor.is_leaf else tensor.detach()
 
@@ -320,6 +258,62 @@ class _Recorder:
             self._sets[layer].setdefault(storage._cdata, storage.nbytes())
 
 
-def _is_training_pass() -> bool:
-    """Whether a layer's forward counts: not in evaluation, and not when backward recomputes it."""
-    return torch.is_grad_enabled() and not in_backward()
+class _MeasuredLayer(LayerListener):
+    """Tells the recorder when a layer's forward and backward begin and end, in training."""
+
+    turn = Turn.MEASURING
+
+    def __init__(self, recorder: _Recorder, number: int, module: torch.nn.Module) -> None:
+        self._recorder = recorder
+        self._number = number
+        # A hook on a streamed parameter would make backward wait for its gradient.
+        self._parameters = list(module.parameters()) if compute_device([module]) is None else []
+        self._passing: _Pass | None = None
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        self._passing = None
+        if call.recomputes or not torch.is_grad_enabled():
+            return
+        first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
+        self._passing = passing = _Pass(self._number, ends_with_input=first is not None)
+        if first is not None:
+            hook = first.register_hook(lambda _: self._end_backward(passing))
+            self._recorder.hooks.callback(hook.remove)
+        self._recorder.passes.append(passing)
+        self._recorder.running = self._number
+        passing.forward_start = self._recorder.begin()
+
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        if self._passing is not None:
+            self._passing.forward_end = self._recorder.end_forward(self._number)
+
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        if self._passing is not None:
+            before_backward(output, call.first_node, partial(self._begin_backward, self._passing))
+
+    def _begin_backward(self, passing: _Pass, _: object) -> None:
+        if passing.backward_start is not None:
+            return  # another output had its gradient first
+        passing.backward_start = self._recorder.begin()
+        if passing.ends_with_input:
+            return
+
+        def one_more(_: object) -> None:
+            passing.backward_end = self._recorder.end(self._number)
+
+        hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
+        for hook in hooks:
+            self._recorder.hooks.callback(hook.remove)  # of a backward that fails
+
+        def finish() -> None:
+            for hook in hooks:
+                hook.remove()
+            self._end_backward(passing)
+
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(finish)
+
+    def _end_backward(self, passing: _Pass) -> None:
+        # A leaf that is the input of several passes tells each of them of each gradient.
+        if passing.backward_start is not None and passing.backward_end is None:
+            passing.backward_end = self._recorder.end(self._number)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from offload.base import trace
-from offload.base.autograd import before_backward, in_backward, next_node, tensors_in
+from offload.base.autograd import before_backward, in_backward, tensors_in
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
@@ -66,20 +66,12 @@ class WeightStream:
         self._one_thread = OneThread()
         self._last = -1
         """The number of the layer whose forward began last."""
-        self._sequence = 0
-        """Of autograd's nodes, the first that the layer's forward may have made."""
         for layer in layers:
             layer.renew(backend.compute_stream_id())
 
     def begin_forward(self, layer: WeightLayer) -> None:
-        """A layer's forward begins, or its recomputation in backward."""
-        if in_backward():
-            self._refuse_stepped(layer)
-            self._enter_backward(layer)
-            self._sequence = next_node()
-            return
+        """A layer's forward begins."""
         self._one_thread.enter(f"forward of {layer}", threading.get_ident())
-        self._sequence = next_node()
         self._give_up()
         self._refuse_stepped(layer)
         layer.check()
@@ -95,25 +87,25 @@ class WeightStream:
         layer.swap_in()
         self._slots.prefetch(layer, step=1)
 
-    def end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
-        """A layer's forward has returned or raised.
+    def begin_recomputation(self, layer: WeightLayer) -> None:
+        """Backward is about to run a layer's forward once more."""
+        self._refuse_stepped(layer)
+        self._enter_backward(layer)
+
+    def end_forward(self, layer: WeightLayer, *, failed: bool, training: bool) -> None:
+        """A layer's forward has returned or raised; not its recomputation, which is a part of backward.
 
         Raises:
             RuntimeError: It did what streamed weights do not allow; the message says what.
-            TypeError: Its output holds no tensor.
         """
-        if in_backward():
-            if not failed and torch.is_grad_enabled():
-                self._mark(layer, output)
-            return
         if failed and not self._one_thread.is_thread(threading.get_ident()):
             return  # it was refused
         try:
-            self._end_forward(layer, output, failed=failed, training=training)
+            self._end_forward(layer, failed=failed, training=training)
         finally:
             self._one_thread.leave()
 
-    def _end_forward(self, layer: WeightLayer, output: object, *, failed: bool, training: bool) -> None:
+    def _end_forward(self, layer: WeightLayer, *, failed: bool, training: bool) -> None:
         if self._computes is not layer:
             if failed:
                 return
@@ -134,10 +126,34 @@ class WeightStream:
                 f"{written} must not be changed in forward, but an in-place operation did, on a copy that is dropped "
                 "after the layer; change the parameter between steps."
             )
-        if torch.is_grad_enabled():
-            self._mark(layer, output)
-        elif not training and layer is self._layers[-1]:
+        if not training and layer is self._layers[-1] and not torch.is_grad_enabled():
             self._slots.finish_loads()  # the end of an evaluation, after which no backward and maybe no step comes
+
+    def mark(self, layer: WeightLayer, output: object, first_node: int) -> None:
+        """Let a layer's outputs tell when its backward begins.
+
+        Args:
+            layer: The layer, whose forward has returned, or its recomputation.
+            output: What it returned.
+            first_node: The number of the first node that autograd made in it.
+
+        Raises:
+            RuntimeError: It returned a weight.
+            TypeError: Its output holds no tensor.
+        """
+        found = False
+        for tensor in tensors_in(output):
+            found = True
+            self._refuse_weights(layer, tensor)
+        if not found:
+            raise TypeError(
+                f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
+                f"{type(output).__name__}; without them its backward cannot be noticed."
+            )
+        call = _Call(layer, layer.version(), None if in_backward() else threading.get_ident())
+        marked = before_backward(output, first_node, partial(self._begin_backward, call))
+        if not in_backward():
+            layer.needs_backward = marked
 
     def give_up(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
@@ -191,22 +207,6 @@ class WeightStream:
                 logger.exception("a gradient could not be added after backward had failed")
             if self.steps is not None:
                 self.steps.end_backward()
-
-    def _mark(self, layer: WeightLayer, output: object) -> None:
-        """Let the layer's outputs tell when its backward begins."""
-        found = False
-        for tensor in tensors_in(output):
-            found = True
-            self._refuse_weights(layer, tensor)
-        if not found:
-            raise TypeError(
-                f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
-                f"{type(output).__name__}; without them its backward cannot be noticed."
-            )
-        call = _Call(layer, layer.version(), None if in_backward() else threading.get_ident())
-        marked = before_backward(output, self._sequence, partial(self._begin_backward, call))
-        if not in_backward():
-            layer.needs_backward = marked
 
     def _refuse_weights(self, layer: WeightLayer, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:

@@ -7,21 +7,19 @@ how autograd finds them, and :mod:`offload.weights.slots` for what waits for wha
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import is_int
-from offload.base.compiler import interpreted
-from offload.base.layer_events import LayerHook, check_layers, hooks_on
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.layers import check_layers
 from offload.base.units import format_bytes
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
@@ -34,14 +32,11 @@ from offload.weights.stats import WeightCounters, WeightStats
 from offload.weights.step import LayerSteps
 from offload.weights.stream import WeightStream
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 """What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
 
 
-class StreamedWeights:
+class StreamedWeights(AbstractContextManager["StreamedWeights"]):
     """Layers whose weights are streamed; made by :func:`stream_weights`, undone by :meth:`remove`.
 
     As a context manager it is undone at the end of the block.
@@ -54,17 +49,10 @@ class StreamedWeights:
         self._layers = layers
         self._stream: WeightStream | None = stream
         self._counters = counters
-        self._hooks: list[RemovableHandle] = []
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []
-        for layer in layers:
-            module = modules[layer.number]
-            boundary = _Boundary(stream, layer)
-            self._hooks += [
-                module.register_forward_pre_hook(_BeginForward(boundary), prepend=True),
-                module.register_forward_hook(_EndForward(boundary), always_call=True),
-                module.register_state_dict_pre_hook(_BeforeStateDict(boundary)),
-                module.register_load_state_dict_pre_hook(_BeforeLoad(boundary)),
-            ]
+        self._attachment = Attachment(
+            [modules[layer.number] for layer in layers], [_StreamedLayer(stream, layer) for layer in layers]
+        )
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
@@ -131,19 +119,12 @@ class StreamedWeights:
         self._stream.settle()
         if self._stream.steps is not None:
             self._stream.steps.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._attachment.remove()
         _move_buffers(self._buffers)
         self._stream = None
         self._layers = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -203,7 +184,7 @@ def stream_weights(
         HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
             page-lock it.
     """
-    modules = check_layers(layers, _WeightHook, "streamed", "is still listed once")
+    modules = check_layers(layers, _StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
     for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
         if not is_int(value, least):
@@ -244,52 +225,37 @@ def stream_weights(
     return handle
 
 
-def streaming_device(modules: Iterable[nn.Module]) -> torch.device | None:
-    """Where these layers compute, if the weights of one of them are streamed."""
-    found = (hook.boundary.stream.device for module in modules for hook in hooks_on(module, _WeightHook))
-    return next(found, None)
+class _StreamedLayer(LayerListener):
+    """Tells the stream of one layer's events."""
 
-
-class _Boundary:
-    """Where one layer's forward begins and ends."""
+    turn = Turn.WEIGHTS
 
     def __init__(self, stream: WeightStream, layer: WeightLayer) -> None:
-        self.stream = stream
-        self.layer = layer
-        self.handled_error: BaseException | None = None
+        self.device = stream.device
+        self._stream = stream
+        self._layer = layer
 
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if call.recomputes:
+            self._stream.begin_recomputation(self._layer)
+        else:
+            self._stream.begin_forward(self._layer)
 
-class _WeightHook(LayerHook):
-    def __init__(self, boundary: _Boundary) -> None:
-        self.boundary = boundary
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        if not call.recomputes:
+            self._stream.end_forward(self._layer, failed=failed, training=call.training)
 
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        if torch.is_grad_enabled():
+            self._stream.mark(self._layer, output, call.first_node)
 
-class _BeginForward(_WeightHook):
-    @interpreted
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.boundary.handled_error = sys.exception()
-        self.boundary.stream.begin_forward(self.boundary.layer)
+    def before_state_dict(self) -> None:
+        self._stream.give_up()
+        if self._stream.steps is not None:
+            self._stream.steps.warn_of_state_dict()
 
-
-class _EndForward(_WeightHook):
-    @interpreted
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        boundary = self.boundary
-        failed = sys.exception() is not boundary.handled_error
-        boundary.stream.end_forward(boundary.layer, output, failed=failed, training=module.training)
-
-
-class _BeforeStateDict(_WeightHook):
-    def __call__(self, *args: Any) -> None:
-        stream = self.boundary.stream
-        stream.give_up()
-        if stream.steps is not None:
-            stream.steps.warn_of_state_dict()
-
-
-class _BeforeLoad(_WeightHook):
-    def __call__(self, *args: Any) -> None:
-        self.boundary.stream.settle()
+    def before_load(self) -> None:
+        self._stream.settle()
 
 
 def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from faults import InterruptAt
 from lab import Lab
 from models import WIDTH, assert_same, build, offloading, step_gradients
 from torch import nn
 
 import offload
 from offload.activations import context, layers
-from offload.base import compiler
+from offload.base import autograd, compiler, layer_events
 
-
-class InterruptAt:
-    """Raises an error before the n-th line that is run of some modules, as Ctrl-C may."""
-
-    def __init__(self, error: type[BaseException], line: int, *modules: Any) -> None:
-        self.error = error
-        self.left = line
-        self._files = {module.__file__ for module in modules}
-
-    def __enter__(self) -> InterruptAt:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in self._files else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise self.error
-        return self._line
+MODULES = (compiler, autograd, layer_events, context, layers)
 
 
 @pytest.mark.slow
@@ -63,7 +37,7 @@ def test_every_line(kind: str, error: type[BaseException], lab: Lab) -> None:
         stats = offloaded.context.stats
     left_open = 0
     for line in range(1, 10_000):
-        with InterruptAt(error, line, compiler, context, layers) as interrupt, contextlib.suppress(error):
+        with InterruptAt(error, line, *MODULES) as interrupt, contextlib.suppress(error):
             step()
         if interrupt.left > 0:
             break

@@ -8,6 +8,8 @@ import io
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import Schedule, offload_layers
+from offload import Schedule, offload_layers, stream_weights
 from offload.device.backend import Wait
 
 
@@ -148,6 +150,53 @@ def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.devi
         assert handle.stats().reloaded_bytes > 0
 
 
+class ChecksPoint(DecoderBlock):
+    """As in older Hugging Face models: each call of the layer, hooks and all, is checkpointed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self._gradient_checkpointing_func: Any = partial(checkpoint, use_reentrant=reentrant)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._gradient_checkpointing_func(super().__call__, *args)
+
+
+def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_whose_calls_are_checkpointed(reentrant: bool, streamed: bool, device: torch.device) -> None:
+    """What the checkpoint saves is all there is to move: the layers' inputs."""
+    layers, x = build(lambda: ChecksPoint(reentrant), LAYERS, device)
+    expected = step_gradients(layers, x)
+    weights = stream_weights(layers, device) if streamed else nullcontext()
+    with weights, handle_for(layers) as handle:
+        for _ in range(2):
+            before = handle.stats().offloaded_bytes
+            assert_same(on_host(expected), on_host(step_gradients(layers, x)))
+            # The first one's input is a leaf.
+            assert handle.stats().offloaded_bytes - before == 2 * x.nbytes
+        assert handle.stats().late_reloads == 0
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_with_streamed_weights_in_either_order(weights_first: bool, device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    streamed = stream_weights(layers, device) if weights_first else None
+    with handle_for(layers, device=device) as handle:
+        with streamed or stream_weights(layers, device) as weights:
+            for _ in range(2):
+                assert_same(
+                    [tensor.to(device) for tensor in expected], [g.to(device) for g in step_gradients(layers, x)]
+                )
+            assert weights.stats().loads == 2 * (2 * LAYERS - 2)
+        assert handle.stats().reloaded_bytes > 0
+        assert handle.stats().late_reloads == 0
+
+
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return importlib.import_module("transformers")  # takes seconds: only where it is needed
@@ -243,6 +292,21 @@ def test_interrupt_that_ends_the_block(device: torch.device) -> None:
     assert hooks_are_gone()
     layers[1].error = None
     assert_same(expected, step_gradients(layers, x))
+
+
+def test_evaluation_after_an_interrupt(device: torch.device) -> None:
+    layers, x = build(Fails, LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        layers[1].error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            step_gradients(layers, x)
+        layers[1].error = None
+        with torch.no_grad():
+            for layer in layers:
+                layer(x)
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().late_reloads == 0
 
 
 def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
 from torch import nn
 
-from offload import offload_layers
+from offload import offload_layers, stream_weights
 from offload.base.compiler import interpreted
 
 
@@ -93,9 +93,10 @@ def compiled_layers(model: Model) -> Callable[[torch.Tensor], Any]:
 @pytest.mark.slow
 # Where a graph breaks in a function, the compiler looks at the results of layers, which are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("kind", ["activations", "weights"])
 @pytest.mark.parametrize("compiled", [compiled_model, compiled_step, compiled_in_place, compiled_layers])
 def test_hooks_that_come_and_go_after_a_compiled_step(
-    compiled: Callable[[Model], Callable[[torch.Tensor], Any]], device: torch.device, lab: Lab
+    compiled: Callable[[Model], Callable[[torch.Tensor], Any]], kind: str, device: torch.device, lab: Lab
 ) -> None:
     """The compiler does not see that a module's hooks have changed."""
     lab.adverse()
@@ -108,10 +109,17 @@ def test_hooks_that_come_and_go_after_a_compiled_step(
         return gradients(leaves, lambda: loss_of(run(x)).backward())
 
     expected = step()
-    with offload_layers(model.layers, 1, min_bytes=0) as handle:
+    handle: Any = (
+        offload_layers(model.layers, 1, min_bytes=0) if kind == "activations" else stream_weights(model.layers, device)
+    )
+    with handle:
         assert_same(expected, step())
         stats = handle.stats()
-    assert stats.offloaded_bytes > 0
-    assert stats.late_reloads == 0
+    if kind == "activations":
+        assert stats.offloaded_bytes > 0
+        assert stats.late_reloads == 0
+    else:
+        assert stats.loads > 0
+        model.to(device)
     assert_same(expected, step())
     assert handle.stats() == stats
