@@ -45,7 +45,8 @@ types: $(VENV)/develop.stamp
 
 pytest: $(VENV)/develop.stamp
 	$(SIDE_BY_SIDE) -m "not gpu and not multigpu"
-	$(PY) -m pytest -m "gpu or multigpu"
+	if $(PY) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
+	then $(PY) -m pytest -m "gpu or multigpu"; else echo "No GPU here: its tests are left out."; fi
 
 docs: $(VENV)/develop.stamp
 	$(PY) -m sphinx -n -W --keep-going -q . build/html

@@ -124,6 +124,7 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, profile: Profile, link: Link) -> None:
         self._schedule = schedule
+        self._offloaded = frozenset(schedule.offloaded_layers)
         self._profile = profile
         self._queues = _Queues(link)
         self._now_s = 0.0
@@ -159,7 +160,7 @@ class _Simulation:
         for index, nbytes in enumerate(pieces):
             self._hold(nbytes, layer.forward_s * index / len(pieces))
             ready_s = self._now_s + layer.forward_s * (index + 1) / len(pieces)
-            if point.layer in self._schedule.offloaded_layers:
+            if point.layer in self._offloaded:
                 copies.append(self._queues.push("d2h", point.layer, nbytes, ready_s))
         self._copies[point.layer] = copies
         self._compute("forward", point.layer, layer.forward_s, repr(point))
