@@ -32,6 +32,15 @@ settings.register_profile("few examples", settings.get_profile("any machine"), m
 settings.load_profile("any machine")
 
 
+# By how long they take, the longest first: processes that run side by side then end at about the same time.
+LONG_FILES = ("test_docs.py", "test_notebooks.py", "test_examples.py", "test_results.py", "test_pipelining.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: index for index, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 def _gpus_needed(item: pytest.Item) -> int:
     needed = [1 for _ in item.iter_markers("gpu")]
     needed += [marker.kwargs.get("n", 2) for marker in item.iter_markers("multigpu")]
