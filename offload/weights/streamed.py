@@ -99,7 +99,8 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         """Block until no copy reads the host's weights; the next forward loads them anew.
 
         Optimizers of ``torch.optim`` and ``load_state_dict`` do this by themselves. Call it before you change a
-        parameter in another way after a forward whose backward did not run.
+        parameter in another way after a forward whose backward did not run, and after an interrupt in a layer's
+        forward before you use the modules' parameters, by ``model.zero_grad()`` for example.
         """
         if self._stream is not None:
             self._stream.settle()
