@@ -41,7 +41,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
-    ("py:class", r"offload\.planning\.simulate\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
+    ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
 ]
 
 

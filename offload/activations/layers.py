@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,15 +14,7 @@ from offload.activations.stats import OffloadStats
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.base.layers import check_layers
 from offload.host.limits import HostMemory, WhenFull
-from offload.schedule.schedule import Schedule
-
-
-class HasSchedule(Protocol):
-    """Whatever knows when layers move, such as a :class:`~offload.planning.plan.Plan`."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """What moves when."""
+from offload.schedule.schedule import HasSchedule, Schedule
 
 
 class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
@@ -85,7 +76,7 @@ def offload_layers(
             iterable of modules. A layer may be skipped in a forward, but not called twice.
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``.
         schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
-        plan: The result of :func:`offload.plan`, in place of ``num_layers``.
+        plan: The result of :func:`offload.plan`, or anything else with a ``schedule``, in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; by default that of the layers' first parameter, or
             where they compute if their weights are streamed.

@@ -16,22 +16,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from offload.observe.spans import COPY_LANES, Kind, Lane, Span
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.profile import Profile
 from offload.schedule.points import Point
-from offload.schedule.schedule import Schedule
-
-
-class HasSchedule(Protocol):
-    """A plan, or anything else that carries a schedule."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """What moves when."""
+from offload.schedule.schedule import HasSchedule, Schedule
 
 
 def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None) -> Timeline:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from offload.base.caller import warn_caller
 from offload.base.checks import check_int
@@ -199,3 +199,11 @@ def _group(pairs: Iterable[tuple[Point, int]]) -> dict[Point, tuple[int, ...]]:
     for point, layer in pairs:
         groups[point].append(layer)
     return {point: tuple(layers) for point, layers in groups.items()}
+
+
+class HasSchedule(Protocol):
+    """A plan, or anything else that carries a schedule."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What moves when."""

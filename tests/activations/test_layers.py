@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,16 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
         assert handle.schedule is schedule
         assert_same(expected, step_gradients(layers, x))
         assert handle.stats().reloaded_bytes > 0
+
+
+def test_schedule_of_anything_that_has_one() -> None:
+    schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
+    plan = SimpleNamespace(schedule=schedule)
+    layers = [nn.Tanh() for _ in range(3)]
+    with handle_for(layers, plan=plan) as handle:
+        assert handle.schedule is schedule
+    with pytest.raises(ValueError, match="schedule and plan exclude each other"):
+        handle_for(layers, plan=plan, schedule=schedule)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
