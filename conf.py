@@ -42,6 +42,7 @@ nitpick_ignore_regex = [
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
+    ("py:class", r"(offload\.device\.backend\.)?Stream"),  # a protocol: PyTorch's streams are such
 ]
 
 
