@@ -9,6 +9,8 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+from sphinx.ext.autodoc.mock import mock
+
 from offload.activations.context import DEFAULT_MIN_BYTES
 
 ROOT = Path(__file__).parent
@@ -34,6 +36,7 @@ extensions = [
 # --- Reference ------------------------------------------------------------------------------------
 
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["lightning", "transformers"]  # of the integrations: slow to import, and may be missing
 autodoc_typehints = "description"  # signatures stay short; types stand beside the arguments, as links
 autodoc_typehints_description_target = "documented"
 python_maximum_signature_line_length = 88  # longer ones get a line for each argument
@@ -76,7 +79,8 @@ def _import_types() -> None:
     """Imports what modules import for type checkers only: autodoc has to find each name of an annotation."""
     for path in sorted((ROOT / "offload").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        module = importlib.import_module(name.removesuffix(".__init__"))
+        with mock(autodoc_mock_imports):
+            module = importlib.import_module(name.removesuffix(".__init__"))
         for block in ast.parse(path.read_text("utf-8")).body:
             if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
                 exec(ast.unparse(block.body), vars(module))  # noqa: S102  # the library's own lines

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+RANKS = {"ddp", "fsdp2", "pipeline"}  # they use two GPUs, or none
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -49,9 +50,7 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(
-            path, id=path.name, marks=pytest.mark.multigpu(n=2) if path.stem == "pipeline" else pytest.mark.gpu
-        )
+        pytest.param(path, id=path.name, marks=pytest.mark.multigpu(n=2) if path.stem in RANKS else pytest.mark.gpu)
         for path in EXAMPLES
     ],
 )

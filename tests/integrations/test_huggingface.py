@@ -1,0 +1,190 @@
+"""The callback for Hugging Face's Trainer."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from llama import LAYERS, llama
+from torch import nn
+
+import offload
+from offload.integrations.huggingface import OffloadCallback
+from offload.integrations.while_training import find_layers
+
+pytestmark = pytest.mark.slow
+
+transformers.utils.logging.set_verbosity_error()
+
+
+class Recorder(transformers.TrainerCallback):
+    def on_log(self, args, state, control, *, logs, **_):
+        self.logs = dict(logs)
+
+
+def make_trainer(folder, callbacks, fails=False, **options):
+    model = llama(transformers, torch.device("cpu"))
+    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+
+    class Trainer(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if fails and self.state.global_step == 1:
+                raise OSError("the disk is full")
+            return loss
+
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+
+
+def has_hooks(model):
+    return any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
+def test_trains_the_same_and_logs_what_moved(tmp_path, options):
+    expected = make_trainer(tmp_path, [], **options)
+    expected.train()
+
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], **options)
+    trainer.train()
+
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
+    assert 0 < moved[0] < moved[1] < moved[2] == callback.handle.stats().offloaded_bytes
+    assert not has_hooks(trainer.model)
+
+
+def test_reporters_behind_it_get_what_moved_and_evaluation_does_not(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, [OffloadCallback(num_layers=1, min_bytes=1), recorder], eval_strategy="epoch")
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert "train_loss" in recorder.logs
+    assert not [name for name in trainer.evaluate() if name.startswith("offload/")]
+    assert all("offload/stall_s" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_trains_again_after_an_error(tmp_path):
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], fails=True)
+    with pytest.raises(OSError, match="disk is full"):
+        trainer.train()
+    assert has_hooks(trainer.model)  # Trainer has told nobody
+
+    trainer.__class__ = transformers.Trainer
+    trainer.train()
+    assert callback.handle.stats().offloaded_bytes > 0
+    assert not has_hooks(trainer.model)
+
+
+def test_the_block_removes_after_an_error(tmp_path):
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], fails=True)
+    with pytest.raises(OSError, match="disk is full"), callback:
+        trainer.train()
+    assert not has_hooks(trainer.model)
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+def test_refuses_data_parallelism_in_threads(tmp_path):
+    callback = OffloadCallback()
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.args._n_gpu = 2
+    with pytest.raises(RuntimeError, match="one process per GPU, got 2 GPUs in one; start the script with torchrun"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
+            )
+        ),
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32)),
+        transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
+            )
+        ),
+        transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                num_hidden_layers=3,
+                hidden_size=32,
+                intermediate_size=32,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_local_experts=2,
+                vocab_size=32,
+            )
+        ),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_finds_the_layers_of_usual_models(model):
+    layers = list(find_layers(model, None))
+    assert len(layers) == 3
+    assert len({type(layer) for layer in layers}) == 1
+    assert [layer for layer in model.modules() if type(layer) is type(layers[0])] == layers
+
+
+def test_a_name_is_found_inside_of_what_wraps_the_model():
+    model = llama(transformers, torch.device("cpu"))
+    wrapped = nn.Sequential(nn.Sequential(model))
+    assert find_layers(wrapped, "model.layers") is model.model.layers
+    assert find_layers(wrapped, "layers") is model.model.layers
+    assert len(list(find_layers(model, lambda model: model.model.layers[1:]))) == LAYERS - 1
+
+
+def test_says_what_the_model_has():
+    two = nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for name in ("encoder", "decoder")})
+    with pytest.raises(ValueError, match=r"^layers must be the name .*; ModuleDict has 'encoder', 'decoder'\.$"):
+        find_layers(two, None)
+    with pytest.raises(ValueError, match=r"got 'coder'; ModuleDict has 'encoder', 'decoder'\.$"):
+        find_layers(two, "coder")
+    with pytest.raises(ValueError, match=r"; Linear has no list of modules\.$"):
+        find_layers(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match=r"has '0'\.$"):
+        find_layers(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), None)
+
+
+def test_the_library_imports_no_trainer():
+    code = """if True:
+        import sys, offload
+        assert "offload.integrations" not in sys.modules
+        import offload.integrations.while_training
+        assert not {"transformers", "lightning", "offload.integrations.huggingface"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_logs_numbers_that_stats_has():
+    callback = OffloadCallback(num_layers=1, layers=lambda model: model, min_bytes=1)
+    assert callback.metrics() == {}
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with callback:
+        callback.attach(model)
+        model(torch.ones(2, 8)).sum().backward()
+    stats = callback.handle.stats()
+    assert isinstance(stats, offload.OffloadStats)
+    assert callback.metrics()["offload/offloaded_bytes"] == stats.offloaded_bytes

@@ -1,0 +1,90 @@
+"""The callback for Lightning's Trainer."""
+
+import logging
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+from offload.integrations.lightning import OffloadCallback
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # on the number of data loader workers, and GPUs
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6 uses what PyTorch 2.13 deprecates
+]
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, fails_at=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5))
+        self.fails_at = fails_at
+        self.losses, self.logged = [], []
+
+    def training_step(self, batch, number):
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        self.losses.append(loss.item())
+        if number == self.fails_at:
+            raise OSError("the disk is full")
+        return loss
+
+    def validation_step(self, batch, number):
+        self.logged.append(dict(self.trainer.logged_metrics))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, folder, callbacks, **options):
+    data = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+def has_hooks(module):
+    return any(layer._forward_pre_hooks for layer in module.layers)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+def test_trains_the_same_and_logs_what_moved(tmp_path, options):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], **options)
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = fit(module, tmp_path, [callback], **options)
+
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
+    assert not has_hooks(module)
+
+
+def test_removes_when_training_raises(tmp_path):
+    module = Module(fails_at=1)
+    callback = OffloadCallback(num_layers=3, layers="layers", min_bytes=1)
+    with pytest.raises(OSError, match="disk is full"):
+        fit(module, tmp_path, [callback])
+    assert not has_hooks(module)
+    assert callback.handle.stats().offloaded_bytes > 0
