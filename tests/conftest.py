@@ -33,7 +33,7 @@ settings.load_profile("any machine")
 
 
 # By how long they take, the longest first: processes that run side by side then end at about the same time.
-LONG_FILES = ("test_docs.py", "test_notebooks.py", "test_examples.py", "test_results.py", "test_pipelining.py")
+LONG_FILES = ("test_examples.py", "test_docs.py", "test_notebooks.py", "test_results.py", "test_pipelining.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

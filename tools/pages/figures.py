@@ -148,6 +148,7 @@ def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, 
 
 
 # The rooms, from the top down: each may import what is below it.
+ROOF = ("integrations", "callbacks for the trainers of others")
 WINGS = (
     ("pipelining", "torch's pipelines"),
     ("planning", "how much"),
@@ -165,7 +166,7 @@ SPINE = (
 
 def rooms_figure() -> Figure:
     """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((7.2, 4.4))
+    figure = new_figure((7.2, 4.9))
     ax = figure.subplots()
     ax.set_axis_off()
     width, height, gap = 8.0, 0.62, 0.18
@@ -180,14 +181,16 @@ def rooms_figure() -> Figure:
     style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
     middle = [index * pitch + (pitch - gap) / 2 for index in range(len(WINGS))]
     top = foot + 0.3 + 0.85
-    for source, target, bend in ((0, 1, -0.4), (1, 3, -0.25)):
+    roof = top + 0.55
+    _draw_room(ax, 0.0, roof, width, height, *ROOF, COLORS["offload"])
+    for source, target, bend in ((0, 1, -0.3), (1, 3, -0.15)):
         arrow = {**style, "connectionstyle": f"arc3,rad={bend}"}
         ax.annotate("", xy=(middle[target], top), xytext=(middle[source], top), arrowprops=arrow)
-    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, top), arrowprops=style)
-    ax.text(width + 0.4, top / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
-    ax.text(0.0, top + 0.45, "wings", color=INK, fontsize=9, va="center_baseline")
+    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + height), arrowprops=style)
+    ax.text(width + 0.4, roof / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
+    ax.text(0.0, top + 0.3, "wings", color=INK, fontsize=9, va="center_baseline")
     ax.set_xlim(-0.1, width + 0.8)
-    ax.set_ylim(-0.1, top + 0.7)
+    ax.set_ylim(-0.1, roof + height + 0.1)
     return figure
 
 
