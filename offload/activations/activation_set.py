@@ -13,7 +13,7 @@ from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, KnownStorages, SavedStorage
 from offload.activations.transfers import Transfers
-from offload.activations.what_moves import Rules, decide, travellers
+from offload.activations.what_moves import SMALL, Rules, decide, travellers
 from offload.base import trace
 from offload.device.backend import Stream, Wait
 
@@ -121,12 +121,11 @@ class ActivationSet:
         self.in_graph = True
         token = self.alive or self._new_token()
         decision = decide(tensor, self._rules)
-        if decision == "small":
+        if decision is SMALL:
             self._small += 1  # many may be: they are counted when the layer ends
             return KeptHandle(tensor, token)
         if isinstance(decision, Parts):
-            inner = [self.pack(part, changes + tensor._version) for part in decision.inner]
-            return SubclassHandle(tensor, token, inner, decision.rebuild)
+            return self._pack_parts(tensor, decision, token, changes)
         if self._operation.over:
             self._end_operation()
         if decision is not None:
@@ -144,6 +143,11 @@ class ActivationSet:
             self._operation.add(storage, self)
         return MovedHandle(tensor, token, storage)
 
+    def _pack_parts(self, tensor: torch.Tensor, parts: Parts, token: Token, changes: int) -> SubclassHandle:
+        # Not in pack itself: variables that a comprehension shares with its function are slow in all of it.
+        inner = [self.pack(part, changes + tensor._version) for part in parts.inner]
+        return SubclassHandle(tensor, token, inner, parts.rebuild)
+
     def _new_token(self) -> Token:
         return Token(self.layer, self._reload_late, self._mark_read)
 
@@ -152,7 +156,7 @@ class ActivationSet:
         key = tensor.untyped_storage()._cdata
         storage = self._known.find(key)
         if storage is None or not storage.same_bytes(tensor, changes):
-            storage = SavedStorage(tensor, self.transfers, self.layer, stays=self._stays, changes=changes)
+            storage = SavedStorage(tensor, self.transfers, self.layer, self._stays, changes)
             self._storages.append(weakref.ref(storage))
             self._known[key] = weakref.ref(storage)
         elif storage.layer != self.layer:

@@ -51,11 +51,12 @@ class Transfers:
     def wait_until_ready(self, ready: Event) -> None:
         """Let copies to the host that are queued from now on wait for ``ready``, unless they do already."""
         if ready is not self._ready:
+            # One wait holds for all that comes after it on the stream, and storages of one operation share an event.
             self.wait(self.d2h_stream, ready, Wait.READY)
             self._ready = ready
 
     def wait_for_copies(self, compute_stream: Stream, copied: Event, why: Wait) -> None:
-        """Let compute wait for copies, and count how long it stalls."""
+        """Let compute wait for copies, on the device, and count how long it stalls."""
         stalls = self.counters.stalls
         if copied is not stalls.last:  # else compute has waited for it already
             stalls.expect(self.backend, compute_stream, copied)
@@ -66,7 +67,7 @@ class Transfers:
         try:
             return self.host.take(self.pool, nbytes)
         except CaptureError:
-            self.join()
+            self.join()  # else ending the capture fails as well, and hides what this error says
             raise
 
     def join(self) -> None:

@@ -42,6 +42,9 @@ class _Exclusions(dict[int, _Exclusion]):
 
 _excluded = _Exclusions()
 
+SMALL = "small"
+"""Why a storage below ``min_bytes`` stays, in ``stats().skipped``."""
+
 _KEYS = torch._C.DispatchKey.__members__
 _DENSE: int = torch._C.DispatchKeySet(_KEYS["Dense"]).raw_repr()
 _ORDINARY_KEYS = functools.reduce(
@@ -108,7 +111,7 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | None:
     memory = tensor.untyped_storage()
     nbytes = memory.nbytes()
     if nbytes < rules.min_bytes or not nbytes:
-        return "small"
+        return SMALL
     key = memory._cdata
     exclusion = _excluded.get(key)
     if exclusion is not None:
