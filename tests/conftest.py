@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,14 @@ settings.load_profile("any machine")
 
 # By how long they take, the longest first: processes that run side by side then end at about the same time.
 LONG_FILES = ("test_examples.py", "test_docs.py", "test_notebooks.py", "test_results.py", "test_pipelining.py")
+WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out whole files that are slow, whose imports alone take seconds, if slow tests are not asked for."""
+    if "not slow" not in config.option.markexpr or not collection_path.match("test_*.py"):
+        return None
+    return WHOLLY_SLOW.search(collection_path.read_text("utf-8")) is not None or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
