@@ -271,6 +271,7 @@ class Fails(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [KeyError("failed"), KeyboardInterrupt(), SystemExit()], ids=lambda e: type(e).__name__
 )

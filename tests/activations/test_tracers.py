@@ -102,6 +102,7 @@ def operations(graph: Any) -> Counter[str]:
     return Counter(f"{node.op} {node.target}" for node in graph.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [by_jit_trace, by_make_fx, by_make_fx_above_autograd, by_fx, by_export])
 def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor], Any], case: Case) -> None:
     expected, found = record(case.plain, case.x), record(case.model, case.x)
@@ -111,6 +112,7 @@ def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor],
     case.assert_unharmed()
 
 
+@pytest.mark.slow
 def test_step_recorded_without_offloading(case: Case) -> None:
     """Forward and backward in one graph."""
 

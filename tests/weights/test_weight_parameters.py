@@ -91,6 +91,7 @@ def penalised_in_between(layers: nn.ModuleList, x: torch.Tensor) -> None:
 PENALISED = [penalised_first, penalised_last, penalised_in_between]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("step", PENALISED)
 def test_a_loss_that_uses_parameters_by_itself(step: Step, microbatches: int, device: torch.device) -> None:

@@ -251,6 +251,7 @@ def test_reentrant_checkpoint_inside_a_layer_called_in_a_row(device: torch.devic
     check(layers, x, lambda layers, x: plain([layer for layer in layers for _ in range(3)], x), microbatches=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
 def test_with_offloaded_activations(block: str, weights_first: bool, device: torch.device) -> None:
