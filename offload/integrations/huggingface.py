@@ -38,8 +38,8 @@ class OffloadCallback(WhileTraining, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
         if "loss" in logs:  # not the results of an evaluation, which the caller gets
-            logs.update(self.metrics())
-            state.log_history[-1].update(self.metrics())  # made before the callbacks are called
+            for entry in (logs, state.log_history[-1]):  # the latter is made before the callbacks are called
+                entry.update(self.metrics())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.remove()

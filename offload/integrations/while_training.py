@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -79,9 +78,7 @@ class WhileTraining:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -115,5 +112,4 @@ def find_layers(
     if len(found) != 1:
         has = ", ".join(repr(name) for name in found or lists) or "no list of modules"
         raise ValueError(f"layers must be {wanted}; {type(model).__name__} has {has}.")
-    (layers_found,) = found.values()
-    return layers_found
+    return next(iter(found.values()))
