@@ -156,7 +156,7 @@ class ActivationSet:
         key = tensor.untyped_storage()._cdata
         storage = self._known.find(key)
         if storage is None or not storage.same_bytes(tensor, changes):
-            storage = SavedStorage(tensor, self.transfers, self.layer, self._stays, changes)
+            storage = SavedStorage(tensor, self.transfers, self.layer, stays=self._stays, changes=changes)
             self._storages.append(weakref.ref(storage))
             self._known[key] = weakref.ref(storage)
         elif storage.layer != self.layer:

@@ -12,7 +12,6 @@ Note:
 from __future__ import annotations
 
 import weakref
-from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -66,52 +65,71 @@ class KnownStorages(dict[int, "weakref.ref[SavedStorage]"]):
         return None if reference is None else reference()
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class SavedStorage:
-    """One storage that autograd saved, wherever its bytes are now."""
+    """One storage that autograd saved, wherever its bytes are now.
 
-    tensor: InitVar[torch.Tensor]
-    """A tensor that looks into it."""
-    transfers: Transfers
-    """What it moves with."""
-    layer: int
-    """The number of the layer that it moves with."""
-    stays: bool
-    """Whether that layer is none that is offloaded."""
-    changes: int
-    """How often wrappers around the tensor were changed in place."""
-    state: StorageState = WRITTEN
-    device: torch.Tensor | None = None
-    """A tensor over the device memory."""
-    ready: Event | None = None
-    """After it the device memory holds the bytes; ``None`` while the operation may write them."""
-    host: HostBuffer | None = None
-    batch: CopyBatch | None = None
-    """The copies to the host that the one into ``host`` was among."""
-    reload_done: Event | None = None
-    """After it the memory of the last reload holds the bytes; ``None`` while it is the program's own memory."""
-    stream: Stream | None = None
-    """The compute stream whose memory the last reload came to."""
-    awaited_by: object = None
-    """The stream that has waited for the last reload."""
-    tensors: int = 0
-    """Saved tensors that look into it."""
-    counted: bool = False
-    """Whether the device memory is among the resident bytes of offloaded layers."""
-    nbytes: int = 0
-    original: StorageWeakRef = field(init=False)
-    """Not to keep the memory, but its address: while the weak reference lives, no other storage can have it."""
-    version: int = 0
-    versions: torch.Tensor | None = None
-    """What tells later changes; ``None`` at version 0, where what looks into the memory was not changed either."""
-    kind: type | None = None
-    """Of the operation that made it, for those who look for waste."""
+    Args:
+        tensor: A tensor that looks into it.
+        transfers: What it moves with.
+        layer: The number of the layer that it moves with.
+        stays: Whether that layer is none that is offloaded.
+        changes: How often wrappers around the tensor were changed in place.
+    """
 
-    def __post_init__(self, tensor: torch.Tensor) -> None:
+    # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
+    __slots__ = (
+        "__weakref__",
+        "awaited_by",
+        "batch",
+        "changes",
+        "counted",
+        "device",
+        "host",
+        "kind",
+        "layer",
+        "nbytes",
+        "original",
+        "ready",
+        "reload_done",
+        "state",
+        "stays",
+        "stream",
+        "tensors",
+        "transfers",
+        "version",
+        "versions",
+    )
+
+    def __init__(self, tensor: torch.Tensor, transfers: Transfers, layer: int, *, stays: bool, changes: int) -> None:
+        # First what __del__ asks for, in case that the rest fails.
+        self.state = WRITTEN
+        self.transfers = transfers
+        self.counted = False
+        """Whether the device memory is among the resident bytes of offloaded layers."""
+        self.host: HostBuffer | None = None
+        self.batch: CopyBatch | None = None
+        """The copies to the host that the one into ``host`` was among."""
+        self.stream: Stream | None = None
+        """The compute stream whose memory the last reload came to."""
+        self.reload_done: Event | None = None
+        """After it the memory of the last reload holds the bytes; ``None`` while it is the program's own memory."""
+        self.awaited_by: object = None
+        """The stream that has waited for the last reload."""
+        self.device: torch.Tensor | None = None
+        """A tensor over the device memory."""
+        self.ready: Event | None = None
+        """After it the device memory holds the bytes; ``None`` while the operation may write them."""
+        self.layer = layer
+        self.stays = stays
+        self.changes = changes
+        self.tensors = 0
+        """Saved tensors that look into it."""
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
+        # Not to keep the memory, but its address: while the weak reference lives, no other storage can have it.
         self.original = StorageWeakRef(storage)
         self.version = tensor._version
+        # At version 0 what looks into the memory was not changed either.
         self.versions = version_counter(tensor) if self.version else None
         self.kind = kind_of(maker_of(tensor))
         self.device = tensor.detach()

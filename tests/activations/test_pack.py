@@ -73,7 +73,7 @@ def test_a_saved_tensor_is_seldom_handed_up(lab: Lab) -> None:
         x = torch.zeros(64, device=lab.device, requires_grad=True)
         offloaded.forward([layer, torch.neg, torch.neg], x).sum().backward()
     names = [name for *_, name in calls]
-    assert "Backend.to_host" in names, "it shall see a copy"
+    assert any(name.endswith("Backend.to_host") for name in names), "it shall see a copy"
     assert "MovedHandle.__init__" in names, "it shall see the handle"
     below = imports()
     up = [

@@ -106,7 +106,8 @@ def test_hooks_that_come_and_go_after_a_compiled_step(
     leaves = leaves_of(model, x)
 
     def step() -> list[torch.Tensor]:
-        return gradients(leaves, lambda: loss_of(run(x)).backward())
+        # Those of streamed weights are on the host.
+        return [gradient.to(device) for gradient in gradients(leaves, lambda: loss_of(run(x)).backward())]
 
     expected = step()
     handle: Any = (
