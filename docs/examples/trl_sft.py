@@ -50,7 +50,8 @@ def train(callbacks):
             per_device_train_batch_size=2,
             max_steps=STEPS,
             max_length=words,
-            activation_checkpointing=False,  # the default of TRL; then only each layer's input travels
+            # TRL's default would let each layer's input travel alone. Older transformers: gradient_checkpointing.
+            activation_checkpointing=False,
             bf16=on_gpu,
             logging_steps=1,
             save_strategy="no",

@@ -517,6 +517,7 @@ def test_a_backward_that_failed_is_ended_by_the_step(device: torch.device) -> No
     before = loop.values
     with pytest.raises(ArithmeticError, match="no gradient"):
         loop.outside(loop.layers[1:](x)).square().mean().backward()
+    loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
     stepped = loop.values
     assert not any(map(torch.equal, before[4:6], stepped[4:6]))  # the last layer
     with pytest.raises(RuntimeError, match=f"{FORWARD}.*after a backward that failed too"):
