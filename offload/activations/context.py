@@ -140,13 +140,16 @@ class OffloadContext(ContextDecorator):
         takes_all = not (self._round.passes_by(number) or autograd.in_checkpoint())
         if takes_all:
             _check_hooks_are_allowed(number)
+        entered = len(self._entered)
         try:
             opened = self._begin_layer(number)
+            # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
+            self._entered.append(opened)
         except BaseException:
+            # Also if an interrupt came between the two: the round must not count a layer that nobody is in.
+            del self._entered[entered:]
             self._give_up_round()
             raise
-        # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
-        self._entered.append(opened)
         self._ever_entered = True
         self.skipped = False
         _open_sets.append(opened)

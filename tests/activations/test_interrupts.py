@@ -56,3 +56,19 @@ def test_every_line(kind: str, error: type[BaseException], lab: Lab) -> None:
         assert not context._open_sets
     assert line > 150
     assert left_open <= len(modules)
+
+
+def test_a_layer_that_nobody_has_entered_does_not_count(device: torch.device) -> None:
+    """An interrupt can come when the layer has begun and before the context counts as entered."""
+
+    class Interrupted(list[object]):
+        def append(self, _: object) -> None:
+            raise KeyboardInterrupt
+
+    made, _ = offload.get_cpu_offload_context(True, 1, 3, min_bytes=0, device=device)
+    made._entered = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        made.enter()
+    made._entered = []
+    with made:
+        assert made._open.layer == 0
