@@ -114,6 +114,7 @@ class MovedHandle(Handle):
         if self.view is not None:
             return self.view
         view = self.versions.data
+        # Only a storage that is AWAY has no device memory, and that was brought back above.
         view.set_(storage.device.untyped_storage(), self.start, self.size, self.stride)  # type: ignore[union-attr]
         if self.conj:
             view = view.conj()
