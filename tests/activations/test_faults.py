@@ -5,6 +5,8 @@ moments runs with the other tests, another one in each run. These run three at e
 
     FAULTS=3 .venv/bin/python -m pytest tests/activations/test_faults.py
     FAULTS=all .venv/bin/python -m pytest tests/activations/test_faults.py
+
+Beside each other, each process an eighth of the moments: ``FAULTS_PART=0/8``, ``FAULTS_PART=1/8``, ...
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import nn
 import offload
 
 EACH = os.environ.get("FAULTS", "")
+PART, PARTS = map(int, os.environ.get("FAULTS_PART", "0/1").split("/"))
 SEED = int(os.environ["OUTSIDE_SEED"])
 SAMPLE = 3
 LAYERS, OFFLOADED, WIDTH = 4, 2, 16
@@ -189,7 +192,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.mark.timeout(0 if EACH else 300)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault(
+    way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     lab.adverse()
     # pytest keeps what is logged, with all that the tracebacks hold.
     monkeypatch.setattr(logging.getLogger("offload.weights.stream"), "disabled", True)
@@ -200,6 +205,8 @@ def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) 
         moments = moments_of(places, int(EACH) if EACH.isdigit() else None)
         if not EACH:
             moments = sorted(random.Random(SEED).sample(moments, min(SAMPLE, len(moments))))
+        moments = moments[PART::PARTS]
+        record_property("moments", len(moments))
         for n in moments:
             try:
                 attempt(way, fault, n, lab)
