@@ -80,17 +80,15 @@ class CpuAllocations(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        nbytes = storage.nbytes()
-        self._seen.add(storage)
+        if storage not in self._seen:
+            nbytes = storage.nbytes()
+            self._seen.add(storage)
+            self._change(nbytes)
+            weakref.finalize(storage, self._change, -nbytes).atexit = False
+
+    def _change(self, nbytes: int) -> None:
         self._live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        self._on_change(self._live_bytes)
-        weakref.finalize(storage, self._free, nbytes).atexit = False
-
-    def _free(self, nbytes: int) -> None:
-        self._live_bytes -= nbytes
         self._on_change(self._live_bytes)
 
 

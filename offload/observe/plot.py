@@ -55,16 +55,12 @@ def plot_timeline(
     boxes = [replace(span, start_s=on_axis(span.start_s), end_s=on_axis(span.end_s)) for span in spans]
     end = duration_s / unit_s or 1.0
     if ax is None and memory:
-        figure = new_figure(size)
-        ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
-        _draw_memory(below, [on_axis(time_s) for time_s, _ in memory], [nbytes for _, nbytes in memory], end)
-        _draw_streams(ax, boxes, end)
-        ax.tick_params(labelbottom=False)
-        below.set_xlabel(unit, color=INK, fontsize=9)
+        ax, lowest = new_figure(size).subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+        _draw_memory(lowest, [on_axis(time_s) for time_s, _ in memory], [nbytes for _, nbytes in memory], end)
     else:
-        ax = new_figure(size).subplots() if ax is None else ax
-        _draw_streams(ax, boxes, end)
-        ax.set_xlabel(unit, color=INK, fontsize=9)
+        ax = lowest = new_figure(size).subplots() if ax is None else ax
+    _draw_streams(ax, boxes, end)
+    lowest.set_xlabel(unit, color=INK, fontsize=9)
     ax.set_title(title, color=INK, loc="left", fontsize=11, pad=20)
     return ax.figure.figure
 
@@ -141,16 +137,19 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 
 def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
+    numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
+    letters = ["" if box.layer is None else {"forward": "F", "backward": "B"}.get(box.kind, "") for box in boxes]
+    names = [letter + number for letter, number in zip(letters, numbers, strict=True)]
+    longest_name, longest_number = (0.66 * max(map(len, texts), default=0) for texts in (names, numbers))
     points_per_unit = ax.get_window_extent().width / ax.figure.dpi * 72 / end
-    for box in boxes:
-        room = box.duration_s * points_per_unit
-        for labels, rotation in ((_long_label, 0), (_short_label, 0), (_long_label, 90)):
-            needed = LABEL_POINTS * (0.75 if rotation else max(0.66 * len(labels(box)) for box in boxes))
+    for box, name, number in zip(boxes, names, numbers, strict=True):
+        room = box.duration_s * points_per_unit / LABEL_POINTS
+        for text, needed, rotation in ((name, longest_name, 0), (number, longest_number, 0), (name, 0.75, 90)):
             if room >= needed:
                 ax.text(
                     (box.start_s + box.end_s) / 2,
                     row,
-                    labels(box),
+                    text,
                     color=text_color(COLORS[box.kind]),
                     fontsize=LABEL_POINTS - bool(rotation),
                     rotation=rotation,
@@ -161,16 +160,6 @@ def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
                 break
 
 
-def _long_label(box: Span) -> str:
-    if box.layer is None:
-        return box.label
-    return {"forward": "F", "backward": "B"}.get(box.kind, "") + str(box.layer)
-
-
-def _short_label(box: Span) -> str:
-    return box.label if box.layer is None else str(box.layer)
-
-
 def _draw_memory(ax: Axes, times: list[float], nbytes: list[int], end: float) -> None:
     size_unit, unit_bytes = next((item for item in SIZE_UNITS.items() if max(nbytes) >= item[1]), ("B", 1))
     held = [size / unit_bytes for size in nbytes]
@@ -179,17 +168,7 @@ def _draw_memory(ax: Axes, times: list[float], nbytes: list[int], end: float) ->
     ax.fill_between(times, held, step="post", color=INK, alpha=0.3, linewidth=0)
     ax.step(times, held, where="post", color=INK, linewidth=1.2)
     ax.axhline(peak, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    ax.annotate(
-        f"peak {format_bytes(max(nbytes))}",
-        (1.0, peak),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        color=INK,
-        fontsize=9,
-        ha="right",
-        va="bottom",
-    )
+    ax.text(end, peak, f"peak {format_bytes(max(nbytes))}", color=INK, fontsize=9, ha="right", va="bottom")
     style_axes(ax)
     ax.set_ylim(0, peak * 1.35 or 1.0)
     ax.set_ylabel(f"on device\n{size_unit}", color=INK, fontsize=9)

@@ -15,17 +15,17 @@ Note:
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +33,7 @@ from offload.base import trace
 from offload.base.trace import Mark
 from offload.device.select import resolve_device
 from offload.observe.memory import CpuAllocations
-from offload.observe.spans import Kind, Lane, Span, merged
+from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
 
 STALL_S = 20e-6
@@ -41,15 +41,12 @@ STALL_S = 20e-6
 MERGE_S = 200e-6
 """Copies of one layer that follow each other more closely are drawn as one; those of no known layer, at ``STALL_S``."""
 
-COPY_KINDS: dict[Lane, Kind] = {"d2h": "offload", "h2d": "reload"}
+PHASES = ("forward", "backward", "other")
+"""What marks say of compute."""
+COPY_KINDS: dict[str, Kind] = {"d2h": "offload", "h2d": "reload"}
 
-
-class _Work(NamedTuple):
-    start_s: float
-    end_s: float
-    launched_s: float
-    lane: Lane
-    nbytes: int
+_Memory = list[tuple[float, int]]
+"""From each time on so many bytes."""
 
 
 def record_timeline(
@@ -90,9 +87,9 @@ def record_timeline(
     )
 
 
-def _record_cpu(step: Callable[[], object]) -> tuple[list[Span], list[tuple[float, int]]]:
+def _record_cpu(step: Callable[[], object]) -> tuple[list[Span], _Memory]:
     recorder = trace.Recorder()
-    memory: list[tuple[float, int]] = []
+    memory: _Memory = []
     trace.recorder = recorder
     try:
         with CpuAllocations(lambda nbytes: memory.append((perf_counter(), nbytes))):
@@ -101,27 +98,26 @@ def _record_cpu(step: Callable[[], object]) -> tuple[list[Span], list[tuple[floa
             end_s = perf_counter()
     finally:
         trace.recorder = None
-    marks = _Marks([(begin_s, Mark("other", None)), *recorder.marks])
+    phases, waits = _Marks(recorder.marks, PHASES), _Marks(recorder.marks, ("wait",))
     copies = [
-        _copy_span(cast("Lane", what.what), start_s, copied_s, what.layer, nbytes)
+        Span(cast("Lane", what.what), COPY_KINDS[what.what], start_s, copied_s, layer=what.layer, nbytes=nbytes)
         for start_s, copied_s, what, nbytes in recorder.copies
     ]
-    stalls = [_stall(start_s, waited_s, marks, start_s) for start_s, waited_s in recorder.waits]
-    stalls = [stall for stall in stalls if stall.duration_s > STALL_S]
-    busy = _between(begin_s, end_s, stalls, marks)
-    return [*busy, *stalls, *_merged_copies(copies)], memory
-
-
-def _between(begin_s: float, end_s: float, stalls: list[Span], marks: _Marks) -> Iterator[Span]:
-    """Compute, as the time between marks that is not spent in stalls."""
-    cuts = [time_s for time_s, _ in marks.phases if begin_s < time_s < end_s]
+    stalls = [
+        _stall(start_s, stop_s, waits.last(start_s)) for start_s, stop_s in recorder.waits if stop_s - start_s > STALL_S
+    ]
+    # Compute is the time between marks that is not spent in stalls.
+    cuts = [time_s for time_s in phases.times_s if begin_s < time_s < end_s]
     edges = sorted({begin_s, end_s, *cuts, *(edge for stall in stalls for edge in (stall.start_s, stall.end_s))})
-    for start_s, stop_s in itertools.pairwise(edges):
-        if not any(stall.start_s <= start_s < stall.end_s for stall in stalls):
-            yield _compute_span(start_s, stop_s, marks, start_s)
+    compute = [
+        _compute(start_s, stop_s, phases.last(start_s))
+        for start_s, stop_s in pairwise(edges)
+        if not any(stall.start_s <= start_s < stall.end_s for stall in stalls)
+    ]
+    return _tidied([*compute, *stalls, *copies]), memory
 
 
-def _record_accelerator(step: Callable[[], object], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
+def _record_accelerator(step: Callable[[], object], device: torch.device) -> tuple[list[Span], _Memory]:
     activities = [getattr(torch.profiler.ProfilerActivity, name) for name in ("CPU", device.type.upper())]
     torch.accelerator.synchronize(device)
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
@@ -134,115 +130,85 @@ def _record_accelerator(step: Callable[[], object], device: torch.device) -> tup
     return _read(events, device)
 
 
-def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span], list[tuple[float, int]]]:
+def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span], _Memory]:
     """Spans and memory from a profiler's trace events; times there are in microseconds."""
     launches = {
         event["args"]["correlation"]: event["ts"] * 1e-6
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    marks = _Marks(
-        sorted(
-            (event["ts"] * 1e-6, Mark.parse(event["name"]))
-            for event in events
-            if event.get("cat") == "user_annotation" and event["name"].startswith(trace.PREFIX)
-        )
-    )
-    work = sorted(_device_work(events, launches))
-    kernels = [piece for piece in work if piece.lane == "compute"]
-    copies = [
-        _copy_span(piece.lane, piece.start_s, piece.end_s, _at(marks.copies, piece.launched_s).layer, piece.nbytes)
-        for piece in work
-        if piece.lane != "compute"
+    marks = [
+        (event["ts"] * 1e-6, Mark.parse(event["name"]))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(trace.PREFIX)
     ]
-    compute = merged(_kernels_and_stalls(kernels, marks), lambda _: math.inf)
-    return [*compute, *_merged_copies(copies)], _memory(events, kernels, device)
-
-
-def _device_work(events: list[dict[str, Any]], launches: dict[int, float]) -> Iterator[_Work]:
-    for event in events:
-        lane = _lane(event)
-        if lane is not None:
-            start_s, arguments = event["ts"] * 1e-6, event["args"]
-            launched_s = launches.get(arguments.get("correlation"), start_s)
-            yield _Work(start_s, start_s + event["dur"] * 1e-6, launched_s, lane, arguments.get("bytes", 0))
-
-
-def _lane(event: dict[str, Any]) -> Lane | None:
-    if event.get("cat") == "gpu_memcpy":
-        return "d2h" if "DtoH" in event["name"] else "h2d" if "HtoD" in event["name"] else "compute"
-    return "compute" if event.get("cat") in ("kernel", "gpu_memset") else None
-
-
-def _kernels_and_stalls(kernels: list[_Work], marks: _Marks) -> Iterator[Span]:
-    """A span per kernel, and one where a kernel that had been launched in time still started late."""
+    phases, waits, copies = (_Marks(marks, whats) for whats in (PHASES, ("wait",), tuple(COPY_KINDS)))
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")]
+    spans: list[Span] = []
+    kernels: list[tuple[float, float]] = []
+    """When each was launched, and when it started."""
     last_end_s = math.inf
-    for kernel in kernels:
-        if kernel.start_s - last_end_s > STALL_S and kernel.launched_s < last_end_s:
-            yield _stall(last_end_s, kernel.start_s, marks, kernel.launched_s)
-        yield _compute_span(kernel.start_s, kernel.end_s, marks, kernel.launched_s)
-        last_end_s = kernel.end_s
+    for event in sorted(work, key=itemgetter("ts")):
+        start_s, end_s = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
+        launched_s = launches.get(event["args"].get("correlation"), start_s)
+        if event["cat"] == "gpu_memcpy" and ("DtoH" in event["name"] or "HtoD" in event["name"]):
+            lane: Lane = "d2h" if "DtoH" in event["name"] else "h2d"
+            layer, nbytes = copies.last(launched_s).layer, event["args"].get("bytes", 0)
+            spans.append(Span(lane, COPY_KINDS[lane], start_s, end_s, layer=layer, nbytes=nbytes))
+            continue
+        if start_s - last_end_s > STALL_S and launched_s < last_end_s:
+            spans.append(_stall(last_end_s, start_s, waits.last(launched_s)))
+        spans.append(_compute(start_s, end_s, phases.last(launched_s)))
+        kernels.append((launched_s, start_s))
+        last_end_s = end_s
+    return _tidied(spans), _memory(events, sorted(kernels), device)
 
 
-def _compute_span(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Span:
-    phase = _at(marks.phases, launched_s)
-    return Span("compute", cast("Kind", phase.what), start_s, end_s, layer=phase.layer)
-
-
-def _stall(start_s: float, end_s: float, marks: _Marks, launched_s: float) -> Span:
-    layer = _at(marks.waits, launched_s).layer
-    label = "wait" if layer is None else f"wait for {layer}"
-    return Span("compute", "stall", start_s, end_s, label, layer)
-
-
-def _copy_span(lane: Lane, start_s: float, end_s: float, layer: int | None, nbytes: int) -> Span:
-    return Span(lane, COPY_KINDS[lane], start_s, end_s, layer=layer, nbytes=nbytes)
-
-
-def _merged_copies(copies: list[Span]) -> Iterator[Span]:
-    """Copies of one layer that follow each other closely as one span."""
-    for lane in COPY_KINDS:
-        spans = sorted((span for span in copies if span.lane == lane), key=lambda span: span.start_s)
-        yield from merged(spans, lambda span: STALL_S if span.layer is None else MERGE_S)
-
-
-def _memory(events: list[dict[str, Any]], kernels: list[_Work], device: torch.device) -> list[tuple[float, int]]:
+def _memory(events: list[dict[str, Any]], kernels: list[tuple[float, float]], device: torch.device) -> _Memory:
     """Device bytes above those before the step, at the device time of the work launched next."""
-    changes = [event for event in events if event.get("name") == "[memory]" and _is_on(device, event["args"])]
-    changes.sort(key=lambda event: event["ts"])
-    by_launch = sorted((kernel.launched_s, kernel.start_s) for kernel in kernels)
-    if not changes or not by_launch:
+    place = {"Device Id": device.index or 0, "Device Type": 1}
+    changes = [event for event in events if event.get("name") == "[memory]" and place.items() <= event["args"].items()]
+    changes.sort(key=itemgetter("ts"))
+    if not changes or not kernels:
         return []
     first = changes[0]["args"]
     before = first["Total Allocated"] - first.get("Bytes", 0)
     samples = []
     for change in changes:
-        index = bisect_right(by_launch, (change["ts"] * 1e-6, math.inf))
-        start_s = by_launch[min(index, len(by_launch) - 1)][1]
+        index = bisect_right(kernels, (change["ts"] * 1e-6, math.inf))
+        start_s = kernels[min(index, len(kernels) - 1)][1]
         samples.append((start_s, change["args"]["Total Allocated"] - before))
     return samples
 
 
-def _is_on(device: torch.device, arguments: dict[str, Any]) -> bool:
-    return arguments.get("Device Id") == (device.index or 0) and arguments.get("Device Type") == 1
-
-
 class _Marks:
-    """Marks by time, apart for phases, waits and copies."""
+    """The marks of some kinds, by time."""
 
-    def __init__(self, marks: list[tuple[float, Mark]]) -> None:
-        def of(*kinds: str) -> list[tuple[float, Mark]]:
-            return [(time_s, mark) for time_s, mark in marks if mark.what in kinds]
+    def __init__(self, marks: Iterable[tuple[float, Mark]], kinds: tuple[str, ...]) -> None:
+        self._marks = sorted((entry for entry in marks if entry[1].what in kinds), key=itemgetter(0))
+        self.times_s = [time_s for time_s, _ in self._marks]
 
-        self.phases = of("forward", "backward", "other")
-        """What was computed."""
-        self.waits = of("wait")
-        """Whose copies were waited for."""
-        self.copies = of(*COPY_KINDS)
-        """Whose bytes were copied."""
+    def last(self, time_s: float) -> Mark:
+        """The last one made until then."""
+        index = bisect_right(self.times_s, time_s)
+        return self._marks[index - 1][1] if index else Mark("other", None)
 
 
-def _at(marks: list[tuple[float, Mark]], time_s: float) -> Mark:
-    """The last mark made until then."""
-    index = bisect_right(marks, time_s, key=itemgetter(0))
-    return marks[index - 1][1] if index else Mark("other", None)
+def _compute(start_s: float, end_s: float, phase: Mark) -> Span:
+    return Span("compute", cast("Kind", phase.what), start_s, end_s, layer=phase.layer)
+
+
+def _stall(start_s: float, end_s: float, wait: Mark) -> Span:
+    label = "wait" if wait.layer is None else f"wait for {wait.layer}"
+    return Span("compute", "stall", start_s, end_s, label, wait.layer)
+
+
+def _tidied(spans: list[Span]) -> list[Span]:
+    """Stream by stream, as one what belongs together: kernels of a layer, copies close behind each other."""
+
+    def gap_s(span: Span) -> float:
+        if span.lane == "compute":
+            return math.inf
+        return STALL_S if span.layer is None else MERGE_S
+
+    return list(merged(sorted(spans, key=lambda span: (LANES.index(span.lane), span.start_s)), gap_s))

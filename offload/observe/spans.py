@@ -1,7 +1,8 @@
-"""One stream busy with one thing: the pieces that a timeline consists of, and sums of the time that they cover."""
+"""One stream busy with one thing: the pieces that a timeline consists of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -67,22 +68,10 @@ def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Sp
         yield last
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The time that the spans cover, as disjoint intervals in order; the spans are sorted by start."""
-    covered: list[tuple[float, float]] = []
+def covered_s(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans runs; they are sorted by start."""
+    seconds, until_s = 0.0, -math.inf
     for span in spans:
-        if covered and span.start_s <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(covered[-1][1], span.end_s))
-        else:
-            covered.append((span.start_s, span.end_s))
-    return covered
-
-
-def common_s(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Seconds that both cover; each is a list of disjoint intervals."""
-    return sum(max(0.0, min(end, other_end) - max(start, other)) for start, end in a for other, other_end in b)
-
-
-def total_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
+        seconds += max(0.0, span.end_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.end_s)
+    return seconds

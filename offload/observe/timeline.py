@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.base.units import format_bytes, format_s
 from offload.observe.plot import plot_timeline
-from offload.observe.spans import COPY_LANES, LANES, Lane, Span, common_s, total_s, union
+from offload.observe.spans import COPY_LANES, LANES, Lane, Span, covered_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,11 +57,11 @@ class Timeline:
     @property
     def stall_s(self) -> float:
         """Seconds that the compute stream waited for copies."""
-        return total_s(union(span for span in self.spans if span.kind == "stall"))
+        return covered_s(span for span in self.spans if span.kind == "stall")
 
-    def busy_s(self, lane: Lane) -> float:
-        """Seconds in which the stream did something; stalls do not count."""
-        return total_s(self._busy(lane))
+    def busy_s(self, *lanes: Lane) -> float:
+        """Seconds in which the stream, or one of several, did something; stalls do not count."""
+        return covered_s(span for span in self.spans if span.lane in lanes and span.kind != "stall")
 
     def copied_bytes(self, lane: Lane) -> int:
         """Bytes that the stream copied."""
@@ -70,10 +70,9 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Fraction of the copies' time that ran beside busy compute, 0 to 1; 1 where nothing was copied."""
-        compute = self._busy("compute")
-        copies = [self._busy(lane) for lane in COPY_LANES]
-        copies_s = sum(map(total_s, copies))
-        return sum(common_s(copy, compute) for copy in copies) / copies_s if copies_s else 1.0
+        copies_s = sum(self.busy_s(lane) for lane in COPY_LANES)
+        beside_s = sum(self.busy_s(lane) + self.busy_s("compute") - self.busy_s(lane, "compute") for lane in COPY_LANES)
+        return max(0.0, beside_s / copies_s) if copies_s else 1.0  # a difference of sums may be rounded to less
 
     @property
     def peak_bytes(self) -> int:
@@ -97,33 +96,18 @@ class Timeline:
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
-        names = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "offload"}}]
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "offload"}}]
         for thread, lane in enumerate(LANES):
-            where = {"ph": "M", "pid": 0, "tid": thread}
-            names.append({**where, "name": "thread_name", "args": {"name": lane}})
-            names.append({**where, "name": "thread_sort_index", "args": {"sort_index": thread}})
-        spans = [
-            {
-                "ph": "X",
-                "name": span.label or span.kind,
-                "cat": span.kind,
-                "pid": 0,
-                "tid": LANES.index(span.lane),
-                "ts": span.start_s * 1e6,
-                "dur": span.duration_s * 1e6,
-                "args": {"layer": span.layer, "bytes": span.nbytes},
-            }
-            for span in self.spans
-        ]
-        memory = [
-            {"ph": "C", "name": "device memory", "pid": 0, "ts": time_s * 1e6, "args": {"bytes": nbytes}}
-            for time_s, nbytes in self.memory
-        ]
-        return {
-            "displayTimeUnit": "ms",
-            "traceEvents": names + spans + memory,
-            "otherData": {"title": self.title},
-        }
+            events.append({"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": lane}})
+            events.append({"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        for span in self.spans:
+            what = {"name": span.label or span.kind, "cat": span.kind, "tid": LANES.index(span.lane)}
+            when = {"ts": span.start_s * 1e6, "dur": span.duration_s * 1e6}
+            events.append({"ph": "X", **what, **when, "args": {"layer": span.layer, "bytes": span.nbytes}})
+        for time_s, nbytes in self.memory:
+            events.append({"ph": "C", "name": "device memory", "ts": time_s * 1e6, "args": {"bytes": nbytes}})
+        events = [{"pid": 0} | event for event in events]
+        return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"title": self.title}}
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write :meth:`chrome_trace` as JSON; open the file in ``ui.perfetto.dev``."""
@@ -149,6 +133,3 @@ class Timeline:
             f"{self.overlap:.0%} of the copies beside compute, peak {format_bytes(self.peak_bytes)}"
         )
         return "\n".join([self.title] * bool(self.title) + lines)
-
-    def _busy(self, lane: Lane) -> list[tuple[float, float]]:
-        return union(span for span in self.spans if span.lane == lane and span.kind != "stall")
