@@ -11,22 +11,29 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from offload.device.backend import Event
-from offload.device.capture import Capture, GraphLife, current_capture
+from offload.device.capture import Capture, GraphLife
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Range:
-    """Consecutive bytes of one slab, and the events after which they may be written."""
+    """Consecutive bytes of one slab."""
 
     slab: torch.Tensor
     start: int
     nbytes: int
-    events: tuple[Event, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.start + self.nbytes
+
+    def overlaps(self, other: Range) -> bool:
+        """Whether they have bytes in common."""
+        return self.slab is other.slab and self.start < other.end and other.start < self.end
 
 
 class HostBuffer:
@@ -40,22 +47,16 @@ class HostBuffer:
 
     __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges")
 
-    def __init__(self, nbytes: int, ranges: list[Range], *, pooled: bool = True) -> None:
+    def __init__(self, nbytes: int, ranges: Sequence[Range], *, pooled: bool = True) -> None:
         self.nbytes = nbytes
         self.pooled = pooled
         self.arena: Arena | None = None
         """Of the graph that copies to and from it, if any."""
         self.ranges = ranges
-        self.events = _pending(event for piece in ranges for event in piece.events)
-        self.pieces = [piece.slab.narrow(0, piece.start, piece.nbytes) for piece in ranges]
+        self.events: tuple[Event, ...] = ()
+        self.pieces = [piece.slab[piece.start : piece.end] for piece in ranges]
         padding = sum(piece.nbytes for piece in ranges) - nbytes
-        self.pieces[-1] = self.pieces[-1].narrow(0, 0, len(self.pieces[-1]) - padding)
-
-    def freed(self) -> Self:
-        """The buffer, no longer a graph's; nothing uses it any more."""
-        self.arena = None
-        self.events = ()
-        return self
+        self.pieces[-1] = self.pieces[-1][: ranges[-1].nbytes - padding]
 
 
 class Arena:
@@ -93,51 +94,29 @@ class Arena:
             return False
         given = set(itertools.chain.from_iterable(self._ready.values()))
         # An interrupt can lose a buffer that was never given back: then the arena and the pool alone hold it.
-        return not any(held_beside([buffer for buffer in self.buffers if buffer not in given], holders=2))
+        return not any(held_beside((buffer for buffer in self.buffers if buffer not in given), holders=2))
 
 
-def held_beside(buffers: Sequence[HostBuffer], holders: int) -> list[bool]:
-    """Whether others hold each of the buffers beside so many who are known, and this sequence.
+def held_beside(buffers: Iterable[HostBuffer], holders: int) -> list[bool]:
+    """Whether others hold each of the buffers beside so many who are known.
 
     Reference counts tell. Weak references would not: the garbage collector clears them before it calls the finalizers
     that give buffers back.
     """
-    (alone,) = _references([object()])
-    return [count > alone + holders for count in _references(buffers)]
+    alone, *counts = [sys.getrefcount(thing) for thing in (object(), *buffers)]
+    return [count > alone + holders for count in counts]
 
 
-def joined(pieces: Iterable[Range]) -> list[Range]:
-    """The same memory in order, adjacent ranges as one."""
-    found: list[Range] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.slab.data_ptr(), piece.start)):
-        last = found[-1] if found else None
-        if last and last.slab is piece.slab and last.start + last.nbytes == piece.start:
-            last.nbytes += piece.nbytes
-            last.events = _pending((*last.events, *piece.events))
-        else:
-            found.append(piece)
-    return found
-
-
-def gaps(slabs: list[torch.Tensor], covered: list[Range]) -> list[Range]:
-    """What ``covered``, in order and joined, leaves of the slabs."""
+def gaps(slabs: Iterable[torch.Tensor], covered: Iterable[Range]) -> list[Range]:
+    """What is left of the slabs."""
+    in_slab: defaultdict[int, list[Range]] = defaultdict(list)
+    for piece in covered:
+        in_slab[id(piece.slab)].append(piece)
     found = []
     for slab in slabs:
         start = 0
-        for piece in [*(piece for piece in covered if piece.slab is slab), Range(slab, len(slab), 0)]:
+        for piece in [*sorted(in_slab[id(slab)], key=lambda piece: piece.start), Range(slab, len(slab), 0)]:
             if piece.start > start:
                 found.append(Range(slab, start, piece.start - start))
-            start = piece.start + piece.nbytes
+            start = piece.end
     return found
-
-
-def _pending(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events that are still to come. A query would break a capture, which begins with all of them reached."""
-    if current_capture() is not None:
-        return ()
-    return tuple(event for event in dict.fromkeys(events) if not event.query())
-
-
-def _references(things: Sequence[object]) -> list[int]:
-    """How many hold each of these, counting the sequence and what it takes to ask."""
-    return [sys.getrefcount(thing) for thing in things]

@@ -26,8 +26,8 @@ import torch
 
 from offload.base.units import format_bytes
 from offload.device.backend import Backend, Event
-from offload.device.capture import Capture, CaptureError, current_capture
-from offload.host.buffers import Arena, HostBuffer, Range, gaps, held_beside, joined
+from offload.device.capture import CaptureError, current_capture
+from offload.host.buffers import Arena, HostBuffer, Range, gaps, held_beside
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 ALIGNMENT_BYTES = 512
@@ -56,10 +56,13 @@ class HostPool:
         self.returned: deque[HostBuffer] = deque()
         self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
         """Buffers to hand out again as they are, by size."""
-        self._free: list[Range] = []
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []
-        """All that were made out of ranges and not merged since, wherever they are."""
+        """All that were made and not taken apart since, wherever they are."""
+        self._free: list[Range] = []
+        """What :meth:`_reclaim` has found and nobody has taken since."""
+        self._copied: list[tuple[Range, Event]] = []
+        """What buffers covered that were taken apart, and after which event it may be written."""
         self._arenas: dict[int, Arena] = {}
         self._max_bytes: int | None = None
         self._refusal: tuple[int, str] | None = None
@@ -93,23 +96,25 @@ class HostPool:
             if self.returned or self._arenas:
                 self._collect()
             capture = current_capture()
-            return self._take(nbytes) if capture is None else self._take_for(capture, nbytes)
+            if capture is None:
+                return self._take(nbytes)
+            arena = self._arenas.setdefault(capture.id, Arena())
+            arena.hold(capture)
+            buffer = arena.take(nbytes)
+            if buffer is None:
+                buffer = self._take(nbytes)
+                arena.add(buffer)
+            return buffer
 
     def _take(self, nbytes: int) -> HostBuffer:
         ready = self._ready.get(nbytes)
         if ready:
             return ready.popleft()
-        buffer = HostBuffer(nbytes, self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES)))
+        ranges = self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES))
+        buffer = HostBuffer(nbytes, ranges)
+        events = (event for copied, event in self._copied if any(map(copied.overlaps, ranges)))
+        buffer.events = tuple(dict.fromkeys(events))
         self._buffers.append(buffer)
-        return buffer
-
-    def _take_for(self, capture: Capture, nbytes: int) -> HostBuffer:
-        arena = self._arenas.setdefault(capture.id, Arena())
-        arena.hold(capture)
-        buffer = arena.take(nbytes)
-        if buffer is None:
-            buffer = self._take(nbytes)
-            arena.add(buffer)
         return buffer
 
     def give(self, buffer: HostBuffer, event: Event) -> None:
@@ -130,14 +135,13 @@ class HostPool:
             CaptureError: A capture would read what was copied to the host outside of any capture.
         """
         capture = current_capture()
-        if capture is None:
-            return
-        if buffer.arena is None:
-            raise CaptureError(
-                "backward is being captured, but its forward ran outside of a capture; capture both, in one graph or "
-                "with torch.cuda.make_graphed_callables."
-            )
-        buffer.arena.hold(capture)
+        if capture is not None:
+            if buffer.arena is None:
+                raise CaptureError(
+                    "backward is being captured, but its forward ran outside of a capture; capture both, in one graph "
+                    "or with torch.cuda.make_graphed_callables."
+                )
+            buffer.arena.hold(capture)
 
     def reserve(self, nbytes: int) -> None:
         """Pin now what is missing for ``nbytes`` bytes in total.
@@ -167,93 +171,84 @@ class HostPool:
         with self._lock:
             self._refusal = None
             self._collect()
-            self._merge_free()
-            self._find_lost()
-            idle = [piece for piece in self._free if piece.nbytes == len(piece.slab)]
-            for piece in idle:
-                for event in piece.events:
-                    event.synchronize()  # a copy may still run, and the system takes the pages at once
-            gone = {id(piece.slab) for piece in idle}
-            self._free = [piece for piece in self._free if id(piece.slab) not in gone]
-            self._slabs = [slab for slab in self._slabs if id(slab) not in gone]
-        return sum(piece.nbytes for piece in idle)
+            self._reclaim()
+            for _, event in self._copied:
+                event.synchronize()  # a copy may still run, and the system takes the pages at once
+            self._copied = []
+            idle = {id(piece.slab): piece.nbytes for piece in self._free if piece.nbytes == len(piece.slab)}
+            self._free = [piece for piece in self._free if id(piece.slab) not in idle]
+            self._slabs = [slab for slab in self._slabs if id(slab) not in idle]
+        return sum(idle.values())
 
     def _collect(self) -> None:
         for capture, arena in list(self._arenas.items()):
             if arena.over:
                 del self._arenas[capture]  # first: what an interrupt loses here is found, but never given twice
-                self.returned += (buffer.freed() for buffer in arena.buffers)
+                for buffer in arena.buffers:
+                    buffer.arena, buffer.events = None, ()
+                self.returned += arena.buffers
         while self.returned:
             buffer = self.returned.popleft()
             self._ready[buffer.nbytes].append(buffer)
 
     def _carve(self, size: int) -> list[Range]:
-        self._merge_free()
-        if sum(piece.nbytes for piece in self._free) < size:
-            self._find_lost()
-        fitting = [piece for piece in self._free if piece.nbytes >= size]
-        if fitting:
-            return [self._split(min(fitting, key=lambda piece: piece.nbytes), size)]
+        if not any(piece.nbytes >= size for piece in self._free):
+            self._reclaim()
         missing = size - sum(piece.nbytes for piece in self._free)
         if missing > 0:
             self._free.append(self._grow(missing))
-        carved = []
-        for piece in sorted(self._free, key=lambda piece: piece.nbytes, reverse=True):
-            carved.append(self._split(piece, min(size, piece.nbytes)))
-            size -= carved[-1].nbytes
-            if not size:
-                return carved
-        raise AssertionError("the pool grew by what was missing")
+        carved: list[Range] = []
+        while size:
+            # The smallest that is large enough; as long as there is none, the largest, so that the pieces are few.
+            fitting = [piece for piece in self._free if piece.nbytes >= size]
+            piece = min(fitting, key=_nbytes) if fitting else max(self._free, key=_nbytes)
+            self._free.remove(piece)
+            taken = min(size, piece.nbytes)
+            if taken < piece.nbytes:
+                self._free.append(Range(piece.slab, piece.start + taken, piece.nbytes - taken))
+            carved.append(Range(piece.slab, piece.start, taken))
+            size -= taken
+        return carved
 
-    def _split(self, piece: Range, size: int) -> Range:
-        self._free.remove(piece)
-        if piece.nbytes > size:
-            self._free.append(Range(piece.slab, piece.start + size, piece.nbytes - size, piece.events))
-        return Range(piece.slab, piece.start, size, piece.events)
+    def _reclaim(self) -> None:
+        """Make free what no buffer covers that somebody holds: those that are ready, and what an interrupt has lost."""
+        # Taken away first: who takes a buffer from here on, in a finalizer, gets none of these.
+        ready, self._ready = self._ready, defaultdict(deque)
+        idle = set(itertools.chain.from_iterable(ready.values()))
+        self._copied += [(piece, event) for buffer in idle for piece in buffer.ranges for event in buffer.events]
+        self._buffers = [buffer for buffer in self._buffers if buffer not in idle]
+        if current_capture() is None:  # neither a query nor a wait is allowed in a capture
+            self._copied = [(piece, event) for piece, event in self._copied if not event.query()]
+            held = list(itertools.compress(self._buffers, held_beside(self._buffers, holders=1)))
+            if len(held) < len(self._buffers):
+                self._synchronize()  # a copy may still run in what is lost, and its event is lost too
+                self._buffers = held
+        self._free = gaps(self._slabs, itertools.chain.from_iterable(buffer.ranges for buffer in self._buffers))
 
     def _grow(self, missing: int) -> Range:
         _forbid_in_capture(missing)
-        nbytes = _round_up(max(missing, self.pinned_bytes // GROWTH), PAGE_BYTES)
-        if self._max_bytes is not None and self.pinned_bytes + nbytes > self._max_bytes:
-            nbytes = _round_up(missing, PAGE_BYTES)
-            if self.pinned_bytes + nbytes > self._max_bytes:
-                raise HostMemoryError(
-                    f"{format_bytes(nbytes)} of pinned host memory are missing beyond the pool's "
-                    f"{format_bytes(self.pinned_bytes)}, but max_host_bytes is {format_bytes(self._max_bytes)}; "
-                    "offload fewer layers or raise the limit."
-                )
-        if self._refusal is not None and self.pinned_bytes + nbytes >= self._refusal[0]:
+        nbytes = _round_up(missing, PAGE_BYTES)
+        more = _round_up(self.pinned_bytes // GROWTH, PAGE_BYTES)
+        if self._max_bytes is None or self.pinned_bytes + more <= self._max_bytes:
+            nbytes = max(nbytes, more)
+        size = self.pinned_bytes + nbytes
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise HostMemoryError(
+                f"{format_bytes(nbytes)} of pinned host memory are missing beyond the pool's "
+                f"{format_bytes(self.pinned_bytes)}, but max_host_bytes is {format_bytes(self._max_bytes)}; "
+                "offload fewer layers or raise the limit."
+            )
+        if self._refusal is not None and size >= self._refusal[0]:
             raise HostMemoryError(self._refusal[1])
         try:
             return self._add(self._allocate(nbytes))
         except HostMemoryError as error:
-            self._refusal = (self.pinned_bytes + nbytes, str(error))
+            self._refusal = (size, str(error))
             raise
 
     def _add(self, slab: torch.Tensor) -> Range:
         self._slabs.append(slab)
         return Range(slab, 0, len(slab))
-
-    def _merge_free(self) -> None:
-        """Turn all free buffers back into ranges, adjacent ones into one."""
-        empty: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
-        # Taken away from both first: an interrupt half-way loses memory, but leaves none in two places.
-        ready, self._ready = self._ready, empty
-        pieces, self._free = self._free, []
-        merged = set(itertools.chain.from_iterable(ready.values()))
-        for buffer in merged:
-            pieces += [Range(piece.slab, piece.start, piece.nbytes, buffer.events) for piece in buffer.ranges]
-        self._buffers = [buffer for buffer in self._buffers if buffer not in merged]
-        self._free = joined(pieces)
-
-    def _find_lost(self) -> None:
-        """Make free what neither a buffer nor a free range covers: an interrupt has lost it."""
-        self._buffers = list(itertools.compress(self._buffers, held_beside(self._buffers, holders=0)))
-        covered = itertools.chain(self._free, *(buffer.ranges for buffer in self._buffers))
-        lost = gaps(self._slabs, joined([Range(piece.slab, piece.start, piece.nbytes) for piece in covered]))
-        if lost and current_capture() is None:
-            self._synchronize()  # a copy may still run there, and its event is lost too
-            self._free = joined([*self._free, *lost])
 
 
 def _forbid_in_capture(missing: int) -> None:
@@ -262,6 +257,10 @@ def _forbid_in_capture(missing: int) -> None:
             f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
             "captured; run one step as a warm-up before the capture."
         )
+
+
+def _nbytes(piece: Range) -> int:
+    return piece.nbytes
 
 
 def _round_up(nbytes: int, unit: int) -> int:

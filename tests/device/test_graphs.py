@@ -36,8 +36,7 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: Capture | None = None
         self._lives: defaultdict[int, list[SimpleNamespace]] = defaultdict(list)
-        for module in (host_pool, host_buffers):
-            monkeypatch.setattr(module, "current_capture", lambda: self.now)
+        monkeypatch.setattr(host_pool, "current_capture", lambda: self.now)
         monkeypatch.setattr(host_buffers, "GraphLife", self._begin)
 
     def _begin(self, capture: Capture) -> SimpleNamespace:
