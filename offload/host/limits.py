@@ -6,6 +6,7 @@ begun should still end, so by default what finds no room stays on the device, wi
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal, get_args
 
 import torch
@@ -54,23 +55,17 @@ class HostMemory:
         except HostMemoryError as error:
             if self._when_full == "raise":
                 raise
-            self._warn(str(error))
-        return _pageable_buffer(nbytes) if self._when_full == "pageable" else None
-
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            instead = "stays on the device" if self._when_full == "keep" else "goes to pageable memory, which is slow"
-            warn_caller(f"{what} What finds no room {instead}.")
-
-
-def _pageable_buffer(nbytes: int) -> HostBuffer | None:
-    """Ordinary memory, while there is some, freed with the buffer: copies of such memory do not outlast their call."""
-    try:
-        slab = pageable(max(nbytes, 1))
-    except HostMemoryError:
+            if not self._warned:
+                self._warned = True
+                kept = self._when_full == "keep"
+                instead = "stays on the device" if kept else "goes to pageable memory, which is slow"
+                warn_caller(f"{error} What finds no room {instead}.")
+        if self._when_full == "pageable":
+            with contextlib.suppress(HostMemoryError):
+                # Not pooled: a copy of such memory does not outlast its call, and the buffer takes it along.
+                memory = pageable(max(nbytes, 1))
+                return HostBuffer(nbytes, [Range(memory, 0, len(memory))], pooled=False)
         return None
-    return HostBuffer(nbytes, [Range(slab, 0, len(slab))], pooled=False)
 
 
 def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:

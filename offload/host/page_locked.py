@@ -4,6 +4,9 @@
 pages come from an anonymous mapping, are touched by several threads at once (which is much of the time that
 page-locking takes) and are then locked as they are. The system takes them from the NUMA node that the touching
 threads run on.
+
+Linux promises more memory than there is, and kills a process that then touches it. So the library asks before how much
+there is: what the machine has, within what the control group may use.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from offload.base.units import format_bytes
 from offload.device.backend import Backend, PageLockError
-from offload.host.capacity import available_bytes
 
 TOUCH_BYTES = 64 << 20
 """What one thread touches at a time; smaller mappings are not worth a second thread."""
@@ -32,6 +35,10 @@ SPARE = 1 / 32
 # Advice of Linux that Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
+
+# A control group's limit, what it uses, and which of that is file cache: in the two versions of control groups.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 class HostMemoryError(RuntimeError):
@@ -69,14 +76,11 @@ class _Mapping(mmap.mmap):
 
 
 def check_room(nbytes: int, *, spare: float = SPARE) -> None:
-    """Raise if the system has not that much host memory left; nothing has been taken then.
+    """Raise :class:`HostMemoryError` if the system has not that much host memory left.
 
     Args:
         nbytes: How much is needed.
         spare: The part of what is left that it should keep.
-
-    Raises:
-        HostMemoryError: It has less.
     """
     available = available_bytes()
     if available is not None and nbytes > available * (1 - spare):
@@ -96,11 +100,7 @@ def pageable(nbytes: int) -> torch.Tensor:
 
 
 def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
-    """Page-locked host memory, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
-
-    Args:
-        nbytes: Its size.
-        backend: The device that will copy from and to it.
+    """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
 
     Raises:
         HostMemoryError: The system has not that much, or refused to lock it.
@@ -131,7 +131,6 @@ def forget_on_fork(memory: torch.Tensor) -> torch.Tensor:
 
 def _touched(nbytes: int) -> _Mapping:
     """A new mapping whose pages the system has provided, several parts at once."""
-    # Before it is touched: Linux promises what it has not, and kills who takes it at its word.
     check_room(nbytes, spare=0.0)
     try:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -148,13 +147,8 @@ def _touched(nbytes: int) -> _Mapping:
             ctypes.memset(address + start, 0, part)
 
     starts = range(0, nbytes, TOUCH_BYTES)
-    threads = min(TOUCH_THREADS, len(starts), _cores())
-    if threads == 1:
-        for start in starts:
-            touch(start)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(touch, starts))
+    with ThreadPoolExecutor(min(TOUCH_THREADS, len(starts), _cores())) as threads:
+        list(threads.map(touch, starts))
     return mapping
 
 
@@ -168,3 +162,44 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still touch without being killed; ``None`` where the system does not say.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+    """
+    try:
+        machine = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    return max(0, min([machine, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each control group that the process is in has left; its file cache can be dropped."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    top = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        first_version = "memory" in controllers.split(",")
+        if number != "0" and not first_version:
+            continue
+        limit, usage, cache = _V1 if first_version else _V2
+        group = Path("memory" if first_version else "", path.lstrip("/"))
+        for directory in (top / part for part in (group, *group.parents)):
+            try:
+                most, used = int((directory / limit).read_text()), int((directory / usage).read_text())
+                fields = _fields(directory / "memory.stat")
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+            yield most - used + sum(fields.get(name, 0) for name in cache)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.host.capacity import available_bytes
+from offload.host.page_locked import available_bytes
 
 GIB = 1 << 30
 
