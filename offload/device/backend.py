@@ -1,19 +1,17 @@
 """How bytes move: the streams, events and copies of one device, whichever it is.
 
-Everything above this module is the same code on every device. A :class:`Backend` hands out
-streams (queues of work that run beside each other), events (marks in a stream that another
-stream can wait for) and memory. On an accelerator these are the device's own, through
-``torch.accelerator``, ``torch.Stream`` and ``torch.Event``. On a machine without one,
-:mod:`offload.device.cpu` copies for real in worker threads, so that a missing wait gives wrong
-numbers there as it would on a GPU.
+Everything above this module is the same code on every device. A :class:`Backend` hands out streams (queues of work
+that run beside each other), events (marks in a stream that another stream can wait for) and memory: those of any
+accelerator that PyTorch knows. :mod:`offload.device.cuda` does some of it better. On a machine without an accelerator,
+:mod:`offload.device.cpu` copies for real in worker threads, so that a missing wait gives wrong numbers there as it
+would on a GPU.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -57,10 +55,10 @@ class PageLockError(RuntimeError):
     """Host memory could not be page-locked; the text is what the driver says."""
 
 
-class Backend(ABC):
-    """Streams, events and memory of one device."""
+class Backend:
+    """Streams, events and memory of one device, as ``torch.accelerator`` offers them."""
 
-    locks_any_memory = True
+    locks_any_memory = False
     """Whether :meth:`page_lock` takes memory that the library has mapped; else PyTorch has to allocate it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -78,17 +76,18 @@ class Backend(ABC):
             self._copy_streams = (self.new_stream("d2h"), self.new_stream("h2d"))
         return self._copy_streams
 
-    @abstractmethod
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
+        return torch.Stream(device=self.device)
 
-    @abstractmethod
     def compute_stream(self) -> Stream:
         """The stream that the caller's operations go to."""
+        return torch.accelerator.current_stream(self.device.index)
 
-    @abstractmethod
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between device and page-locked host memory; the caller keeps both until it has run."""
+        with cast("torch.Stream", stream):
+            target.copy_(source, non_blocking=True)
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
         """Queue the copy of the whole storage of ``device`` into host memory, uint8 ``pieces`` in order."""
@@ -100,40 +99,55 @@ class Backend(ABC):
         for piece, target in zip(pieces, _split(device, pieces), strict=True):
             self.copy(stream, target, piece)
 
-    def page_lock(self, address: int, nbytes: int) -> None:  # noqa: B027  # not every device needs it
+    def page_lock(self, address: int, nbytes: int) -> None:
         """Page-lock a range of host memory, where the device needs that to copy from and to it by itself.
 
         Raises:
             PageLockError: That is refused; the range is as before.
         """
 
-    def page_unlock(self, address: int) -> None:  # noqa: B027
+    def page_unlock(self, address: int) -> None:
         """Undo :meth:`page_lock`, before the system gets the range back."""
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)
 
+    def wait_on_host(self, event: Event, why: Enum) -> None:
+        """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
+        event.synchronize()
+
     @property
     def capturing(self) -> bool:
         """Whether the current stream's work is captured in a CUDA graph: events tell no time there."""
         return False
 
-    @abstractmethod
     def record_timed(self, stream: Stream) -> Event:
         """Mark the work queued so far on ``stream``, with an event that tells its time unless :attr:`capturing`."""
+        if self.capturing:
+            return stream.record_event()  # in a graph that is replayed later, a mark has no time
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(cast("torch.Stream", stream))
+        return event
 
-    @abstractmethod
     def elapsed_s(self, begin: Event, end: Event) -> float | None:
         """Seconds between two timed events, ``None`` as long as they are not known. Does not wait."""
+        if self.capturing or not (begin.query() and end.query()):  # a query would break the capture
+            return None
+        return cast("torch.Event", begin).elapsed_time(cast("torch.Event", end)) * 1e-3
 
-    def wait_on_host(self, event: Event, why: Enum) -> None:
-        """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
-        event.synchronize()
+    def mark(self) -> Event:
+        """The point that the compute stream reaches with what is queued so far."""
+        return self.record_timed(self.compute_stream())
 
-    @abstractmethod
+    def seconds(self, marks: Iterable[tuple[Event, Event]]) -> list[float]:
+        """From the first mark of each pair to the second; waits until the stream has reached them."""
+        self.synchronize()  # else some marks would have no time yet
+        return [self.elapsed_s(begin, end) or 0.0 for begin, end in marks]
+
     def synchronize(self) -> None:
         """Block the calling thread until all work queued so far, on any stream, is done or has failed."""
+        torch.accelerator.synchronize(self.device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory from the current stream's allocator, uint8 of shape ``[nbytes]``."""

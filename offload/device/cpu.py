@@ -28,11 +28,6 @@ class _Failures:
         self.errors: list[BaseException] = []
         """Of the work that was queued since the program was last told; that work keeps this list."""
 
-    def reported(self, errors: list[BaseException]) -> None:
-        """The program has been told of these, so they do not fail what it queues from now on."""
-        if errors is self.errors:
-            self.errors = []
-
 
 class CpuEvent:
     """Set when the worker of its stream reaches it."""
@@ -69,7 +64,8 @@ class CpuEvent:
         """
         self.wait()
         if self.error is not None:
-            self._failures.reported(self._errors)
+            if self._failures.errors is self._errors:
+                self._failures.errors = []  # the program knows, so they do not fail what it queues from now on
             # A new error for each who waits, as raising it adds a traceback to it, and the event lives on.
             raise RuntimeError(f"a copy has failed: {type(self.error).__name__}: {self.error}") from self.error
 
@@ -131,6 +127,8 @@ class ComputeStream(CpuStream):
 class CpuBackend(Backend):
     """Host memory stands for the device's, and copies are made by two worker threads."""
 
+    locks_any_memory = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._failures = _Failures()
@@ -166,27 +164,20 @@ class CpuBackend(Backend):
         return end.reached_s - begin.reached_s if begin.query() and end.query() else None
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        queue = cast("CpuStream", stream)
         recorder = trace.recorder
-        if recorder is None:
-            queue.submit(lambda: _copy(target, source))
-        else:
-            what = recorder.last_mark
-            queue.submit(lambda: _record_copy(recorder, what, target, source))
+        what = recorder.last_mark if recorder is not None else None
+
+        def run() -> None:
+            begin = time.perf_counter()
+            # Backward may run in inference mode, and what it allocates there can be written in that mode only.
+            with torch.inference_mode():
+                target.copy_(source)
+            if recorder is not None and what is not None:
+                recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))
+
+        cast("CpuStream", stream).submit(run)
 
     def synchronize(self) -> None:
         # wait(), as a failed copy is done too, and its error belongs to those who need its bytes.
         for stream in list(self._streams):
             stream.record_event().wait()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    # Backward may run in inference mode, and what it allocates there can be written in that mode only.
-    with torch.inference_mode():
-        target.copy_(source)
-
-
-def _record_copy(recorder: trace.Recorder, what: trace.Mark, target: torch.Tensor, source: torch.Tensor) -> None:
-    begin = time.perf_counter()
-    _copy(target, source)
-    recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))

@@ -23,8 +23,7 @@ from typing import Any, cast
 import torch
 
 from offload.device import cuda_driver
-from offload.device.accelerator import AcceleratorBackend
-from offload.device.backend import Event, PageLockError, Stream, Wait
+from offload.device.backend import Backend, Event, PageLockError, Stream, Wait
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_HOST = 2
@@ -32,7 +31,7 @@ _FORKS = (Wait.READY, Wait.LANDING)
 """The waits after which a copy leaves compute's line."""
 
 
-class CudaBackend(AcceleratorBackend):
+class CudaBackend(Backend):
     """One CUDA device."""
 
     locks_any_memory = True

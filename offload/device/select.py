@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.accelerator import AcceleratorBackend
 from offload.device.backend import Backend
 from offload.device.cpu import CpuBackend
 from offload.device.cuda import CudaBackend
@@ -35,10 +34,8 @@ def get_backend(device: torch.device | str | int | None = None) -> Backend:
     """The backend of ``device``, one per device and process."""
     resolved = resolve_device(device)
     if resolved not in _backends:
-        if resolved.type == "cpu":
-            _backends[resolved] = CpuBackend(resolved)
-        elif resolved.type == "cuda" and torch.version.cuda is not None:
-            _backends[resolved] = CudaBackend(resolved)
-        else:
-            _backends[resolved] = AcceleratorBackend(resolved)
+        kinds: dict[str, type[Backend]] = {"cpu": CpuBackend}
+        if torch.version.cuda is not None:  # AMD's devices are of type "cuda" too
+            kinds["cuda"] = CudaBackend
+        _backends[resolved] = kinds.get(resolved.type, Backend)(resolved)
     return _backends[resolved]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from offload.device.backend import Event
-from offload.device.clock import Clock
+from offload.device.select import get_backend
 from offload.planning.pipeline_order import Action
 from offload.planning.profile import StageProfile
 
@@ -22,16 +22,16 @@ class Probe:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._clock = Clock(device)
+        self._backend = get_backend(device)
         self._saved_bytes: dict[int, int] = {}
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
         """Measure the block as ``action``."""
-        start = self._clock.mark()
+        start = self._backend.mark()
         yield
-        self._marks[action.stage, action.kind].append((start, self._clock.mark()))
+        self._marks[action.stage, action.kind].append((start, self._backend.mark()))
 
     def count(self, stage: int, saved_bytes: int) -> None:
         """Note the size of the activation set of one of the stage's chunks."""
@@ -50,4 +50,4 @@ class Probe:
         }
 
     def _fastest_s(self, stage: int, kind: str) -> float:
-        return min(self._clock.seconds(self._marks[stage, kind]), default=0.0)
+        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)

@@ -23,7 +23,6 @@ from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.base.layers import check_layers
 from offload.device.backend import Backend, Event, Stream
-from offload.device.clock import Clock
 from offload.device.select import get_backend, resolve_device
 from offload.host.page_locked import page_locked
 from offload.planning.link import Link
@@ -130,10 +129,10 @@ def profile_layers(
         with recorder.counting():
             step()
         recorder.passes.clear()
-        marks = [recorder.clock.mark()]
+        marks = [recorder.backend.mark()]
         for _ in range(steps):
             step()
-            marks.append(recorder.clock.mark())
+            marks.append(recorder.backend.mark())
     return recorder.profile(marks)
 
 
@@ -154,7 +153,7 @@ class _Recorder:
 
     def __init__(self, num_layers: int, device: torch.device, min_bytes: int) -> None:
         self.passes: list[_Pass] = []
-        self.clock = Clock(device)
+        self.backend = get_backend(device)
         self.hooks = ExitStack()
         """Takes the hooks on inputs and parameters off."""
         self._device = device
@@ -220,17 +219,17 @@ class _Recorder:
         return [one for one in self.passes if one.layer == layer]
 
     def _median_s(self, marks: Iterable[tuple[Event, Event]]) -> float:
-        return statistics.median(self.clock.seconds(marks))
+        return statistics.median(self.backend.seconds(marks))
 
     def begin(self) -> Event:
         """The mark of something that begins, forward or backward of a layer."""
         if self._reads_memory:
             torch.accelerator.reset_peak_memory_stats(self._device)
-        return self.clock.mark()
+        return self.backend.mark()
 
     def end(self, layer: int) -> Event:
         """The mark of its end."""
-        mark = self.clock.mark()
+        mark = self.backend.mark()
         if self._reads_memory:
             above_bytes = torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
             self._peak_bytes[layer] = max(self._peak_bytes[layer], above_bytes)

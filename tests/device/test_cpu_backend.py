@@ -7,7 +7,6 @@ import pytest
 import torch
 from lab import Lab
 
-from offload.device.accelerator import AcceleratorBackend
 from offload.device.backend import Wait
 from offload.device.cpu import CpuBackend, CpuStream
 from offload.device.select import get_backend, resolve_device
@@ -136,7 +135,7 @@ def test_default_device_without_an_accelerator() -> None:
 def test_default_device_with_an_accelerator() -> None:
     assert resolve_device(None) == torch.device("cuda", torch.cuda.current_device())
     assert resolve_device("cuda") == resolve_device(None)
-    assert isinstance(get_backend(), AcceleratorBackend)
+    assert not isinstance(get_backend(), CpuBackend)
     assert get_backend("cpu") is not get_backend()
 
 
