@@ -4,13 +4,8 @@ A wing: may import the spine and ``planning``. Imported by itself, as it needs `
 ``engine.py`` first.
 """
 
-from offload.pipelining.engine import (
-    PipelineOffload,
-    PipelinePlan,
-    StageProfile,
-    attach,
-    measure_shared_link,
-    plan_pipeline,
-)
+from offload.pipelining.engine import PipelineOffload, attach, measure_shared_link
+from offload.planning.pipeline_plan import PipelinePlan, plan_pipeline
+from offload.planning.profile import StageProfile
 
 __all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "measure_shared_link", "plan_pipeline"]

@@ -31,8 +31,7 @@ class ChunkPass:
     Args:
         microbatch: The round that holds all chunks of this step.
         number: The chunk's number in the order of forwards.
-        parts: Into how many parts its activation set is cut.
-        part_bytes: The size of one part.
+        parts: Into how many parts of ``part_bytes`` its activation set is cut.
         held: Tensors that somebody else keeps on the device until backward; they do not travel.
     """
 

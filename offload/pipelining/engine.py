@@ -30,16 +30,13 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.pipelining.chunk import ChunkPass, unpack
-from offload.pipelining.probe import Probe
-from offload.pipelining.stages import held_by, known_order, skips_inputs, stages_of
+from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
 from offload.planning.pipeline_plan import PipelinePlan, check_options, plan_pipeline
 from offload.planning.profile import StageProfile
 from offload.schedule.schedule import Schedule
-
-__all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "measure_shared_link", "plan_pipeline"]
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +161,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
         self._make_plan = make_plan
         self._min_bytes = min_bytes
-        self._probe = Probe(backend.device) if profile is None else None
+        self._probe = Probe(backend) if profile is None else None
         self._round: Round | None = None
         self._numbers: dict[Chunk, int] = {}
         self._passes: dict[Chunk, ChunkPass] = {}
@@ -175,7 +172,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             for name, run in (
                 ("forward_one_chunk", self._forward),
                 ("backward_one_chunk", self._backward),
-                ("backward_weight_one_chunk", self._backward_weight),
+                ("backward_weight_one_chunk", partial(self._run_backward, "W")),
             )
         ]
 
@@ -224,27 +221,24 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        return self._run_backward("B" if full else "I", stage, method, bwd_chunk_id, *args, **kwargs)
+
+    def _run_backward(
+        self, kind: str, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
+    ) -> Any:
         call = partial(method, bwd_chunk_id, *args, **kwargs)
         chunk = Chunk(stage.stage_index, bwd_chunk_id)
         passing = self._passes.get(chunk)
-        if passing is None or (not full and skips_inputs(stage)):
+        if passing is None or (kind == "I" and skips_inputs(stage)):
             return call()
+        if kind == "W" and skips_inputs(stage):
+            kind = "B"
         passing.reach(passing.parts - 1)
-        result = self._watched(Action(chunk.stage, "B" if full else "I", chunk.microbatch), call)
+        result = self._watched(Action(chunk.stage, kind, chunk.microbatch), call)
         passing.reach(0)
-        if full:
+        if kind != "I":
             del self._passes[chunk]
         return result
-
-    def _backward_weight(
-        self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if skips_inputs(stage):
-            return self._backward(stage, method, bwd_chunk_id, *args, **kwargs)
-        call = partial(method, bwd_chunk_id, *args, **kwargs)
-        if self._passes.pop(Chunk(stage.stage_index, bwd_chunk_id), None) is None:
-            return call()
-        return self._watched(Action(stage.stage_index, "W", bwd_chunk_id), call)
 
     def _watched(self, action: Action, call: Callable[[], Any]) -> Any:
         with nullcontext() if self._probe is None else self._probe.watch(action):
@@ -254,23 +248,22 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
 
     def _begin_step(self) -> Round:
         """The first forward of a step: plan by what the last one showed, if there was a whole one."""
-        ran = _whole_step(self._ran)
-        if self._probe is not None and ran is not None:
+        try:
+            ran = read_actions(self._ran)
+        except ValueError:  # it was cut off
+            ran = ()
+        if ran and self._probe is not None:
             self.profile, self._probe = self._probe.profile(), None
-            self._plan_for(ran, self.profile)
-        elif self.profile is not None and ran is not None and (self.plan is None or ran != self.plan.actions):
-            logger.info("the last step ran in an order that was not planned for: %s", ran)
-            self._plan_for(ran, self.profile)
+            self.plan = None  # a plan made by the order alone
+        if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
+            self.plan = self._make_plan(ran, self.profile)
+            logger.info("for the order %s:\n%s", ran, self.plan)
+            self._transfers.pool.reserve(self.plan.host_bytes)
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
         self._passes.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
         return Round(schedule, self._transfers, self._min_bytes, sees_all=True)
-
-    def _plan_for(self, order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> None:
-        self.plan = self._make_plan(order, profile)
-        logger.info("%s", self.plan)
-        self._transfers.pool.reserve(self.plan.host_bytes)
 
 
 class _Wrapper:
@@ -293,17 +286,7 @@ class _Wrapper:
     def remove(self) -> None:
         """Put back what was there; if something else was put over it since, only stop taking part."""
         self._active = False
-        if vars(self._stage).get(self._name) is not self:
-            return
-        if self._own is None:
+        if vars(self._stage).get(self._name) is self:
             delattr(self._stage, self._name)
-        else:
-            setattr(self._stage, self._name, self._own)
-
-
-def _whole_step(ran: list[Action]) -> tuple[Action, ...] | None:
-    """The actions of a step, unless it was cut off."""
-    try:
-        return read_actions(ran) or None
-    except ValueError:
-        return None
+            if self._own is not None:
+                setattr(self._stage, self._name, self._own)

@@ -1,8 +1,10 @@
-"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves."""
+"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves, and what they cost."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.base.autograd import tensors_in
+from offload.device.backend import Backend, Event
 from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.planning.profile import StageProfile
 
 
 def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
@@ -57,3 +61,38 @@ def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterat
     yield from tensors_in((args, kwargs))
     for info in stage.args_recv_info.get(microbatch, ()):
         yield from tensors_in(getattr(info, "buffer", None))
+
+
+class Probe:
+    """Measures one step of a rank: the seconds of each action, and what each stage's chunks save."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._saved_bytes: dict[int, int] = {}
+        self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
+
+    @contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        """Measure the block as ``action``."""
+        start = self._backend.mark()
+        yield
+        self._marks[action.stage, action.kind].append((start, self._backend.mark()))
+
+    def count(self, stage: int, saved_bytes: int) -> None:
+        """Note the size of the activation set of one of the stage's chunks."""
+        self._saved_bytes[stage] = max(saved_bytes, self._saved_bytes.get(stage, 0))
+
+    def profile(self) -> dict[int, StageProfile]:
+        """What was measured; of several chunks the fastest counts, as the first ones also load kernels."""
+        return {
+            stage: StageProfile(
+                self._fastest_s(stage, "F"),
+                self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
+                self._fastest_s(stage, "W"),
+                saved_bytes,
+            )
+            for stage, saved_bytes in self._saved_bytes.items()
+        }
+
+    def _fastest_s(self, stage: int, kind: str) -> float:
+        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)
