@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Self
+from inspect import signature
+from typing import Any, Self
 
-import torch
 from torch import nn
 
 import offload
-from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.host.limits import WhenFull
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
 
@@ -26,42 +23,31 @@ class WhileTraining:
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of the model that it is
             given. By default, the one list of modules that is not inside another.
-        schedule: A schedule of your own, in place of the default one.
-        plan: The result of :func:`offload.plan`, in place of ``num_layers``.
-        min_bytes: Storages smaller than this stay on the device, in bytes.
-        max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``.
-        when_host_full: What happens to activations that find no room on the host, as in :func:`offload.offload_layers`.
+        options: What else :func:`offload.offload_layers` takes, such as ``schedule``, ``plan`` or ``min_bytes``.
+
+    Raises:
+        TypeError: It does not take one of them.
     """
 
     def __init__(
         self,
         num_layers: int = 4,
         *,
-        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
-        schedule: offload.Schedule | None = None,
-        plan: offload.Plan | None = None,
-        min_bytes: int | str = DEFAULT_MIN_BYTES,
-        max_host_bytes: int | str | None = None,
-        when_host_full: WhenFull = "keep",
+        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.handle: offload.OffloadedLayers | None = None
         """What :func:`offload.offload_layers` returned for the latest training; it has ``stats()``."""
         self._layers = layers
-        self._offload = partial(
-            offload.offload_layers,
-            num_layers=num_layers,
-            schedule=schedule,
-            plan=plan,
-            min_bytes=min_bytes,
-            max_host_bytes=max_host_bytes,
-            when_host_full=when_host_full,
-        )
+        self._options: dict[str, Any] = {"num_layers": num_layers, **options}
+        # An option that there is not is refused here, and not when training begins.
+        signature(offload.offload_layers).bind((), **self._options)
 
     def attach(self, model: nn.Module) -> None:
         """Offload the layers of ``model`` from now on; the trainer calls this when training begins."""
         self.remove()  # an earlier training may have ended by an error that the trainer told nobody
-        self.handle = self._offload(find_layers(model, self._layers))
+        self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
 
     def remove(self) -> None:
         """Take the hooks off the layers; the trainer calls this when training ends. ``handle.stats()`` stays."""
@@ -93,21 +79,20 @@ def find_layers(
     if callable(layers):
         return layers(model)
     lists = {
-        name: module
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.ModuleList | nn.Sequential)
+        name: part for name, part in model.named_modules() if name and isinstance(part, nn.ModuleList | nn.Sequential)
     }
+    found: dict[str, nn.ModuleList | nn.Sequential]
     if layers is None:
         # Experts, say, are lists inside the layers; an nn.Sequential is more often a part of a model than its layers.
-        inner = {id(part) for outer in lists.values() for part in outer.modules() if part is not outer}
-        found: dict[str, nn.ModuleList | nn.Sequential] = {
-            name: module
-            for name, module in lists.items()
-            if isinstance(module, nn.ModuleList) and len(module) > 1 and id(module) not in inner
+        inner = {part for outer in lists.values() for part in outer.modules() if part is not outer}
+        found = {
+            name: part
+            for name, part in lists.items()
+            if isinstance(part, nn.ModuleList) and len(part) > 1 and part not in inner
         }
         wanted = "the name of the model's list of layers, or a function that returns them"
     else:
-        found = {name: module for name, module in lists.items() if f".{name}".endswith(f".{layers}")}
+        found = {name: part for name, part in lists.items() if f".{name}".endswith(f".{layers}")}
         wanted = f"the name of one list of modules, got {layers!r}"
     if len(found) != 1:
         has = ", ".join(repr(name) for name in found or lists) or "no list of modules"

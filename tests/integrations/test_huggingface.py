@@ -168,6 +168,11 @@ def test_says_what_the_model_has():
         find_layers(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), None)
 
 
+def test_refuses_an_option_that_offloading_does_not_have():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nun_layers'"):
+        OffloadCallback(nun_layers=3)
+
+
 def test_the_library_imports_no_trainer():
     code = """if True:
         import sys, offload
