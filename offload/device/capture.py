@@ -15,12 +15,11 @@ from typing import NamedTuple, cast
 
 import torch
 
-from offload.device import cuda_driver
+from offload.device import cuda
 from offload.device.backend import Stream
 
 _NO_DESTRUCTOR_SYNC = 1
 _GRAPH_TAKES_OWNERSHIP = 1
-
 
 _semaphores: list[ctypes.Array[ctypes.c_char]] = []
 
@@ -42,16 +41,9 @@ def current_capture() -> Capture | None:
     if not _capturing():
         return None
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-    _check(
-        cuda_driver.library().cuStreamGetCaptureInfo_v2(
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-            ctypes.byref(status),
-            ctypes.byref(identity),
-            ctypes.byref(graph),
-            None,
-            None,
-        )
-    )
+    answers = (ctypes.byref(answer) for answer in (status, identity, graph))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    _check(cuda.driver().cuStreamGetCaptureInfo_v2(stream, *answers, None, None))
     return Capture(identity.value, graph.value or 0)
 
 
@@ -73,13 +65,10 @@ class GraphLife:
         libc = ctypes.CDLL(None)
         libc.sem_init(self._destroyed, 0, 0)
         user_object = ctypes.c_void_p()
-        _check(
-            cuda_driver.library().cuUserObjectCreate(
-                ctypes.byref(user_object), self._destroyed, libc.sem_post, 1, _NO_DESTRUCTOR_SYNC
-            )
-        )
+        made, call = ctypes.byref(user_object), libc.sem_post
+        _check(cuda.driver().cuUserObjectCreate(made, self._destroyed, call, 1, _NO_DESTRUCTOR_SYNC))
         graph = ctypes.c_void_p(capture.graph)
-        _check(cuda_driver.library().cuGraphRetainUserObject(graph, user_object, 1, _GRAPH_TAKES_OWNERSHIP))
+        _check(cuda.driver().cuGraphRetainUserObject(graph, user_object, 1, _GRAPH_TAKES_OWNERSHIP))
 
     @property
     def over(self) -> bool:

@@ -1,7 +1,11 @@
-"""CUDA: copies straight through the runtime, and what keeps them fast inside of CUDA graphs.
+"""CUDA: copies straight through the runtime, what keeps them fast inside of CUDA graphs, and page-locking.
 
 Queueing a copy with :meth:`torch.Tensor.copy_` on another stream takes the host twice as long as the call of
 the CUDA runtime that it ends in. Hundreds of saved tensors in a step make that worth a few lines.
+
+Page-locking asks the driver, through ``ctypes``, which lets other threads of Python go on. A call of the driver that
+fails leaves nothing behind. One of the CUDA runtime stays its *last error*, and PyTorch would report it after the next
+kernel that it launches.
 
 Note:
     CUDA lays a captured graph out over streams of its own, in the order in which operations were captured. Where a
@@ -15,18 +19,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from offload.device import cuda_driver
 from offload.device.backend import Backend, Event, PageLockError, Stream, Wait
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_HOST = 2
+_PORTABLE_AND_MAPPED = 0x1 | 0x2
 _FORKS = (Wait.READY, Wait.LANDING)
 """The waits after which a copy leaves compute's line."""
 
@@ -74,25 +78,18 @@ class CudaBackend(Backend):
             target += nbytes
 
     def memcpy(self, stream: Stream, target: int, source: int, nbytes: int, kind: int) -> None:
-        """Queue one copy between two addresses on ``stream``.
-
-        Raises:
-            RuntimeError: The runtime refused.
-        """
+        """Queue one copy between two addresses on ``stream``."""
         error = self._memcpy_async(target, source, nbytes, kind, cast("Any", stream).native_handle)
         if error:
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        try:
-            cuda_driver.register(address, nbytes, self.device.index)
-        except cuda_driver.CudaDriverError as error:
-            raise PageLockError(str(error)) from None
+        register(address, nbytes, self.device.index)
 
     def page_unlock(self, address: int) -> None:
         # A finalizer calls, and has nobody to tell; after an error of the device, the driver refuses everything.
-        with contextlib.suppress(cuda_driver.CudaDriverError):
-            cuda_driver.unregister(address, self.device.index)
+        with contextlib.suppress(PageLockError):
+            unregister(address, self.device.index)
 
 
 def _memcpy_async() -> Callable[..., int]:
@@ -101,3 +98,49 @@ def _memcpy_async() -> Callable[..., int]:
     address = ctypes.c_void_p
     function.argtypes = (address, address, ctypes.c_size_t, ctypes.c_int, address)
     return function
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The CUDA driver, initialised."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuInit(0)
+    return library
+
+
+def register(address: int, nbytes: int, device: int) -> None:
+    """Page-lock a range of host memory for copies to and from every device, or raise :class:`PageLockError`."""
+    with _context_of(device):
+        _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
+
+
+def unregister(address: int, device: int) -> None:
+    """Undo :func:`register`."""
+    with _context_of(device):
+        _call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+
+@contextlib.contextmanager
+def _context_of(device: int) -> Iterator[None]:
+    """Make the device's primary context, which is PyTorch's too, this thread's for a while."""
+    _call("cuCtxPushCurrent_v2", _primary_context(device))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@functools.cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
+
+
+def _call(name: str, *arguments: object) -> None:
+    error = getattr(driver(), name)(*arguments)
+    if error:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorName(error, ctypes.byref(text))
+        raise PageLockError(f"{name}: {(text.value or b'error %d' % error).decode()}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.device import cuda_driver
-from offload.device.cuda_driver import CudaDriverError
+from offload.device import cuda
+from offload.device.backend import PageLockError
 
 
 class Library:
@@ -56,28 +56,28 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
-    monkeypatch.setattr(cuda_driver, "library", lambda: made)
-    cuda_driver._primary_context.cache_clear()
+    monkeypatch.setattr(cuda, "driver", lambda: made)
+    cuda._primary_context.cache_clear()
     yield made
-    cuda_driver._primary_context.cache_clear()
+    cuda._primary_context.cache_clear()
     assert made.stack == [], "the thread's context is not what it was"
 
 
 def test_a_range_is_registered_in_its_device_s_context(library: Library) -> None:
     address = 1 << 46
-    cuda_driver.register(address, 1 << 33, 2)
+    cuda.register(address, 1 << 33, 2)
     assert library.registered == {address: (1 << 33, 102)}
-    cuda_driver.unregister(address, 2)
+    cuda.unregister(address, 2)
     assert library.registered == {}
     assert library.retained == [2]
 
 
 def test_an_error_has_the_driver_s_name(library: Library) -> None:
-    cuda_driver.register(4096, 4096, 0)
-    with pytest.raises(CudaDriverError, match="cuMemHostRegister_v2: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
-        cuda_driver.register(4096, 4096, 0)
+    cuda.register(4096, 4096, 0)
+    with pytest.raises(PageLockError, match="cuMemHostRegister_v2: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
+        cuda.register(4096, 4096, 0)
 
 
 def test_an_error_without_a_name_has_its_number(library: Library) -> None:
-    with pytest.raises(CudaDriverError, match="cuMemHostUnregister: error 713"):
-        cuda_driver.unregister(4096, 0)
+    with pytest.raises(PageLockError, match="cuMemHostUnregister: error 713"):
+        cuda.unregister(4096, 0)

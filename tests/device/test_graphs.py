@@ -19,7 +19,7 @@ from offload.activations import transfers
 from offload.activations.stats import Counters
 from offload.activations.transfers import Transfers
 from offload.device import capture as graphs
-from offload.device import cuda_driver
+from offload.device import cuda as cuda_device
 from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
 from offload.host import buffers as host_buffers
 from offload.host import pool as host_pool
@@ -356,7 +356,7 @@ class FakeCuda:
 class TestLife:
     def test_is_over_when_the_driver_destroys_the_user_object(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda = FakeCuda()
-        monkeypatch.setattr(cuda_driver, "library", lambda: cuda)
+        monkeypatch.setattr(cuda_device, "driver", lambda: cuda)
         life = GraphLife(Capture(1, 0xBEEF))
         assert cuda.retained == [0xBEEF]
         assert not life.over
@@ -365,7 +365,7 @@ class TestLife:
         assert life.over, "looking does not change it"
 
     def test_a_refusing_driver_is_an_error_with_its_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_driver, "library", lambda: FakeCuda(error=901))
+        monkeypatch.setattr(cuda_device, "driver", lambda: FakeCuda(error=901))
         with pytest.raises(CaptureError, match="refused a call on the graph under capture with error 901"):
             GraphLife(Capture(1, 0xBEEF))
 
@@ -376,7 +376,7 @@ class TestCurrentCapture:
         assert not is_capturing(None)
 
     def test_is_what_the_driver_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_driver, "library", FakeCuda)
+        monkeypatch.setattr(cuda_device, "driver", FakeCuda)
         monkeypatch.setattr(graphs, "_capturing", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
         assert current_capture() == Capture(42, 0xBEEF)

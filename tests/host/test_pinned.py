@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.device import cuda_driver
+from offload.device import cuda
+from offload.device.backend import PageLockError
 from offload.device.cuda import CudaBackend
-from offload.device.cuda_driver import CudaDriverError
 from offload.host import page_locked as pinned
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked, pageable
 
@@ -47,13 +47,13 @@ class Driver:
         self.locked: dict[int, tuple[int, int]] = {}
         self.refuses = False
         self.asked_at: list[int] = []
-        monkeypatch.setattr(cuda_driver, "register", self.register)
-        monkeypatch.setattr(cuda_driver, "unregister", self.unregister)
+        monkeypatch.setattr(cuda, "register", self.register)
+        monkeypatch.setattr(cuda, "unregister", self.unregister)
 
     def register(self, address: int, nbytes: int, device: int) -> None:
         self.asked_at.append(address)
         if self.refuses:
-            raise CudaDriverError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY")
+            raise PageLockError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY")
         self.locked[address] = (nbytes, device)
 
     def unregister(self, address: int, device: int) -> None:
@@ -117,7 +117,7 @@ def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(
         driver.register(address, nbytes, device)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cuda_driver, "register", register)
+    monkeypatch.setattr(cuda, "register", register)
     with pytest.raises(KeyboardInterrupt):
         page_locked(MIB, backend())
     gc.collect()  # of the traceback
@@ -180,16 +180,16 @@ class TestRealDriver:
         assert torch.equal(host, numbers.cpu())
 
     def test_a_refused_registration_leaves_no_error_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        register = cuda_driver.register
+        register = cuda.register
 
         def register_twice(address: int, nbytes: int, device: int) -> None:
             register(address, nbytes, device)
             try:
                 register(address, nbytes, device)
             finally:
-                cuda_driver.unregister(address, device)
+                cuda.unregister(address, device)
 
-        monkeypatch.setattr(cuda_driver, "register", register_twice)
+        monkeypatch.setattr(cuda, "register", register_twice)
         with pytest.raises(HostMemoryError, match="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
             page_locked(MIB, backend())
         # A launch reports the runtime's last error, whoever caused it.
