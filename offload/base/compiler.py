@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -47,9 +46,9 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
 def leave_to_interpreter(package: str) -> None:
     """Where a compiled layer breaks its graph, the compiler would take our hooks for the program's code."""
     if "torch._dynamo" in sys.modules:
-        _exclude(package, importlib.import_module(_RULES))
+        importlib.import_module(_RULES).add(package)
     else:
-        sys.meta_path.insert(0, _WhenImported(_RULES, functools.partial(_exclude, package)))
+        sys.meta_path.insert(0, _WhenRulesAreImported(package))
 
 
 def forget_compiled() -> None:
@@ -62,26 +61,14 @@ def forget_compiled() -> None:
         compiler.reset_code_caches()
 
 
-def _exclude(package: str, rules: Any) -> None:
-    rules.add(package)
+class _WhenRulesAreImported:
+    """Adds the package to the compiler's rules as soon as those have been imported."""
 
+    def __init__(self, package: str) -> None:
+        self._package = package
 
-class _WhenImported:
-    """Calls a function with a module as soon as that has been imported.
-
-    Args:
-        name: The module.
-        then: The function.
-    """
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self._name:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != _RULES:
             return None
         sys.meta_path.remove(self)  # the finder that is asked next is the real one
         spec = importlib.util.find_spec(name)
@@ -89,9 +76,9 @@ class _WhenImported:
             loader: Any = spec.loader
             load = loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                self._then(module)
+            def exec_module(rules: Any) -> None:
+                load(rules)
+                rules.add(self._package)
 
             loader.exec_module = exec_module
         return spec

@@ -45,12 +45,7 @@ class Turn(IntEnum):
 
 
 class LayerCall:
-    """One run of a layer's forward, which begins now.
-
-    Args:
-        training: Whether the module is in training mode.
-        hooks_to_come: As :attr:`hooks_to_come`.
-    """
+    """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
     def __init__(self, *, training: bool, hooks_to_come: int = 0) -> None:
         self.training = training
@@ -160,10 +155,10 @@ class _LayerEvents:
         self._running: dict[tuple[int, bool], LayerCall] = {}
         """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
         self._hooks: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(_BeginForward(self), with_kwargs=True, prepend=True),
-            layer.register_forward_hook(_EndForward(self), always_call=True),
-            layer.register_state_dict_pre_hook(_BeforeStateDict(self)),
-            layer.register_load_state_dict_pre_hook(_BeforeLoad(self)),
+            layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=True),
+            layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True),
+            layer.register_state_dict_pre_hook(_Hook(self, self._before_state_dict)),
+            layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
         ]
         _Checkpoint.wrap(layer, self)
 
@@ -203,13 +198,30 @@ class _LayerEvents:
             for listener in call.told:
                 listener.forward_returned(call, output)
 
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        _Checkpoint.wrap(module, self)  # the program may have turned checkpointing on since
+        if not self._told_by_checkpoint(_BOTH_HOOKS):
+            self.begin((args, kwargs), training=module.training)
+
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
+        if not self._told_by_checkpoint(_LAST_HOOK):
+            self.end(output, training=module.training)
+
+    def _before_state_dict(self, *_: object) -> None:
+        for listener in self.listeners:
+            listener.before_state_dict()
+
+    def _before_load(self, *_: object) -> None:
+        for listener in self.listeners:
+            listener.before_load()
+
     @property
     def runs(self) -> bool:
         """Whether the layer's hooks have told of a forward that has not ended."""
         call = self._running.get((threading.get_ident(), False))
         return call is not None and call.hooks_to_come < _BOTH_HOOKS
 
-    def told_by_checkpoint(self, hooks_to_come: int) -> bool:
+    def _told_by_checkpoint(self, hooks_to_come: int) -> bool:
         """Whether the checkpoint function around a hook has told what it is about to tell.
 
         Counting down, and not a flag, makes sure that what an interrupt leaves here ends with the layer's next call.
@@ -225,12 +237,20 @@ _BOTH_HOOKS = 2
 _LAST_HOOK = 1
 
 
-def _events_of(layer: nn.Module) -> _LayerEvents | None:
-    hooks = layer._forward_pre_hooks.values()
-    return next((hook.events for hook in hooks if isinstance(hook, _BeginForward)), None)
-
-
 class _Hook:
+    """A module hook that calls ``tell``, and copies and pickles with its module as one that does nothing."""
+
+    def __init__(self, events: _LayerEvents | None = None, tell: Callable[..., None] = lambda *_: None) -> None:
+        self.events = events
+        self._tell = tell
+
+    @interpreted
+    def __call__(self, *args: object) -> None:
+        self._tell(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Hook, ())
+
     @property
     def __name__(self) -> str:
         """What ``torch.jit.script`` asks each hook for; an ``AttributeError``, so that others do without."""
@@ -240,48 +260,9 @@ class _Hook:
         )
 
 
-class _Inert(_Hook):
-    """What a hook becomes in a copy of its module."""
-
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
-class _EventHook(_Hook):
-    """A module hook that copies and pickles as one that does nothing."""
-
-    def __init__(self, events: _LayerEvents) -> None:
-        self.events = events
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Inert, ())
-
-
-class _BeginForward(_EventHook):
-    @interpreted
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _Checkpoint.wrap(module, self.events)  # the program may have turned checkpointing on since
-        if not self.events.told_by_checkpoint(_BOTH_HOOKS):
-            self.events.begin((args, kwargs), training=module.training)
-
-
-class _EndForward(_EventHook):
-    @interpreted
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.events.told_by_checkpoint(_LAST_HOOK):
-            self.events.end(output, training=module.training)
-
-
-class _BeforeStateDict(_EventHook):
-    def __call__(self, *args: Any) -> None:
-        for listener in self.events.listeners:
-            listener.before_state_dict()
-
-
-class _BeforeLoad(_EventHook):
-    def __call__(self, *args: Any) -> None:
-        for listener in self.events.listeners:
-            listener.before_load()
+def _events_of(layer: nn.Module) -> _LayerEvents | None:
+    hooks = layer._forward_pre_hooks.values()
+    return next((hook.events for hook in hooks if isinstance(hook, _Hook) and hook.events is not None), None)
 
 
 class _Checkpoint:
@@ -312,14 +293,14 @@ class _Checkpoint:
     @classmethod
     def wrap(cls, module: nn.Module, events: _LayerEvents) -> None:
         """Let the layer's checkpoint function tell, if it has one now."""
-        function = getattr(module, cls.ATTRIBUTE, None)
+        function = vars(module).get(cls.ATTRIBUTE)
         if function is not None and not isinstance(function, cls):
             setattr(module, cls.ATTRIBUTE, cls(function, events))
 
     @classmethod
     def unwrap(cls, module: nn.Module) -> None:
         """Undo :meth:`wrap`."""
-        function = getattr(module, cls.ATTRIBUTE, None)
+        function = vars(module).get(cls.ATTRIBUTE)
         if isinstance(function, cls):
             setattr(module, cls.ATTRIBUTE, function.function)
 

@@ -5,24 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
 
-
-class Errors(Protocol):
-    """Where a job's error goes, such as a list."""
-
-    def append(self, error: BaseException, /) -> None:
-        """Keep it for the program."""
-
-
-class _Job(NamedTuple):
-    run: Callable[[], object]
-    errors: Errors
-
-
-_Jobs = SimpleQueue[_Job | None]
+_Errors = list[BaseException] | deque[BaseException]
+_Jobs = SimpleQueue[tuple[Callable[[], object], _Errors] | None]
 
 
 class Worker:
@@ -34,15 +22,19 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.restart()
+        _workers.add(self)
+
+    def restart(self) -> None:
+        """Have a new thread for the next job: the process is a forked child, where no other threads are."""
         self._starting = threading.Lock()
         self._jobs: _Jobs | None = None
         """``None`` as long as there is no thread."""
-        _workers.add(self)
 
-    def submit(self, job: Callable[[], object], errors: Errors) -> None:
+    def submit(self, job: Callable[[], object], errors: _Errors) -> None:
         """Queue ``job``; what it raises is appended to ``errors``, and the thread goes on."""
         jobs = self._jobs
-        (self._start() if jobs is None else jobs).put(_Job(job, errors))
+        (self._start() if jobs is None else jobs).put((job, errors))
 
     def drain(self) -> None:
         """Block until all jobs are done."""
@@ -60,23 +52,19 @@ class Worker:
                 self._jobs = jobs
             return self._jobs
 
-    def restart(self) -> None:
-        """Have a new thread for the next job: the process is a forked child, where no other threads are."""
-        self._starting = threading.Lock()
-        self._jobs = None
-
     def __del__(self) -> None:
         if self._jobs is not None:
             self._jobs.put(None)
 
 
 def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
+    while (queued := jobs.get()) is not None:
+        job, errors = queued
         try:
-            job.run()
+            job()
         except BaseException as error:  # noqa: BLE001  the program raises it when it waits
-            job.errors.append(error)
-        del job  # else the thread would keep its tensors alive while it waits for the next
+            errors.append(error)
+        del queued, job  # else the thread would keep its tensors alive while it waits for the next
 
 
 # Weakly, as a thread ends when nobody holds its worker.
