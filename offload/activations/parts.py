@@ -9,7 +9,6 @@ is preferred where a class has both: the object stays, with all of it that is no
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,56 +47,34 @@ def _only(inner: list[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
+# What rebuilds an object must not hold the tensors that were taken out of it: they are to be freed meanwhile.
+
+
 def _flattened(tensor: Any) -> Parts:
     names, context = tensor.__tensor_flatten__()
     stays = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too, which is no tensor
     # A jagged tensor's ragged size is known by the very object that holds its offsets.
     moves = ["_values"] if tensor.layout is torch.jagged else names
     inner = {name: stays.pop(name) for name in moves if isinstance(stays[name], torch.Tensor)}
-    rebuild = partial(_unflatten, type(tensor), list(inner), stays, context, tensor.size(), tensor.stride())
+    kind, taken, size, stride = type(tensor), list(inner), tensor.size(), tensor.stride()
+
+    def rebuild(tensors: list[torch.Tensor]) -> torch.Tensor:
+        attributes = stays | dict(zip(taken, tensors, strict=True))
+        rebuilt: torch.Tensor = kind.__tensor_unflatten__(attributes, context, size, stride)
+        return rebuilt
+
     return Parts(list(inner.values()), rebuild)
-
-
-def _unflatten(
-    kind: Any,
-    names: list[str],
-    stays: dict[str, Any],
-    context: Any,
-    size: torch.Size,
-    stride: tuple[int, ...],
-    inner: list[torch.Tensor],
-) -> torch.Tensor:
-    attributes = stays | dict(zip(names, inner, strict=True))
-    rebuilt: torch.Tensor = kind.__tensor_unflatten__(attributes, context, size, stride)
-    return rebuilt
 
 
 def _taken_out(tensor: Any) -> Parts:
     # A detached object shares the tensors, so that the one in the program's hands keeps its own.
     tensors, emptied = tensor.detach().prepare_for_saving()
-    present = [number for number, inner in enumerate(tensors) if inner is not None]
-    return Parts([tensors[number] for number in present], _Emptied(emptied, present, len(tensors)).refill)
+    present = [inner is not None for inner in tensors]
 
-
-class _Emptied:
-    """An object whose tensors were taken out by Transformer Engine's protocol.
-
-    Args:
-        shell: The object.
-        present: Which of the tensors it had.
-        count: How many it can have.
-    """
-
-    def __init__(self, shell: Any, present: list[int], count: int) -> None:
-        self._shell = shell
-        self._present = present
-        self._count = count
-
-    def refill(self, inner: list[torch.Tensor]) -> torch.Tensor:
-        """Another object like it, with these tensors: one per unpacking, as a graph may be retained."""
-        tensors: list[torch.Tensor | None] = [None] * self._count
-        for number, tensor in zip(self._present, inner, strict=True):
-            tensors[number] = tensor
-        self._shell.restore_from_saved(tensors)
-        filled: torch.Tensor = self._shell.detach()
+    def refill(inner: list[torch.Tensor]) -> torch.Tensor:
+        left = iter(inner)
+        emptied.restore_from_saved([next(left) if there else None for there in present])
+        filled: torch.Tensor = emptied.detach()  # one per unpacking, as a graph may be retained
         return filled
+
+    return Parts([inner for inner in tensors if inner is not None], refill)
