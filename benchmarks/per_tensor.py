@@ -145,13 +145,13 @@ def _bare_calls(device: torch.device) -> tuple[Callable[[torch.Tensor], Any], Ca
     def pack(tensor: torch.Tensor) -> tuple[HostBuffer, torch.Tensor]:
         to_host.wait_event(compute.record_event())
         host = pool.take(tensor.nbytes)
-        backend.to_host(to_host, host.pieces, tensor)
+        backend.to_host(to_host, host.pieces, tensor.untyped_storage())
         return host, tensor.detach()
 
     def unpack(packed: tuple[HostBuffer, torch.Tensor]) -> torch.Tensor:
         host, tensor = packed
         landing = torch.empty_like(tensor)
-        backend.to_device(to_device, landing, host.pieces)
+        backend.to_device(to_device, landing.untyped_storage(), host.pieces)
         arrived = to_device.record_event()
         pool.give(host, arrived)
         compute.wait_event(arrived)

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
 
 import torch
+from torch._C._autograd import _get_sequence_nr as next_node
 
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token
-from offload.activations.operation import Operation
 from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, KnownStorages, SavedStorage
-from offload.activations.transfers import Transfers
-from offload.activations.what_moves import SMALL, Rules, decide, travellers
+from offload.activations.transfers import Reload, Transfers
+from offload.activations.what_moves import SMALL, Rules, decide
 from offload.base import trace
 from offload.device.backend import Stream, Wait
 
 _RESIDENT = OffloadState.RESIDENT
 EVENT_BYTES = 1 << 24
 """Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
+
+
+class Operation:
+    """What the operation at work has saved, and for which sets: it is copied when the operation is over.
+
+    Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
+    then, without a change of its version. So nothing is copied, and no ready event recorded, while the operation that
+    saved may still have kernels to queue. It is over when a later one saves, when the layer's forward ends, or when the
+    program asks.
+
+    Args:
+        stream: The compute stream.
+    """
+
+    __slots__ = ("node", "saved", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.saved: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
+        """Weakly: what the graph has let go of before the operation is over is not copied."""
+        self.node = -1
+        """The number of the node that autograd makes next: it grows with each operation before that saves anything."""
+        self.stream = stream
+        """Where the operation's kernels go, which need not be the stream of the operation after it."""
 
 
 class ActivationSet:
@@ -34,8 +56,7 @@ class ActivationSet:
         rules: Which of the saved tensors travel.
         known: The storages that the microbatch has saved so far.
         operation: The microbatch's operation at work.
-        may_offload: Whether the set may ever leave the device.
-        last_look: The set stays, as all later ones do: only what earlier ones have saved as well matters.
+        stays: Whether the set never leaves the device.
     """
 
     def __init__(
@@ -44,10 +65,9 @@ class ActivationSet:
         transfers: Transfers,
         rules: Rules,
         known: KnownStorages,
-        operation: Operation[ActivationSet],
+        operation: Operation,
         *,
-        may_offload: bool,
-        last_look: bool,
+        stays: bool,
     ) -> None:
         self.layer = layer
         self.state = OffloadState.RESIDENT
@@ -55,8 +75,7 @@ class ActivationSet:
         self._rules = rules
         self._known = known
         self._operation = operation
-        self._stays = not may_offload
-        self._last_look = last_look
+        self._stays = stays
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._early: list[SavedStorage] = []
@@ -80,11 +99,6 @@ class ActivationSet:
         """Whether the graph that held this set has gone without a backward."""
         return self.gone and not self.backward_begun
 
-    @property
-    def closed(self) -> bool:
-        """Whether the layer saves no more."""
-        return self.alive is None
-
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
 
@@ -100,12 +114,16 @@ class ActivationSet:
         if self.state is OffloadState.OFFLOADING:
             self.transfers.end_batch()
 
-    def start_early(self, tensor: torch.Tensor) -> None:
+    def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
         if self.state is not OffloadState.OFFLOADING:
             return
-        for moving, changes in travellers(tensor, self._rules):
-            storage = self._storage_of(moving, changes)
+        decision = decide(tensor, self._rules)
+        if isinstance(decision, Parts):
+            for part in decision.inner:
+                self.start_early(part, changes + tensor._version)
+        elif isinstance(decision, type):
+            storage = self._storage_of(tensor, decision, changes)
             if storage.state is WRITTEN:
                 storage.complete(self.transfers.backend.compute_stream().record_event())
             storage.start_offload()
@@ -126,21 +144,23 @@ class ActivationSet:
             return KeptHandle(tensor, token)
         if isinstance(decision, Parts):
             return self._pack_parts(tensor, decision, token, changes)
-        if self._operation.over:
+        operation = self._operation
+        if operation.saved and next_node() != operation.node:
             self._end_operation()
-        if decision is not None:
+        if isinstance(decision, str):
             if self.state is not _RESIDENT:
                 self.transfers.counters.skipped[decision] += 1
             return KeptHandle(tensor, token)
-        if self._last_look and tensor.untyped_storage()._cdata not in self._known:
-            return KeptHandle(tensor, token)
-        storage = self._storage_of(tensor, changes)
+        storage = self._storage_of(tensor, decision, changes)
         storage.tensors += 1
         if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
         if storage.state is not LEAVING and storage.state is not AWAY:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
-            self._operation.add(storage, self)
+            if not operation.saved:
+                operation.node = next_node()
+                operation.stream = self.transfers.backend.compute_stream()
+            operation.saved.append((weakref.ref(storage), self))
         return MovedHandle(tensor, token, storage)
 
     def _pack_parts(self, tensor: torch.Tensor, parts: Parts, token: Token, changes: int) -> SubclassHandle:
@@ -151,14 +171,15 @@ class ActivationSet:
     def _new_token(self) -> Token:
         return Token(self.layer, self._reload_late, self._mark_read)
 
-    def _storage_of(self, tensor: torch.Tensor, changes: int) -> SavedStorage:
+    def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that travels, which moves with this set from now on."""
-        key = tensor.untyped_storage()._cdata
-        storage = self._known.find(key)
+        address = tensor.untyped_storage()._cdata
+        reference = self._known.get(address)
+        storage = None if reference is None else reference()
         if storage is None or not storage.same_bytes(tensor, changes):
-            storage = SavedStorage(tensor, self.transfers, self.layer, stays=self._stays, changes=changes)
-            self._storages.append(weakref.ref(storage))
-            self._known[key] = weakref.ref(storage)
+            storage = SavedStorage(tensor, maker, self.transfers, self.layer, stays=self._stays, changes=changes)
+            self._known[address] = reference = weakref.ref(storage)
+            self._storages.append(reference)
         elif storage.layer != self.layer:
             # In two lists, of which the layer's number makes one count: it is never in none, from where nothing would
             # bring it back. As the first of this one: backward has come past this layer before the earlier one.
@@ -167,24 +188,29 @@ class ActivationSet:
         return storage
 
     def _end_operation(self) -> None:
-        """What the operation has saved is complete: what is to travel now is copied."""
-        moving: ActivationSet | None = None
-        for storage, owner in self._operation.end():
-            if moving is not None and owner is not moving:
+        """What the operation has saved is complete, with one event for all: what is to travel now is copied."""
+        operation = self._operation
+        saved, operation.saved = operation.saved, []
+        living = [(storage, owner) for reference, owner in saved if (storage := reference()) is not None]
+        if not living:
+            return
+        ready = operation.stream.record_event()
+        moving = living[0][1]
+        for storage, owner in living:
+            storage.complete(ready)
+            if owner is not moving:
                 self.transfers.end_batch()  # else the release of the one would wait for copies of the other
-            moving = owner
-            if storage.layer == owner.layer:  # else a later set has taken it over, and is an owner of it as well
-                owner._follow(storage)
-        if moving is not None and moving.closed:
-            self.transfers.end_batch()
-
-    def _follow(self, storage: SavedStorage) -> None:
-        """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""
-        if self.state is OffloadState.OFFLOADING:
-            storage.start_offload()
-        elif self.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
-            storage.start_offload()
-            self._let_go([storage])
+                moving = owner
+            if storage.layer != owner.layer:
+                continue  # a later set has taken it over, and is an owner of it as well
+            # What is saved while the set is on its way goes with it.
+            if owner.state is OffloadState.OFFLOADING:
+                storage.start_offload()
+            elif owner.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
+                storage.start_offload()
+                owner._let_go([storage])
+        if moving.alive is None:
+            self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
 
     def start_offload(self, call: str | None = None) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once.
@@ -246,28 +272,35 @@ class ActivationSet:
             self._reload()
 
     def _reload(self) -> None:
+        backend = self.transfers.backend
         with self.transfers.lock:  # backward may read what was saved in several threads
             away = [storage for storage in reversed(self._live()) if storage.state is AWAY]
             # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
-            landings = [self.transfers.backend.empty(storage.nbytes) for storage in away]
-            compute = self.transfers.backend.compute_stream()
+            landings = [backend.empty(storage.nbytes).untyped_storage() for storage in away]
+            compute = backend.compute_stream()
             # Once for the set: what compute has done with the memory until now is over, and so are copies to the host
             # that compute has waited for before it let the device memory go.
-            self.transfers.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
-            for group in _groups(zip(away, landings, strict=True)):
-                self._reload_group(group, compute)
+            backend.wait(self.transfers.h2d_stream, compute.record_event(), Wait.LANDING)
+            group: list[tuple[SavedStorage, torch.UntypedStorage]] = []
+            nbytes = 0
+            for storage, landing in zip(away, landings, strict=True):
+                group.append((storage, landing))
+                nbytes += storage.nbytes
+                if nbytes >= EVENT_BYTES or storage is away[-1]:
+                    self._reload_group(group, compute)
+                    group, nbytes = [], 0
 
-    def _reload_group(self, group: list[tuple[SavedStorage, torch.Tensor]], compute: Stream) -> None:
-        h2d_stream = self.transfers.h2d_stream
+    def _reload_group(self, group: list[tuple[SavedStorage, torch.UntypedStorage]], compute: Stream) -> None:
+        backend, h2d_stream = self.transfers.backend, self.transfers.h2d_stream
         try:
             for storage, landing in group:
                 storage.start_reload(landing)
-            done = self.transfers.backend.record_timed(h2d_stream)
+            reload = Reload(backend.record_timed(h2d_stream), compute, backend.compute_stream_id())
             for storage, landing in group:
-                storage.end_reload(landing, compute, done)
+                storage.end_reload(landing, reload)
         except BaseException:
             # What has not come back stays on the host. Compute gets the landings again, into which copies may run.
-            self.transfers.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
+            backend.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
             raise
 
     def _mark_read(self) -> None:
@@ -279,19 +312,3 @@ class ActivationSet:
         """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""
         living = (reference() for reference in self._storages)
         return [storage for storage in living if storage is not None and storage.layer == self.layer]
-
-
-def _groups(
-    landings: Iterable[tuple[SavedStorage, torch.Tensor]],
-) -> Iterator[list[tuple[SavedStorage, torch.Tensor]]]:
-    """Storages with their landings, in order, as many together as share an event."""
-    group: list[tuple[SavedStorage, torch.Tensor]] = []
-    nbytes = 0
-    for storage, landing in landings:
-        group.append((storage, landing))
-        nbytes += storage.nbytes
-        if nbytes >= EVENT_BYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group

@@ -109,18 +109,19 @@ class MovedHandle(Handle):
         storage = self.storage
         if storage.state is AWAY:
             self.token.reload_late(storage)
-        if storage.reload_done is not None and storage.wait_for_reload():
+        reload = storage.reload
+        if reload is not None and storage.wait_for_reload(reload):
             self.token.mark_read()
         if self.view is not None:
             return self.view
         view = self.versions.data
         # Only a storage that is AWAY has no device memory, and that was brought back above.
-        view.set_(storage.device.untyped_storage(), self.start, self.size, self.stride)  # type: ignore[union-attr]
+        view.set_(storage.memory, self.start, self.size, self.stride)  # type: ignore[arg-type]
         if self.conj:
             view = view.conj()
         if self.neg:
             view = torch._neg_view(view)
-        if storage.reload_done is not None:
+        if reload is not None:
             self.view = view
         return view
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from offload.activations.activation_set import ActivationSet
-from offload.activations.operation import Operation
-from offload.activations.resized import watch
+from offload.activations.activation_set import ActivationSet, Operation
 from offload.activations.states import OffloadState
 from offload.activations.storage import KnownStorages
 from offload.activations.transfers import Transfers
@@ -34,10 +32,9 @@ class Round:
         self.schedule = schedule
         self.transfers = transfers
         self.sets: dict[int, ActivationSet] = {}
-        self._rules = Rules(transfers.backend.device, min_bytes)
+        self._min_bytes = min_bytes
         self._known = KnownStorages()
-        self._operation: Operation[ActivationSet] = Operation(transfers.backend)
-        watch(self._known)
+        self._operation = Operation(transfers.backend.compute_stream())
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
 
@@ -71,14 +68,15 @@ class Round:
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)
+        # From the first layer on that stays, as all later ones do, only what earlier ones have saved as well matters.
+        only = self._known if layer >= self._first_to_stay else None
         opened = ActivationSet(
             layer,
             self.transfers,
-            self._rules._replace(held=held) if held else self._rules,
+            Rules(self.transfers.backend.device, self._min_bytes, held, only),
             self._known,
             self._operation,
-            may_offload=self.schedule is None or layer in self._offloaded,
-            last_look=layer >= self._first_to_stay,
+            stays=self.schedule is not None and layer not in self._offloaded,
         )
         self.sets[layer] = opened
         if layer in self._offloaded:

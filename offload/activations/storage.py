@@ -11,22 +11,21 @@ Note:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations.versions import shares_versions, version_counter
-from offload.activations.waste import kind_of, maker_of
 from offload.base import trace
 from offload.device.backend import Wait
 from offload.host.limits import NO_HOST_MEMORY
 
 if TYPE_CHECKING:
-    from offload.activations.transfers import CopyBatch, Transfers
-    from offload.device.backend import Event, Stream
+    from offload.activations.transfers import CopyBatch, Reload, Transfers
+    from offload.device.backend import Event
     from offload.host.buffers import HostBuffer
 
 RESIZED = "resized"
@@ -52,17 +51,11 @@ class StorageState(Enum):
 
 WRITTEN, COMPLETE, LEAVING, AWAY, BACK, GIVEN_UP = StorageState
 
-
-class KnownStorages(dict[int, "weakref.ref[SavedStorage]"]):
-    """What one microbatch has saved, by the storage's address; weakly, as the graph's handles own it.
-
-    A class of its own, because a plain dict cannot be referenced weakly.
-    """
-
-    def find(self, key: int) -> SavedStorage | None:
-        """What was saved of the storage at this address, if a graph still holds it."""
-        reference = self.get(key)
-        return None if reference is None else reference()
+_ALONE = 2
+"""References to what a variable and the function that counts them hold, and nobody else."""
+# What StorageWeakRef of torch.multiprocessing does, without an object more for each storage.
+_expired = torch.UntypedStorage._expired
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
 class SavedStorage:
@@ -70,6 +63,7 @@ class SavedStorage:
 
     Args:
         tensor: A tensor that looks into it.
+        maker: The type of the autograd node that made it, or of ``None``.
         transfers: What it moves with.
         layer: The number of the layer that it moves with.
         stays: Whether that layer is none that is offloaded.
@@ -79,67 +73,68 @@ class SavedStorage:
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
     __slots__ = (
         "__weakref__",
-        "awaited_by",
         "batch",
         "changes",
         "counted",
-        "device",
         "host",
-        "kind",
         "layer",
+        "maker",
+        "memory",
         "nbytes",
         "original",
         "ready",
-        "reload_done",
+        "reload",
         "state",
         "stays",
-        "stream",
         "tensors",
         "transfers",
         "version",
         "versions",
     )
 
-    def __init__(self, tensor: torch.Tensor, transfers: Transfers, layer: int, *, stays: bool, changes: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, maker: type, transfers: Transfers, layer: int, *, stays: bool, changes: int
+    ) -> None:
         # First what __del__ asks for, in case that the rest fails.
         self.state = WRITTEN
         self.transfers = transfers
         self.counted = False
         """Whether the device memory is among the resident bytes of offloaded layers."""
         self.host: HostBuffer | None = None
+        self.reload: Reload | None = None
+        """The last copies back, which this one's was among; ``None`` while it is the program's own memory."""
+        self.memory: torch.UntypedStorage | None = None
+        """The device memory."""
+        self.original: Any = None
+        """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
         self.batch: CopyBatch | None = None
         """The copies to the host that the one into ``host`` was among."""
-        self.stream: Stream | None = None
-        """The compute stream whose memory the last reload came to."""
-        self.reload_done: Event | None = None
-        """After it the memory of the last reload holds the bytes; ``None`` while it is the program's own memory."""
-        self.awaited_by: object = None
-        """The stream that has waited for the last reload."""
-        self.device: torch.Tensor | None = None
-        """A tensor over the device memory."""
         self.ready: Event | None = None
         """After it the device memory holds the bytes; ``None`` while the operation may write them."""
+        self.maker = maker
         self.layer = layer
         self.stays = stays
         self.changes = changes
         self.tensors = 0
         """Saved tensors that look into it."""
-        storage = tensor.untyped_storage()
-        self.nbytes = storage.nbytes()
-        # Not to keep the memory, but its address: while the weak reference lives, no other storage can have it.
-        self.original = StorageWeakRef(storage)
+        memory = tensor.untyped_storage()
+        self.nbytes = memory.nbytes()
+        self.original = memory._weak_ref()
         self.version = tensor._version
         # At version 0 what looks into the memory was not changed either.
         self.versions = version_counter(tensor) if self.version else None
-        self.kind = kind_of(maker_of(tensor))
-        self.device = tensor.detach()
+        self.memory = memory
 
     def __del__(self) -> None:
-        if self.stream is not None and self.reload_done is not None and self.awaited_by is None:
+        reload = self.reload
+        if reload is not None and reload.awaited_by != reload.home:
             # Nobody has read what came back: its memory is free behind the copy into it, which may still run.
-            self.transfers.wait(self.stream, self.reload_done, Wait.UNREAD)
-        self._give_host_back(self.state)
-        self._let_device_go(self.state)
+            self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
+        if self.host is not None:
+            self._give_host_back(self.state)
+        self._let_memory_go(self.state)
+        if self.original is not None:
+            _free_weak_ref(self.original)
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
@@ -154,52 +149,43 @@ class SavedStorage:
 
     def start_offload(self) -> None:
         """COMPLETE or BACK to LEAVING: queue the copy to the host. Without room there, all stays as it is."""
-        if self.state not in (COMPLETE, BACK) or self.device is None or self.ready is None:
+        if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None or self.ready is None:
             return
         self._count()
-        transfers = self.transfers
+        transfers, counters = self.transfers, self.transfers.counters
         host = transfers.take_host(self.nbytes)
         if host is None:
-            transfers.counters.skipped[NO_HOST_MEMORY] += 1
+            counters.skipped[NO_HOST_MEMORY] += 1
             return
         # The copy reads what compute has written by then. It need not wait for what the layer computes later.
-        transfers.wait_until_ready(self.ready)
-        for event in host.events:
-            # The buffer's last user may still read it, or write it.
-            transfers.wait(transfers.d2h_stream, event, Wait.HOST_BUFFER)
-        batch = transfers.to_host(host, self.device, self.layer)
+        batch = transfers.to_host(host, self.memory, self.ready, self.layer)
         # At once, and only now: what fails or is interrupted half-way stays on the device.
         self.state, self.host, self.batch = LEAVING, host, batch
-        transfers.counters.offloaded_storages += 1
-        transfers.counters.offloaded_bytes += self.nbytes
+        counters.offloaded_storages += 1
+        counters.offloaded_bytes += self.nbytes
 
     def release(self) -> None:
         """LEAVING to AWAY: let the device memory go. The compute stream must have waited for the copy."""
         if self.state is LEAVING:
-            self._let_device_go(AWAY)
+            self._let_memory_go(AWAY)
 
-    def start_reload(self, landing: torch.Tensor) -> None:
+    def start_reload(self, landing: torch.UntypedStorage) -> None:
         """Queue the copy back into ``landing``, memory that the h2d stream has waited for."""
         if self.state is AWAY and self.host is not None:
             self.transfers.to_device(landing, self.host, self.layer)
             self.transfers.counters.reloaded_bytes += self.nbytes
 
-    def end_reload(self, landing: torch.Tensor, compute_stream: Stream, done: Event) -> None:
-        """AWAY to BACK: the copy back, queued before, is over with the event ``done``; so is the host buffer's use.
-
-        ``landing`` is memory of ``compute_stream``.
-        """
+    def end_reload(self, landing: torch.UntypedStorage, reload: Reload) -> None:
+        """AWAY to BACK: the copy back, queued before, is over when ``reload`` is done; so is the host buffer's use."""
         host = self.host
         if self.state is not AWAY or host is None:
             return
-        if not self.original.expired():
-            self.transfers.counters.waste(self.nbytes, self.kind)
-        self.stream = compute_stream
-        self.reload_done = self.ready = done
-        self.awaited_by = None
+        if not _expired(self.original):
+            self.transfers.counters.waste(self.nbytes, self.maker)
+        self.reload, self.ready = reload, reload.done
         # Last, as another thread may read it from here on, and before the buffer can be another's.
-        self.state, self.device, self.host = BACK, landing, None
-        self.transfers.pool.give(host, done)
+        self.state, self.memory, self.host = BACK, landing, None
+        self.transfers.pool.give(host, reload.done)
         self._count()
 
     def move_with(self, layer: int, tensor: torch.Tensor, *, stays: bool) -> None:
@@ -207,23 +193,23 @@ class SavedStorage:
         self.layer, self.stays = layer, stays
         if self.state is AWAY:
             # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
-            self.state, self.device = LEAVING, tensor.detach()
+            self.state, self.memory = LEAVING, tensor.untyped_storage()
             self._count()
         if stays:
             # LEAVING to COMPLETE: the copy was in vain.
             if self.state is LEAVING:
                 self._give_host_back(COMPLETE)
-                self.transfers.counters.waste(self.nbytes, self.kind)
+                self.transfers.counters.waste(self.nbytes, self.maker)
             self._uncount()
 
-    def give_up(self, storage: torch.UntypedStorage) -> None:
-        """To GIVEN_UP: the program is about to resize ``storage``, this one, and backward reads what it holds then."""
+    def give_up(self, memory: torch.UntypedStorage) -> None:
+        """To GIVEN_UP: the program is about to resize ``memory``, this one, and backward reads what it holds then."""
         transfers = self.transfers
         with transfers.lock:
-            if self.state is GIVEN_UP or self.reload_done is not None:
+            if self.state is GIVEN_UP or self.reload is not None:
                 return  # backward has begun, with memory of its own
             if self.state is AWAY:
-                self.device = torch.empty(0, dtype=torch.uint8, device=transfers.backend.device).set_(storage)
+                self.memory = memory
             elif self.state is LEAVING and self.batch is not None:
                 # The memory is free for compute's next operation; the copy may still read it.
                 done = transfers.done(self.batch)
@@ -235,14 +221,15 @@ class SavedStorage:
             if not self.stays:
                 transfers.counters.skipped[RESIZED] += self.tensors
 
-    def wait_for_reload(self) -> bool:
-        """Let the current stream wait for the copy back, each stream once; whether it had to."""
-        current = self.transfers.backend.compute_stream_id()
-        if self.reload_done is None or self.awaited_by == current:
+    def wait_for_reload(self, reload: Reload) -> bool:
+        """Let the current stream wait for the copy back, once for all that came with it; whether it had to."""
+        backend = self.transfers.backend
+        current = backend.compute_stream_id()
+        if reload.awaited_by == current:
             return False
         trace.point("wait", self.layer)
-        self.transfers.wait_for_copies(self.transfers.backend.compute_stream(), self.reload_done, Wait.RELOADED)
-        self.awaited_by = current
+        self.transfers.wait_for_copies(backend.compute_stream(), reload.done, Wait.RELOADED)
+        reload.awaited_by = current  # only now: another thread of this stream may rely on it
         return True
 
     def _count(self) -> None:
@@ -255,13 +242,45 @@ class SavedStorage:
             self.counted = False
             self.transfers.counters.drop(self.nbytes)
 
-    def _let_device_go(self, state: StorageState) -> None:
-        device, self.device, self.state = self.device, None, state
-        if device is not None and self.transfers.backend.poison:
-            self.transfers.backend.discard(device)
+    def _let_memory_go(self, state: StorageState) -> None:
+        memory, self.memory, self.state = self.memory, None, state
+        backend = self.transfers.backend
+        # Who else saved this memory, at another version, holds the same object, which counts as one owner.
+        if backend.poison and memory is not None and sys.getrefcount(memory) <= _ALONE:
+            backend.discard(torch.empty(0, dtype=torch.uint8, device=backend.device).set_(memory))
         self._uncount()
 
     def _give_host_back(self, state: StorageState) -> None:
         host, self.host, self.state = self.host, None, state
         if host is not None and self.batch is not None:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
+
+
+class KnownStorages(dict[int, "weakref.ref[SavedStorage]"]):
+    """What one microbatch has saved, by the storage's address; weakly, as the graph's handles own it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _watched[id(self)] = self
+
+
+# Some programs free a saved tensor's memory by themselves, ``storage.resize_(0)``, and fill it again before backward,
+# as checkpoints that discard their output do. Autograd reads whatever the storage holds by then. PyTorch frees the
+# memory at once, while a copy may still read it, and calls nobody. So ``resize_`` itself is what gives notice.
+
+# Weakly, as the graphs own the microbatches; by identity, as a dict cannot be hashed.
+_watched: weakref.WeakValueDictionary[int, KnownStorages] = weakref.WeakValueDictionary()
+_resize = torch.UntypedStorage.resize_
+
+
+def _resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
+    for known in tuple(_watched.values()):
+        reference = known.get(storage._cdata)
+        saved = None if reference is None else reference()
+        if saved is not None:
+            saved.give_up(storage)
+    _resize(storage, nbytes)
+
+
+_resize_.__doc__ = _resize.__doc__
+torch.UntypedStorage.resize_ = _resize_  # type: ignore[method-assign,assignment]  # there is no hook to ask for

@@ -19,13 +19,31 @@ from offload.host.pool import HostPool
 class CopyBatch:
     """Copies to the host that were queued one after the other, and the event after which all of them are done."""
 
-    __slots__ = ("empty", "event", "number")
+    __slots__ = ("event", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.empty = True
         self.event: Event | None = None
         """``None`` as long as copies are added."""
+
+
+class Reload:
+    """Copies to the device that were queued one after the other, and who has waited for them.
+
+    Args:
+        done: After it, the device memory holds the bytes.
+        stream: The compute stream that the device memory belongs to.
+        home: What tells that stream from others.
+    """
+
+    __slots__ = ("awaited_by", "done", "home", "stream")
+
+    def __init__(self, done: Event, stream: Stream, home: object) -> None:
+        self.done = done
+        self.stream = stream
+        self.home = home
+        self.awaited_by: object = None
+        """The stream that has waited for it last, told as ``home`` is."""
 
 
 @dataclass
@@ -42,24 +60,13 @@ class Transfers:
     """Held while bytes come back: several threads may read what was saved."""
     _ready: Event | None = None
     """What the d2h stream has waited for last."""
-    _batch: CopyBatch = field(default_factory=lambda: CopyBatch(0))
-
-    def wait(self, stream: Stream, event: Event, why: Wait) -> None:
-        """Let ``stream`` wait for ``event``."""
-        self.backend.wait(stream, event, why)
-
-    def wait_until_ready(self, ready: Event) -> None:
-        """Let copies to the host that are queued from now on wait for ``ready``, unless they do already."""
-        if ready is not self._ready:
-            # One wait holds for all that comes after it on the stream, and storages of one operation share an event.
-            self.wait(self.d2h_stream, ready, Wait.READY)
-            self._ready = ready
+    _batch: CopyBatch | None = None
+    """The copies to the host that were queued last, as long as there may be more."""
+    _batches: int = 0
 
     def wait_for_copies(self, compute_stream: Stream, copied: Event, why: Wait) -> None:
         """Let compute wait for copies, on the device, and count how long it stalls."""
-        stalls = self.counters.stalls
-        if copied is not stalls.last:  # else compute has waited for it already
-            stalls.expect(self.backend, compute_stream, copied)
+        self.counters.expect_stall(self.backend, compute_stream, copied)
         self.backend.wait(compute_stream, copied, why)
 
     def take_host(self, nbytes: int) -> HostBuffer | None:
@@ -79,30 +86,39 @@ class Transfers:
             if is_capturing(stream):
                 self.backend.compute_stream().wait_event(stream.record_event())
 
-    def to_host(self, host: HostBuffer, device: torch.Tensor, layer: int) -> CopyBatch:
-        """Queue the copy of the storage of ``device`` into ``host`` on the d2h stream."""
+    def to_host(self, host: HostBuffer, memory: torch.UntypedStorage, ready: Event, layer: int) -> CopyBatch:
+        """Queue the copy of device ``memory``, written when ``ready`` is reached, into ``host``."""
+        wait, stream = self.backend.wait, self.d2h_stream
+        if ready is not self._ready:
+            # One wait holds for all that comes after it on the stream, and storages of one operation share an event.
+            wait(stream, ready, Wait.READY)
+            self._ready = ready
+        for event in host.events:
+            # The buffer's last user may still read it, or write it.
+            wait(stream, event, Wait.HOST_BUFFER)
         with trace.mark("d2h", layer):
-            self.backend.to_host(self.d2h_stream, host.pieces, device)
-        self._batch.empty = False
+            self.backend.to_host(stream, host.pieces, memory)
+        if self._batch is None:
+            self._batches += 1
+            self._batch = CopyBatch(self._batches)
         return self._batch
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""
-        if self._batch.empty:
-            return
-        batch, self._batch = self._batch, CopyBatch(self._batch.number + 1)
-        batch.event = self.backend.record_timed(self.d2h_stream)
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.event = self.backend.record_timed(self.d2h_stream)
 
     def done(self, batch: CopyBatch) -> Event:
         """The event after which the copies of ``batch`` are done."""
-        if batch.event is None:
+        if batch is self._batch:
             self.end_batch()
         if batch.event is None:  # an interrupt came before it was recorded, and a later one is as good
             batch.event = self.backend.record_timed(self.d2h_stream)
         return batch.event
 
-    def to_device(self, device: torch.Tensor, host: HostBuffer, layer: int) -> None:
-        """Queue the copy of ``host`` into the storage of ``device`` on the h2d stream."""
+    def to_device(self, memory: torch.UntypedStorage, host: HostBuffer, layer: int) -> None:
+        """Queue the copy of ``host`` into device ``memory``, which the h2d stream has waited for."""
         self.pool.read(host)
         with trace.mark("h2d", layer):
-            self.backend.to_device(self.h2d_stream, device, host.pieces)
+            self.backend.to_device(self.h2d_stream, memory, host.pieces)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations.parts import Parts, inner_tensors, parts_of
-from offload.activations.waste import maker_of
 
 
 class _Exclusion(NamedTuple):
@@ -45,9 +44,10 @@ _excluded = _Exclusions()
 SMALL = "small"
 """Why a storage below ``min_bytes`` stays, in ``stats().skipped``."""
 
+_keys_of = torch._C._dispatch_keys
 _KEYS = torch._C.DispatchKey.__members__
 _DENSE: int = torch._C.DispatchKeySet(_KEYS["Dense"]).raw_repr()
-_ORDINARY_KEYS = functools.reduce(
+_STRANGE_KEYS = ~functools.reduce(
     operator.or_,
     (
         torch._C.DispatchKeySet(key).raw_repr()
@@ -56,12 +56,14 @@ _ORDINARY_KEYS = functools.reduce(
     ),
     _DENSE | (_DENSE - 1),  # the bits below are those of the devices
 )
-"""The dispatch keys of tensors that are what their storage holds. Quantized and nested tensors are more than that, and
-zero tensors and wrappers such as functional tensors have a storage with a size and no memory. All of them say that they
-are strided, and only their keys tell."""
+"""All dispatch keys but those of tensors that are what their storage holds. Quantized and nested tensors are more than
+that, and zero tensors and wrappers such as functional tensors have a storage with a size and no memory. All of them say
+that they are strided, and only their keys tell."""
 
 _Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
 """What autocast does to a parameter."""
+_Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
+"""How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> None:
@@ -97,14 +99,17 @@ class Rules(NamedTuple):
     """Storages below this size stay."""
     held: frozenset[int] = frozenset()
     """Addresses of storages that a pipeline stage keeps on the device until backward anyway."""
+    only: Container[int] | None = None
+    """If given, storages at other addresses stay, and nobody wants to know for which reason."""
 
 
-def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | None:
+def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     """Whether a saved tensor travels: all who want to know ask here.
 
     Returns:
-        ``None`` if it does; the reason why it stays; or the parts of a subclass, each of which is to be asked for
-        itself.
+        The reason why it stays; the parts of a subclass, each of which is to be asked for itself; or, if it travels,
+        the type of the autograd node that made its memory, which is that of ``None`` where there is no such node.
+        The node itself would hold the tensor.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return _decide_other(tensor)
@@ -113,6 +118,8 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | None:
     if nbytes < rules.min_bytes or not nbytes:
         return SMALL
     key = memory._cdata
+    if rules.only is not None and key not in rules.only:
+        return "unknown"
     exclusion = _excluded.get(key)
     if exclusion is not None:
         return exclusion.reason
@@ -120,22 +127,23 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | None:
         return "pipeline"
     if tensor.device != rules.device:
         return "device"
-    if torch._C._dispatch_keys(tensor).raw_repr() & ~_ORDINARY_KEYS:
+    if _keys_of(tensor).raw_repr() & _STRANGE_KEYS:
         return "layout"
-    return _held_by_autograd(tensor)
+    base = tensor._base
+    maker = tensor.grad_fn if base is None else base.grad_fn
+    if maker is None or type(maker) is _Cast:
+        return _held_by_autograd(tensor, maker) or type(maker)
+    return type(maker.next_functions[0][0]) if type(maker) is _Reshaped else type(maker)
 
 
-def travellers(tensor: torch.Tensor, rules: Rules, changes: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
-    """What of a tensor travels: itself, or inner tensors of a subclass.
-
-    Each comes with how often wrappers around it were changed in place, which its own version does not tell.
-    """
+def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
+    """What of a tensor travels: itself, or inner tensors of a subclass."""
     decision = decide(tensor, rules)
-    if decision is None:
-        yield tensor, changes
-    elif isinstance(decision, Parts):
+    if isinstance(decision, Parts):
         for inner in decision.inner:
-            yield from travellers(inner, rules, changes + tensor._version)
+            yield from travellers(inner, rules)
+    elif isinstance(decision, type):
+        yield tensor
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
@@ -150,31 +158,34 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
     if type(tensor) is torch.Tensor:
         return "layout"
     if isinstance(tensor, torch.nn.Parameter):
-        _remember_parameter(tensor)
-        return "parameter"
-    return _held_by_autograd(tensor) or parts_of(tensor) or "subclass"
+        return _remember_parameter(tensor)
+    maker = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+    return _held_by_autograd(tensor, maker) or parts_of(tensor) or "subclass"
 
 
-def _held_by_autograd(tensor: torch.Tensor) -> str | None:
-    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
-    maker = maker_of(tensor)
+def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
+    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf.
+
+    Args:
+        tensor: The tensor.
+        maker: The node that made its memory, if any.
+    """
     if maker is not None:
-        if type(maker) is not _Cast or not _is_parameter_of(maker.next_functions[0][0]):
-            return None
-        _remember_parameter(tensor)
-        return "parameter"
+        is_cast = type(maker) is _Cast and _is_parameter_of(maker.next_functions[0][0])
+        return _remember_parameter(tensor) if is_cast else None
     base = tensor if tensor._base is None else tensor._base
     needs_none = tensor.requires_grad and not base.requires_grad
     if isinstance(base, torch.nn.Parameter) or (needs_none and _is_inside_parameter(tensor)):
-        _remember_parameter(tensor)
-        return "parameter"
+        return _remember_parameter(tensor)
     return "leaf" if base.requires_grad else None
 
 
-def _remember_parameter(tensor: torch.Tensor) -> None:
+def _remember_parameter(tensor: torch.Tensor) -> str:
+    """Whatever else looks into its memory is the parameter's too. Returns the reason for it to stay."""
     for inner in inner_tensors(tensor):
         if _has_storage(inner) and inner.untyped_storage()._cdata not in _excluded:
             exclude(inner, "parameter")
+    return "parameter"
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -89,14 +89,14 @@ class Backend:
         with cast("torch.Stream", stream):
             target.copy_(source, non_blocking=True)
 
-    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
-        """Queue the copy of the whole storage of ``device`` into host memory, uint8 ``pieces`` in order."""
-        for piece, source in zip(pieces, _split(device, pieces), strict=True):
+    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
+        """Queue the copy of device ``memory`` into host memory, uint8 ``pieces`` in order."""
+        for piece, source in zip(pieces, _split(memory, pieces), strict=True):
             self.copy(stream, piece, source)
 
-    def to_device(self, stream: Stream, device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """Queue the copy of host memory, uint8 ``pieces`` in order, into the whole storage of ``device``."""
-        for piece, target in zip(pieces, _split(device, pieces), strict=True):
+    def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
+        """Queue the copy of host memory, uint8 ``pieces`` in order, into device ``memory``."""
+        for piece, target in zip(pieces, _split(memory, pieces), strict=True):
             self.copy(stream, target, piece)
 
     def page_lock(self, address: int, nbytes: int) -> None:
@@ -156,18 +156,17 @@ class Backend:
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners(flat) == 1:
-            _flat(flat).fill_(0xFF)
+            _flat(flat.untyped_storage()).fill_(0xFF)
 
 
-def _split(device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    flat = _flat(device)
+def _split(memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    flat = _flat(memory)
     return (flat,) if len(pieces) == 1 else torch.split(flat, [len(piece) for piece in pieces])
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the tensor's storage, uint8 of one dimension, sharing its memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def _flat(memory: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, uint8 of one dimension, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory, 0, (memory.nbytes(),), (1,))
 
 
 def owners(tensor: torch.Tensor) -> int:

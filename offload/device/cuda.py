@@ -63,15 +63,15 @@ class CudaBackend(Backend):
             self._anchor.zero_()
         stream.wait_event(event)
 
-    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], device: torch.Tensor) -> None:
-        source = device.untyped_storage().data_ptr()
+    def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
+        source = memory.data_ptr()
         for piece in pieces:
             nbytes = piece.nbytes
             self.memcpy(stream, piece.data_ptr(), source, nbytes, _DEVICE_TO_HOST)
             source += nbytes
 
-    def to_device(self, stream: Stream, device: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        target = device.untyped_storage().data_ptr()
+    def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
+        target = memory.data_ptr()
         for piece in pieces:
             nbytes = piece.nbytes
             self.memcpy(stream, target, piece.data_ptr(), nbytes, _HOST_TO_DEVICE)

@@ -248,7 +248,7 @@ class _Recorder:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def _count(self, tensor: torch.Tensor, layer: int) -> None:
-        for moving, _ in travellers(tensor, self._rules):
+        for moving in travellers(tensor, self._rules):
             storage = moving.untyped_storage()
             for earlier in self._sets[:layer]:
                 if earlier.pop(storage._cdata, None) is not None:

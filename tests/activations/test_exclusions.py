@@ -20,7 +20,9 @@ def nothing_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | Parts | None:
-    return decide(tensor, Rules(CPU, min_bytes))
+    """The reason to stay, or the parts; ``None`` for what travels."""
+    decision = decide(tensor, Rules(CPU, min_bytes))
+    return None if isinstance(decision, type) else decision
 
 
 def test_ordinary_tensor_travels() -> None:

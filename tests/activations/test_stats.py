@@ -13,10 +13,9 @@ from torch import nn
 
 import offload
 from offload import OffloadStats, Schedule
-from offload.activations import stalls
-from offload.activations.stalls import Stalls
-from offload.activations.stats import Counters
-from offload.activations.waste import kind_of, maker_of, operation_name
+from offload.activations import stats
+from offload.activations.stats import Counters, operation_name
+from offload.activations.what_moves import Rules, decide
 from offload.device.backend import Wait
 
 SLOW_S = 0.1
@@ -98,11 +97,12 @@ def test_operations_are_named_as_users_know_them() -> None:
         "Addmm": nn.Linear(4, 4)(x[0]),
         "Save": Save.apply(x, lambda _: None),
     }
-    assert {name: operation_name(kind_of(maker_of(tensor))) for name, tensor in named.items()} == {
+    rules = Rules(torch.device("cpu"), 0)
+    assert {name: operation_name(decide(tensor, rules)) for name, tensor in named.items()} == {
         name: name for name in named
     }
-    for leaf in (x, x[1:], torch.ones(3)):
-        assert operation_name(kind_of(maker_of(leaf))) == "leaf"
+    for given in (torch.ones(3), torch.ones(3)[1:]):
+        assert operation_name(decide(given, rules)) == "leaf"
 
 
 class Hoarder(nn.Module):
@@ -236,7 +236,7 @@ def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
     counters = Counters()
     open_gate = lab.hold(lab.d2h_stream)
     copied = lab.backend.record_timed(lab.d2h_stream)
-    counters.stalls.expect(lab.backend, lab.backend.compute_stream(), copied)
+    counters.expect_stall(lab.backend, lab.backend.compute_stream(), copied)
     assert counters.snapshot(0).stall_s == 0.0
     assert not copied.query()
     open_gate()
@@ -244,15 +244,13 @@ def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
     assert counters.snapshot(0).stall_s > 0.0
 
 
-def test_only_the_first_wait_for_an_event_is_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_waited_for_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that were reloaded together share an event."""
     waits: list[Any] = []
-    monkeypatch.setattr(
-        Stalls, "expect", lambda self, _, __, copied: (waits.append(copied), setattr(self, "last", copied))
-    )
+    monkeypatch.setattr(Counters, "expect_stall", lambda self, _, __, copied: waits.append(copied))
     made = lab.count_waits()
     step_that_saves(lab, lambda _: None, lambda: None)
-    assert made.count(Wait.RELOADED) == 2
+    assert made.count(Wait.RELOADED) == 1
     assert len(waits) == len(set(waits)) == 2  # the release's and the reload's
 
 
@@ -277,21 +275,23 @@ class Copied(float):
 
 
 def test_stalls_are_the_time_from_the_wait_to_the_copys_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "MOST_PENDING", 3)
+    monkeypatch.setattr(stats, "MOST_PENDING", 3)
     backend: Any = FakeBackend()
-    measured = Stalls()
-    measured.expect(backend, 3.0, Copied(5.0))
-    measured.expect(backend, 7.0, Copied(6.0))  # done before compute got there
-    measured.expect(backend, 8.0, Copied(12.0))
-    measured.expect(backend, 0.0, Copied(99.0))  # one too many
+    measured = Counters()
+    copied = Copied(5.0)
+    measured.expect_stall(backend, 3.0, copied)
+    measured.expect_stall(backend, 4.0, copied)  # of the stall for an event, this is a part
+    measured.expect_stall(backend, 7.0, Copied(6.0))  # done before compute got there
+    measured.expect_stall(backend, 8.0, Copied(12.0))
+    measured.expect_stall(backend, 0.0, Copied(99.0))  # one too many
     for backend.now, seconds in ((4.0, 0.0), (11.0, 2.0), (12.0, 6.0), (99.0, 6.0)):
-        measured.collect()
-        assert measured.seconds == seconds
+        measured.collect_stalls()
+        assert measured.stall_s == seconds
     backend.capturing = True
-    measured.expect(backend, 99.0, Copied(100.0))
+    measured.expect_stall(backend, 99.0, Copied(100.0))
     backend.capturing, backend.now = False, 100.0
-    measured.collect()
-    assert measured.seconds == 6.0
+    measured.collect_stalls()
+    assert measured.stall_s == 6.0
 
 
 @pytest.mark.gpu
