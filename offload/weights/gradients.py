@@ -13,7 +13,7 @@ Note:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -21,23 +21,21 @@ import torch
 
 from offload.base import trace
 from offload.base.worker import Worker
-from offload.device.backend import Backend, Event
+from offload.device.backend import Backend, Event, owners
 from offload.host.page_locked import page_locked, pageable
-from offload.weights.host_parameter import HostParameter, aligned, nbytes_of
 from offload.weights.layer import WeightLayer
+from offload.weights.parameter import HostParameter, aligned, own_storage
 from offload.weights.slots import WeightWait
 from offload.weights.stats import WeightCounters
 
 
-class _Staged(NamedTuple):
-    """A gradient that the worker adds on the host."""
+class _Addition(NamedTuple):
+    """A gradient that the worker adds to ``target``, or, if it is the ``first``, writes there."""
 
     host: HostParameter
     gradient: torch.Tensor
-    target: torch.Tensor | None
-    """What the worker adds to; ``None`` keeps the sum apart until the end of backward."""
+    target: torch.Tensor
     first: bool
-    """Whether the worker overwrites what is there."""
 
 
 class _Flight(NamedTuple):
@@ -53,31 +51,30 @@ class GradientWriter:
 
     Args:
         backend: The device.
-        hosts: All parameters.
+        layers: All layers with parameters.
         num_flights: Of how many layers the gradients may be on their way while compute goes on.
         num_staging: How many staging buffers there may be.
-        staging_bytes: Of the largest layer's gradients.
         counters: What is counted.
     """
 
     def __init__(
         self,
         backend: Backend,
-        hosts: Iterable[HostParameter],
+        layers: list[WeightLayer],
         *,
         num_flights: int,
         num_staging: int,
-        staging_bytes: int,
         counters: WeightCounters,
     ) -> None:
         self._backend = backend
-        self._hosts = list(hosts)
+        self._layers = layers
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
         self._num_staging = num_staging
-        self._staging_bytes = staging_bytes
         self._counters = counters
         self._flights: deque[_Flight] = deque()
+        self._memory: dict[HostParameter, torch.Tensor] = {}
+        """Where ``p.grad`` lies, kept from step to step: page-locking stops the device."""
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         """The buffers that are free."""
         self._staging_made = 0
@@ -86,24 +83,17 @@ class GradientWriter:
         """What the worker's jobs have raised since the last backward."""
 
     def write_back(self, layer: WeightLayer) -> None:
-        """Queue the copies of a layer's gradients, which compute has been told to write.
-
-        Args:
-            layer: The layer; its stand-ins forget their gradients.
-        """
-        taken = layer.take_gradients()
-        if not taken:
+        """Queue the copies of a layer's gradients, which compute has been told to write; the layer forgets them."""
+        gradients = layer.gradients
+        if not gradients:
             return
         compute = self._backend.compute_stream()
         # The host has queued what computes these gradients, and is far ahead of the device.
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
-        self._provide_memory([host for host, _ in taken if host.total is None])
         with trace.mark("d2h", layer.number):
-            self._copy_out(taken)
-        self._flights.append(
-            _Flight(layer.number, [gradient for _, gradient in taken], self._d2h_stream.record_event())
-        )
-        del taken  # the flight alone holds the gradients now, and lets each go as soon as compute has waited
+            self._copy_out(gradients)
+        self._flights.append(_Flight(layer.number, list(gradients.values()), self._d2h_stream.record_event()))
+        gradients.clear()  # the flight alone holds them now, and lets each go as soon as compute has waited
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
             # From here on compute may reuse the memory: it is told to wait for the copy that reads it.
@@ -132,43 +122,50 @@ class GradientWriter:
                 self._worker.drain()  # additions that still wait in its queue
             finally:
                 self._staging_made = self._staging.qsize()  # an interrupt or error may have lost one
-                for host in self._hosts:
-                    host.give_back_gradient()
+                for layer in self._layers:
+                    for host in layer.parameters:
+                        host.give_back_gradient()
             if self._errors:
                 error = self._errors[0]
                 self._errors.clear()
                 raise error
 
+    def _copy_out(self, gradients: dict[HostParameter, torch.Tensor]) -> None:
+        """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
+        self._provide_memory([host for host in gradients if host.total is None and host.before is None])
+        staged = []
+        for host, gradient in gradients.items():
+            self._counters["gradient_bytes"] += host.nbytes
+            first = host.total is None
+            if host.total is None:
+                # .data: with a version of its own. What is there before is added at the end, out of ordinary memory.
+                host.total = self._memory[host].data if host.before is None else torch.empty_like(host.before)
+            if first and host.before is None and host.total.dtype is gradient.dtype:
+                self._backend.copy(self._d2h_stream, host.total, gradient)
+            else:
+                staged.append(_Addition(host, gradient, host.total, first))
+        if staged:
+            self._stage(staged)
+
     def _provide_memory(self, hosts: list[HostParameter]) -> None:
         """Make sure of memory for gradients that nobody else looks into, one piece for all that is missing."""
-        missing = [host for host in hosts if host.lacks_memory()]
+        missing = [host for host in hosts if not self._has_memory(host)]
         for landing in (True, False):
             # Pinned is only what copies land in; a conversion to another dtype is the worker's.
             group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is landing]
-            sizes = [aligned(nbytes_of(host.parameter, host.gradient_dtype)) for host in group]
+            sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
             if group:
                 flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
                 self._counters["gradient_host_bytes"] += len(flat)
                 for host, memory in zip(group, flat.split(sizes), strict=True):
-                    host.keep_memory(memory)
+                    self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
 
-    def _copy_out(self, taken: list[tuple[HostParameter, torch.Tensor]]) -> None:
-        """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
-        staged = []
-        for host, gradient in taken:
-            first = host.total is None
-            target = host.total = host.give_memory() if host.total is None else host.total
-            if first and target.dtype is gradient.dtype:
-                self._backend.copy(self._d2h_stream, target, gradient)
-            else:
-                # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
-                apart = host.shared and not host.from_nothing
-                staged.append(_Staged(host, gradient, None if apart else target, first))
-            self._counters["gradient_bytes"] += host.nbytes
-        if staged:
-            self._stage(staged)
+    def _has_memory(self, host: HostParameter) -> bool:
+        memory = self._memory.get(host)
+        # Once the user has let go of parameter.grad and all its views, the tensor kept here is the only owner.
+        return memory is not None and memory.dtype is host.gradient_dtype and owners(memory) == 1
 
-    def _stage(self, staged: list[_Staged]) -> None:
+    def _stage(self, staged: list[_Addition]) -> None:
         """Copy gradients into a staging buffer, from which the worker adds them."""
         sizes = [aligned(item.host.nbytes) for item in staged]
         buffer = self._take_buffer(sum(sizes))
@@ -181,19 +178,18 @@ class GradientWriter:
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
         """A free staging buffer, a new one, or the next that the worker lets go."""
-        if self._staging_made == self._num_staging and self._staging.empty():
-            self._counters["staging_waits"] += 1
-        if self._staging_made == self._num_staging or not self._staging.empty():
+        buffer = None
+        if self._staging.empty() and self._staging_made < self._num_staging:
+            self._staging_made += 1
+        else:
+            self._counters["staging_waits"] += self._staging.empty()
             buffer = self._staging.get()  # blocks until the worker has freed one: host memory is bounded
-            if len(buffer) >= nbytes:
-                return buffer
-            # Parameters were unfrozen since the buffers were made.
-            self._counters["staging_bytes"] -= len(buffer)
-            self._staging_made -= 1
-        self._staging_made += 1
-        self._staging_bytes = max(self._staging_bytes, nbytes)
-        self._counters["staging_bytes"] += self._staging_bytes
-        return page_locked(self._staging_bytes, self._backend)
+        if buffer is None or len(buffer) < nbytes:  # parameters may have been unfrozen since it was made
+            trained = ([host for host in layer.parameters if host.parameter.requires_grad] for layer in self._layers)
+            largest = max(nbytes, *(sum(aligned(host.nbytes) for host in hosts) for hosts in trained))
+            self._counters["staging_bytes"] += largest - (0 if buffer is None else len(buffer))
+            buffer = page_locked(largest, self._backend)
+        return buffer
 
     def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
         """Let the worker do ``job`` when the copies before the event ``arrived`` are done."""
@@ -205,16 +201,11 @@ class GradientWriter:
 
         self._worker.submit(when_arrived, self._errors)
 
-    def _add(self, additions: list[_Staged], buffer: torch.Tensor) -> None:
+    def _add(self, additions: list[_Addition], buffer: torch.Tensor) -> None:
         try:
             for host, landed, target, first in additions:
                 self._counters["added_bytes"] += host.nbytes
-                if target is not None:
-                    target.copy_(landed) if first else target.add_(landed)
-                elif host.apart is not None:
-                    host.apart.add_(landed)
-                else:
-                    host.apart = landed.clone()
+                target.copy_(landed) if first else target.add_(landed)
         finally:
             self._staging.put(buffer)  # also after an error: backward may wait for a buffer
 

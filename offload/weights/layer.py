@@ -3,7 +3,7 @@
 The user's ``Parameter`` objects stay what they were, on the host: same identity, same keys, ordinary
 memory that an optimizer changes. During the layer's forward and backward its modules hold stand-ins:
 parameters over a device slot. Autograd computes with these. It saves them and views of them (``weight.t()`` in
-every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weights.stand_in`.
+every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weights.parameter`.
 
 A layer is always loaded into the same slot. So what autograd saved in forward finds the same bytes at
 the same address in backward, without a saved-tensor hook: any hooks of the user's, activation offload
@@ -12,7 +12,6 @@ and recomputation nest with weight streaming in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.activations.what_moves import exclude
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
-from offload.weights.host_parameter import HostParameter, aligned, nbytes_of
-from offload.weights.stand_in import StandIn
+from offload.weights.parameter import HostParameter, StandIn, aligned
 
 
 class WeightLayer:
@@ -34,10 +32,16 @@ class WeightLayer:
         module: The layer.
         backend: What allocates pinned memory.
         known: The parameters that earlier layers hold already; this layer's own are added.
+        grad_dtype: As :class:`HostParameter` takes it.
     """
 
     def __init__(
-        self, number: int, module: nn.Module, backend: Backend, known: dict[nn.Parameter, HostParameter]
+        self,
+        number: int,
+        module: nn.Module,
+        backend: Backend,
+        known: dict[nn.Parameter, HostParameter],
+        grad_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
         self.kind = type(module).__name__
@@ -45,46 +49,38 @@ class WeightLayer:
         """The position among the layers that have parameters."""
         self.needs_backward = True
         """Whether the last training forward gave an output that needs a gradient."""
-        found = dict(module.named_parameters())  # each once
-        own = {name: parameter for name, parameter in found.items() if parameter not in known}
-        self._shared = [known[parameter] for parameter in found.values() if parameter in known]
-        for host in self._shared:
-            host.shared = True
-        nbytes = sum(aligned(nbytes_of(parameter)) for parameter in own.values())
-        self._own = page_locked(nbytes, backend) if nbytes else torch.empty(0, dtype=torch.uint8)
-        start = 0
-        for name, parameter in own.items():
-            flat = self._own[start : start + nbytes_of(parameter)]
-            known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat)
-            start += aligned(len(flat))
-        self.parameters = [*(known[parameter] for parameter in own.values()), *self._shared]
-        """Each parameter of the layer once, in the order in which they lie in the slot."""
-        self._users = [host.parameter for host in self.parameters]
-        self._places = [_places(module, host.parameter) for host in self.parameters]
-        self.nbytes = sum(aligned(host.nbytes) for host in self.parameters)
-        """Bytes of the slot that the layer needs."""
+        self.gradients: dict[HostParameter, torch.Tensor] = {}
+        """What backward has computed since the layer was entered, on the device, each with its host memory's stride."""
         self.stand_ins: list[StandIn] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What a load copies, to the slot from pinned memory: all that no earlier layer holds is one copy."""
+        found = dict(module.named_parameters())  # each once
+        own = {parameter: name for name, parameter in found.items() if parameter not in known}
+        shared = [known[parameter] for parameter in found.values() if parameter in known]
+        for host in shared:
+            host.shared = True
+        sizes = [aligned(parameter.nbytes) for parameter in own]
+        memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8)
+        for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
+            known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat, grad_dtype)
+        self.parameters = [*(known[parameter] for parameter in own), *shared]
+        """Each parameter of the layer once, in the order in which they lie in the slot."""
+        self.nbytes = sum(len(host.flat) for host in self.parameters)
+        """Bytes of the slot that the layer needs."""
+        self._sources = [memory, *(host.flat for host in shared)]
+        self._users = [host.parameter for host in self.parameters]
+        self._places = [_places(module, parameter) for parameter in self._users]
         self._stream: object = None
 
     def bind(self, flat: torch.Tensor) -> None:
         """Make the stand-ins over ``flat``, the device memory of the slot that the layer is always loaded into."""
         exclude(flat, "parameter")  # or the offloading of activations would move weights that autograd saves
-        start = 0
-        for host, places in zip(self.parameters, self._places, strict=True):
-            self.stand_ins.append(StandIn(host, places, flat[start : start + host.nbytes]))
-            start += aligned(host.nbytes)
-
-    def sources(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """What a load copies: pinned host memory, and where it begins in the slot.
-
-        All parameters that no earlier layer holds are one copy.
-        """
-        start = len(self._own)
-        if start:
-            yield 0, self._own
-        for host in self._shared:
-            yield start, host.flat
-            start += aligned(host.nbytes)
+        flat = flat[: self.nbytes]
+        targets = flat.split([len(source) for source in self._sources])
+        self.copies = [pair for pair in zip(targets, self._sources, strict=True) if len(pair[0])]
+        parts = flat.split([len(host.flat) for host in self.parameters])
+        for host, places, part in zip(self.parameters, self._places, parts, strict=True):
+            self.stand_ins.append(StandIn(host, places, part, self.gradients))
 
     def version(self) -> int:
         """A number that grows when an in-place operation changes a parameter."""
@@ -108,7 +104,11 @@ class WeightLayer:
                     f"{host.name} was replaced by another parameter (by load_state_dict(assign=True) or "
                     "fully_shard for example); call remove() on the handle and stream the layers again."
                 )
-            host.check()
+            if host.parameter.data_ptr() != host.address:
+                raise RuntimeError(
+                    f"{host.name} must stay in the host memory that stream_weights gave it, but its data was replaced "
+                    "(by .to(), .cuda() or .half() for example); call remove(), move the model, then stream again."
+                )
 
     def renew(self, stream: object) -> None:
         """Make the stand-ins anew if ``stream``, the current one, is another than before.
@@ -130,40 +130,9 @@ class WeightLayer:
         for stand_in in self.stand_ins:
             stand_in.swap_out()
 
-    def take_gradients(self) -> list[tuple[HostParameter, torch.Tensor]]:
-        """The gradients that backward has left in the stand-ins, which forget them.
-
-        Each has the stride of its host memory, so that a copy is one transfer.
-
-        Raises:
-            NotImplementedError: A gradient is sparse.
-        """
-        taken = []
-        for stand_in in self.stand_ins:
-            gradient, stand_in.gradient = stand_in.gradient, None
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{stand_in.of.name} must have a dense gradient, got {gradient.layout}; build the embedding with "
-                    "sparse=False, or leave the layer out of the streamed ones."
-                )
-            if gradient.stride() != stand_in.of.stride:
-                gradient = torch.empty_strided(
-                    stand_in.of.size, stand_in.of.stride, dtype=gradient.dtype, device=gradient.device
-                ).copy_(gradient)
-            taken.append((stand_in.of, gradient))
-        return taken
-
     def written(self) -> str | None:
         """The name of a parameter whose stand-in was changed in place since forward began."""
-        changed = (item.of.name for item in self.stand_ins if item.written)
-        return next(changed, None)
-
-    def drop_gradients(self) -> None:
-        """Let the stand-ins forget their gradients."""
-        for stand_in in self.stand_ins:
-            stand_in.gradient = None
+        return next((stand_in.of.name for stand_in in self.stand_ins if stand_in.written), None)
 
     def __repr__(self) -> str:
         return f"layer {self.number} ({self.kind})"
@@ -178,11 +147,24 @@ def check_parameters(modules: list[nn.Module]) -> None:
     """
     seen: dict[int, nn.Parameter] = {}
     for number, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            _check(parameter, f"layer {number}'s {name}")
+        for key, parameter in module.named_parameters():
+            name = f"layer {number}'s {key}"
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"{name} must have a shape, got a lazy parameter; run one forward before streaming.")
+            kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
+            if kind is not torch.Tensor:
+                raise TypeError(
+                    f"{name} must be a plain nn.Parameter, got a {kind.__name__}; leave its layer out. Let "
+                    "fully_shard keep DTensors on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
+                    "stream the layers of a model that is not wrapped, and all-reduce p.grad after backward."
+                )
+            if parameter.is_meta:
+                raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
+            if parameter.layout is not torch.strided:
+                raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")
             if parameter.numel() and seen.setdefault(parameter.data_ptr(), parameter) is not parameter:
                 raise ValueError(
-                    f"layer {number}'s {name} must have memory of its own, but it shares that of another parameter; "
+                    f"{name} must have memory of its own, but it shares that of another parameter; "
                     "to tie two weights, let both modules hold the same nn.Parameter."
                 )
     if not seen:
@@ -197,15 +179,15 @@ def missing_bytes(modules: list[nn.Module]) -> int:
     known: set[nn.Parameter] = set()
     coming = largest = 0
     for module in modules:
-        new = [parameter for parameter in module.parameters() if parameter not in known]
-        known.update(new)
-        sizes = [aligned(nbytes_of(parameter)) for parameter in new]
-        largest = max(largest, sum(sizes))
-        coming += sum(size for parameter, size in zip(new, sizes, strict=True) if parameter.device.type != "cpu")
+        sizes = {parameter: aligned(parameter.nbytes) for parameter in module.parameters() if parameter not in known}
+        known.update(sizes)
+        largest = max(largest, sum(sizes.values()))
+        coming += sum(size for parameter, size in sizes.items() if parameter.device.type != "cpu")
     return coming + largest
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]:
+    """Where the layer's modules hold the parameter: containers, each with the key."""
     places: list[tuple[Any, Any]] = []
     for inner in module.modules():
         places += [(inner._parameters, name) for name, held in inner._parameters.items() if held is parameter]
@@ -213,21 +195,3 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]
         flat_weights = getattr(inner, "_flat_weights", None) if isinstance(inner, nn.RNNBase) else None
         places += [(flat_weights, index) for index, held in enumerate(flat_weights or ()) if held is parameter]
     return places
-
-
-def _check(parameter: nn.Parameter, name: str) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(f"{name} must have a shape, got a lazy parameter; run one forward before streaming.")
-    if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
-        kind = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
-        instead = "leave its layer out"
-        if kind == "DTensor":
-            instead = (
-                "fully_shard keeps sharded weights on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
-                "stream the layers of a model that is not wrapped, and all-reduce p.grad after backward"
-            )
-        raise TypeError(f"{name} must be a plain nn.Parameter, got a {kind}; {instead}.")
-    if parameter.is_meta:
-        raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
-    if parameter.layout is not torch.strided:
-        raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")

@@ -33,12 +33,7 @@ class WeightWait(Enum):
 
 
 class Slot:
-    """Device memory for one layer at a time.
-
-    Args:
-        nbytes: Of the largest layer that uses it.
-        backend: What allocates it.
-    """
+    """Device memory of ``nbytes`` for one layer at a time."""
 
     def __init__(self, nbytes: int, backend: Backend) -> None:
         self.flat = backend.empty(nbytes)
@@ -76,41 +71,33 @@ class WeightSlots:
             layer.rank = rank
             layer.bind(self._slot_of(layer).flat)
 
-    def acquire(self, layer: WeightLayer, *, fresh: bool) -> None:
-        """Let compute have the layer's weights, loading them now if nobody has done so ahead.
+    def acquire(self, layer: WeightLayer, *, step: int) -> None:
+        """Let compute have a layer's weights, and queue the loads of the next layers, as many as there are other slots.
 
         Args:
             layer: The layer whose forward or backward begins.
-            fresh: Load it again if the host may have changed a weight since the last load. Forward asks for that;
-                backward needs the weights that forward had.
+            step: 1 in forward, -1 in backward. Forward needs the weights that the host has now, backward those that
+                forward had.
         """
-        if not self._holds(layer, fresh=fresh):
+        if not self._holds(layer, fresh=step > 0):
             self._counters["late_loads"] += 1
             self._load(layer)
         trace.point("wait", layer.number)
         # Compute alone waits; the host goes on and queues the layer's operations behind the load.
         self._backend.wait(self._backend.compute_stream(), self._slot_of(layer).loaded, WeightWait.LOADED)
+        for distance in range(1, len(self.slots)):
+            rank = layer.rank + step * distance
+            if not 0 <= rank < len(self._layers):
+                return
+            coming = self._layers[rank]
+            if step < 0 and not coming.needs_backward:
+                return
+            if not self._holds(coming, fresh=step > 0):
+                self._load(coming)
 
     def release(self, layer: WeightLayer) -> None:
         """Compute has queued all that it does with the layer for now."""
         self._slot_of(layer).used = self._backend.compute_stream().record_event()
-
-    def prefetch(self, after: WeightLayer, *, step: int) -> None:
-        """Queue the loads of the layers that come after this one, as many as there are other slots.
-
-        Args:
-            after: The layer that computes now; its slot is left alone.
-            step: 1 in forward, -1 in backward.
-        """
-        for distance in range(1, len(self.slots)):
-            rank = after.rank + step * distance
-            if not 0 <= rank < len(self._layers):
-                return
-            layer = self._layers[rank]
-            if step < 0 and not layer.needs_backward:
-                return
-            if not self._holds(layer, fresh=step > 0):
-                self._load(layer)
 
     def make_stale(self) -> None:
         """The host may change weights now: the next forward loads anew."""
@@ -139,8 +126,8 @@ class WeightSlots:
         # A neighbour's work, queued or running: slots are shared by layers that are not next to each other.
         self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
         with trace.mark("h2d", layer.number):
-            for start, source in layer.sources():
-                self._backend.copy(self._h2d_stream, slot.flat[start : start + len(source)], source)
+            for target, source in layer.copies:
+                self._backend.copy(self._h2d_stream, target, source)
                 self._counters["loaded_bytes"] += len(source)
         slot.loaded = self._h2d_stream.record_event()
         slot.layer, slot.version, slot.fresh = layer, layer.version(), True

@@ -38,7 +38,7 @@ class WeightStats:
         lines = []
         for item in fields(self):
             value = getattr(self, item.name)
-            shown = f"{value / 2**20:,.1f} MiB" if item.name.endswith("_bytes") else str(value)
+            shown = f"{value / 2**20:,.1f} MiB" if item.name.endswith("_bytes") else value
             lines.append(f"{item.name:<{width}}  {shown}")
         return "\n".join(lines)
 

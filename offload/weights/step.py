@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from offload.base.caller import warn_caller
-from offload.weights.host_parameter import HostParameter
 from offload.weights.layer import WeightLayer
 from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
+from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightCounters
 from offload.weights.step_record import StepRecord
 
@@ -102,7 +102,7 @@ class LayerSteps:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
         if not self._due and not self._announced:
             self._record.clear()  # of a step that failed: until here it could be made again
-        self._arriving |= {item.of for item in layer.stand_ins if item.gradient is not None and not item.of.shared}
+        self._arriving |= {host for host in layer.gradients if not host.shared}
 
     def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
         """What the worker is to do when all that was collected is in ``p.grad``.

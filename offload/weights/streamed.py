@@ -23,12 +23,10 @@ from offload.base.layers import check_layers
 from offload.base.units import format_bytes
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
-from offload.weights.gradients import GradientWriter
-from offload.weights.host_parameter import HostParameter, aligned
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
 from offload.weights.optimizer_part import is_part
-from offload.weights.slots import WeightSlots
-from offload.weights.stats import WeightCounters, WeightStats
+from offload.weights.parameter import HostParameter
+from offload.weights.stats import WeightStats
 from offload.weights.step import LayerSteps
 from offload.weights.stream import WeightStream
 
@@ -42,17 +40,16 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
     As a context manager it is undone at the end of the block.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], layers: list[WeightLayer], stream: WeightStream, counters: WeightCounters
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], stream: WeightStream) -> None:
         self._modules = modules
-        self._layers = layers
         self._stream: WeightStream | None = stream
-        self._counters = counters
-        self._buffers: list[tuple[nn.Module, str, torch.device]] = []
+        self._counters = stream.counters
         self._attachment = Attachment(
-            [modules[layer.number] for layer in layers], [_StreamedLayer(stream, layer) for layer in layers]
+            [modules[layer.number] for layer in stream.layers],
+            [_StreamedLayer(stream, layer) for layer in stream.layers],
         )
+        inner = [each for module in modules for each in module.modules()]
+        self._buffers = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
@@ -80,7 +77,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         stream = self._alive()
         if stream.steps is not None:
             raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
-        stream.steps = LayerSteps(optimizer, self._layers, self._counters)
+        stream.steps = LayerSteps(optimizer, stream.layers, self._counters)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
@@ -123,7 +120,6 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         self._attachment.remove()
         _move_buffers(self._buffers)
         self._stream = None
-        self._layers = []
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -195,32 +191,10 @@ def stream_weights(
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     check_room(missing_bytes(modules))
     backend = get_backend(device)
-    counters = WeightCounters()
     known: dict[nn.Parameter, HostParameter] = {}
-    found = [WeightLayer(number, module, backend, known) for number, module in enumerate(modules)]
-    if grad_dtype is not None:
-        for host in known.values():
-            host.use_gradient_dtype(grad_dtype)
-    streamed = [layer for layer in found if layer.nbytes]
-    slots = WeightSlots(backend, streamed, num_slots, counters)
-    staging_bytes = max(
-        sum(aligned(host.nbytes) for host in layer.parameters if host.parameter.requires_grad) for layer in streamed
-    )
-    writer = GradientWriter(
-        backend,
-        known.values(),
-        num_flights=num_slots - 1,
-        num_staging=num_staging,
-        staging_bytes=staging_bytes,
-        counters=counters,
-    )
-    stream = WeightStream(backend, streamed, slots, writer)
-    counters["weight_bytes"] = sum(aligned(host.nbytes) for host in known.values())
-    counters["slot_bytes"] = sum(len(slot.flat) for slot in slots.slots)
-    handle = StreamedWeights(modules, streamed, stream, counters)
-    handle._buffers = _move_buffers(
-        [(inner, name, backend.device) for module in modules for inner in module.modules() for name in inner._buffers]
-    )
+    found = [WeightLayer(number, module, backend, known, grad_dtype) for number, module in enumerate(modules)]
+    stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging)
+    handle = StreamedWeights(modules, stream)
     _watch_optimizers()
     _streams.add(stream)
     return handle
@@ -283,5 +257,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if is_part(optimizer):
         return  # the worker steps it, which must not wait for itself; or the optimizer that it is the rest of was here
     for stream in list(_streams):
-        if any(parameter in stream.parameters for group in optimizer.param_groups for parameter in group["params"]):
+        if not stream.parameters.isdisjoint(item for group in optimizer.param_groups for item in group["params"]):
             stream.settle()

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from offload import HostMemoryError, record_timeline, stream_weights
 from offload.device.select import get_backend
 from offload.host import page_locked as pinned
-from offload.weights.host_parameter import aligned
 from offload.weights.layer import missing_bytes
-from offload.weights.stand_in import StandIn
+from offload.weights.parameter import StandIn, aligned
 
 LAYERS = 4
 
