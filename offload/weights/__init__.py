@@ -8,6 +8,5 @@ The way of one weight: ``layer.py`` moves it into flat page-locked memory and ma
 not done ahead, and the modules hold the stand-in. Backward has the slot loaded again and computes the stand-in's
 gradient; a node of the graph takes it off. When backward leaves the layer, ``gradients.py`` copies it to the host, into
 what ``parameter.grad`` will be, or into staging, from which a worker adds it. At the end of backward it is in
-``parameter.grad``, for the optimizer; or the worker has made the step before that (``step.py``,
-which splits the optimizer with ``optimizer_part.py`` and compares with ``step_record.py``). ``stats.py`` counts.
+``parameter.grad``, for the optimizer; or the worker has made the step before that (``step.py``). ``stats.py`` counts.
 """

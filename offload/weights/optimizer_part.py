@@ -20,18 +20,18 @@ def check_splittable(optimizer: object) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    reasons = {
-        "steps all at once": isinstance(optimizer, torch.optim.LBFGS),
-        "takes sparse gradients": isinstance(optimizer, torch.optim.SparseAdam),
-        "holds another optimizer (pass that one)": any(
-            isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()
-        ),
-    }
-    for reason in (reason for reason, found in reasons.items() if found):
-        raise TypeError(
-            f"optimizer must step each parameter by itself, got {type(optimizer).__name__}, which {reason}; call its "
-            "step after backward."
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        reason = "steps all at once"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        reason = "takes sparse gradients"
+    elif any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()):
+        reason = "holds another optimizer (pass that one)"
+    else:
+        return
+    raise TypeError(
+        f"optimizer must step each parameter by itself, got {type(optimizer).__name__}, which {reason}; call its "
+        "step after backward."
+    )
 
 
 def part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -20,7 +20,6 @@ from offload.weights.layer import WeightLayer
 from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightCounters
-from offload.weights.step_record import StepRecord
 
 
 class LayerSteps:
@@ -38,38 +37,38 @@ class LayerSteps:
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
         check_splittable(optimizer)
-        streamed = {host.parameter for layer in layers for host in layer.parameters}
-        if not any(parameter in streamed for group in optimizer.param_groups for parameter in group["params"]):
+        hosts = {host for layer in layers for host in layer.parameters}
+        streamed = {host.parameter for host in hosts}
+        if streamed.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
             )
         self._optimizer = optimizer
         self._counters = counters
+        self.enabled = True
+        """Whether layers are stepped; not while gradients are still to be added to."""
         self._arriving: set[HostParameter] = set()
         """Whose gradients are on their way, and may not be all."""
         self._announced: set[HostParameter] = set()
-        """Those that the worker was told to step in this backward."""
-        self._claimed: set[HostParameter] = set()
-        """Those of them that the worker has begun to step."""
-        self._claiming = threading.Lock()
+        """Those that the worker was told to step in this backward; it has begun to when they are held no longer."""
+        self._beginning = threading.Lock()
         """Held while the worker begins a step, and while autograd says that it adds to ``parameter.grad`` by itself.
         Between reading ``parameter.grad`` and writing the sum there, such a gradient would be lost."""
-        self._record = StepRecord(optimizer)
+        self._record = _Record(optimizer)
         self._due = False
         """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
-        self.enabled = True
-        """Whether layers are stepped; not while gradients are still to be added to."""
-        self._begin_hook = optimizer.register_step_pre_hook(self._begin_rest)
-        self._watches = [
-            # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle
-            # through autograd's memory, where Python's collector does not look.
-            host.accumulator.register_prehook(partial(self._see_gradient, weakref.ref(host)))
-            for host in {host for layer in layers for host in layer.parameters if host.accumulator is not None}
-        ]
+        self._rest_hook = optimizer.register_step_pre_hook(self._begin_rest)
         self._hooks = [
+            self._rest_hook,
             optimizer.register_step_post_hook(self._end_rest),
             optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
         ]
+        for host in hosts:
+            if host.accumulator is not None:
+                # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle
+                # through autograd's memory, where Python's collector does not look.
+                see = partial(self._see_gradient, weakref.ref(host))
+                self._hooks.append(host.accumulator.register_prehook(see))
 
     def check(self, layer: WeightLayer) -> None:
         """Raise if the layer, which is about to run forward or backward, may have been stepped already.
@@ -124,14 +123,16 @@ class LayerSteps:
         Parameters that several layers share, or that the loss turns out to use by itself, are left to
         ``optimizer.step()``: more gradients of these may come.
         """
-        with self._claiming:
+        with self._beginning:
             complete = {host.parameter: host for host in hosts if not host.shared}
             params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
             if not any(params):
                 return
             if not self._due:
-                self._begin()
-            self._claimed.update(complete.values())
+                self._due = True
+                self._record = _Record(self._optimizer)  # the other layers' steps use the same hyperparameters
+                # The last of the hooks sees what the others change.
+                self._optimizer._optimizer_step_pre_hooks.move_to_end(self._rest_hook.id)  # type: ignore[attr-defined]
             for host in complete.values():
                 host.give_back_gradient()
         groups = [{**used, "params": mine} for used, mine in zip(self._record.groups, params, strict=False) if mine]
@@ -147,37 +148,28 @@ class LayerSteps:
             self._record.add(parameter, complete[parameter].name)
         self._counters["early_steps"] += 1
 
+    def end_backward(self) -> None:
+        """Backward has ended or failed; the next one may bring gradients of the same layers."""
+        self._arriving.clear()
+        self._announced.clear()
+
+    def close(self) -> None:
+        """Leave the optimizer to itself, with the gradients that it may still step."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._record.stepped:
+            parameter.grad = None
+
     def _see_gradient(self, host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
         """Autograd is about to add to ``parameter.grad``; ``None`` if all of the gradient was taken off."""
         added = host()
         if gradients[0] is None or added is None:
             return
-        with self._claiming:
+        with self._beginning:
             if added.held:
                 added.shared = True  # in time: the worker leaves its step to optimizer.step()
-            elif added in self._claimed:
+            elif added in self._announced:
                 self._record.late.add(added.parameter)
-
-    def end_backward(self) -> None:
-        """Backward has ended or failed; the next one may bring gradients of the same layers."""
-        self._arriving.clear()
-        self._announced.clear()
-        self._claimed.clear()
-
-    def close(self) -> None:
-        """Leave the optimizer to itself, with the gradients that it may still step."""
-        for hook in (self._begin_hook, *self._hooks, *self._watches):
-            hook.remove()
-        for parameter in self._record.stepped:
-            parameter.grad = None
-
-    def _begin(self) -> None:
-        """The first layer is stepped; the others' steps use the same hyperparameters."""
-        self._due = True
-        self._record = StepRecord(self._optimizer)
-        # The last of the hooks, which sees what the others change.
-        self._begin_hook.remove()
-        self._begin_hook = self._optimizer.register_step_pre_hook(self._begin_rest)
 
     def _begin_rest(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Let ``optimizer.step()`` step what is left."""
@@ -189,7 +181,7 @@ class LayerSteps:
         stepped = self._record.stepped
         if not stepped:
             return None
-        changed = next(self._record.changes(), None)
+        changed = self._record.change()
         if changed is not None:
             raise RuntimeError(
                 f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
@@ -206,3 +198,66 @@ class LayerSteps:
         if args[0] is not optimizer:
             keep_counts(args[0], optimizer)
         self._record.clear()
+
+
+class _Record:
+    """What the steps of layers in one backward have used, and left, to find what has changed since."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer.state
+        self.groups = [_hyperparameters(group) for group in optimizer.param_groups]
+        """What each of the optimizer's groups held beside parameters."""
+        self.stepped: dict[torch.Tensor, tuple[str, object, object]] = {}
+        """The parameters that have been stepped: their names, and what they and their gradients were then."""
+        self.late: set[torch.Tensor] = set()
+        """Those that autograd has added a gradient to since their steps began."""
+
+    def add(self, parameter: torch.Tensor, name: str) -> None:
+        """The parameter has been stepped."""
+        self.stepped[parameter] = (name, _seen(parameter), _seen(parameter.grad))
+
+    def clear(self) -> None:
+        """The step has ended: there is nothing to compare any more."""
+        self.stepped.clear()
+        self.late.clear()
+
+    def change(self) -> str | None:
+        """The name of what a step after backward would use otherwise, if there is such a thing."""
+        if self._optimizer.state is not self._state:
+            return "the optimizer's state"
+        if getattr(self._optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
+            return "the gradients' scale"
+        # Groups that were added since have not been used.
+        for number, (used, group) in enumerate(zip(self.groups, self._optimizer.param_groups, strict=False)):
+            for key, value in _hyperparameters(group).items():
+                if key not in used or not _equal(used[key], value):
+                    return f"{key} of param_groups[{number}]"
+        for parameter, (name, value, gradient) in self.stepped.items():
+            if parameter in self.late or (_seen(parameter), _seen(parameter.grad)) != (value, gradient):
+                return f"{name} with its gradient"
+        return None
+
+
+def _seen(tensor: torch.Tensor | None) -> object:
+    """What tells whether a tensor is still what it was: its address, its version, and some values.
+
+    The version does not grow where ``.data`` is changed, nor where a ``GradScaler`` unscales. So some of the values,
+    evenly spread, are compared by their bits as well.
+    """
+    if tensor is None:
+        return None
+    some = tensor.detach().reshape(-1)[:: tensor.numel() // 64 + 1].contiguous()
+    return tensor.data_ptr(), tensor._version, some.view(torch.uint8).tolist()
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group holds beside its parameters; tensors are copied, which schedulers change in place."""
+    values = group.items()
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values if k != "params"}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
