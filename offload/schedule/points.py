@@ -51,7 +51,19 @@ class Move:
 
     @classmethod
     def from_entry(cls, layer: int, entry: tuple[bool, int, bool, int]) -> Move:
-        """Read ``(offload_fwd, offload_num, reload_fwd, reload_num)``."""
+        """Read ``(offload_fwd, offload_num, reload_fwd, reload_num)``.
+
+        Raises:
+            TypeError: The layer is not an int.
+            ValueError: The entry is not a tuple of that form.
+        """
+        if type(layer) is not int:
+            raise TypeError(f"the keys of synchronization_dict must be layers as int, got {layer!r}")
+        if not isinstance(entry, tuple | list) or [type(value) for value in entry] != [bool, int, bool, int]:
+            raise ValueError(
+                f"the entry of layer {layer} must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
+                f"reload_num: int), got {entry!r}"
+            )
         offload_fwd, offload_num, reload_fwd, reload_num = entry
         return cls(
             layer,

@@ -1,9 +1,8 @@
-"""What a schedule must keep to: checks of what was given, each entry's rules, and the order that honours them all."""
+"""What a schedule must keep to: checks of what was given, each move's rules, and the order that honours them all."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -12,30 +11,8 @@ from typing import NamedTuple
 from offload.schedule.points import Move, Point, backward, forward
 
 
-def check_entry(layer: int, entry: tuple[bool, int, bool, int]) -> None:
-    """An entry of a synchronization dictionary has the right types.
-
-    Raises:
-        TypeError: The layer is not an int.
-        ValueError: The entry is not a tuple of that form.
-    """
-    if type(layer) is not int:
-        raise TypeError(f"the keys of synchronization_dict must be layers as int, got {layer!r}")
-    kinds = (bool, int, bool, int)
-    well_formed = isinstance(entry, tuple | list) and len(entry) == len(kinds)
-    if not well_formed or any(type(value) is not kind for value, kind in zip(entry, kinds, strict=True)):
-        raise ValueError(
-            f"the entry of layer {layer} must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, "
-            f"reload_num: int), got {entry!r}"
-        )
-
-
-def check_layers(moves: tuple[Move, ...], model_layers: int) -> None:
-    """All layers exist, and each moves once.
-
-    Raises:
-        ValueError: One does not; the message names it.
-    """
+def check_layers(moves: Iterable[Move], model_layers: int) -> None:
+    """Raise a ``ValueError`` unless all layers exist, and each moves once."""
     seen: set[int] = set()
     for move in moves:
         for layer in (move.layer, move.release.layer, move.reload.layer):
@@ -49,39 +26,25 @@ def check_layers(moves: tuple[Move, ...], model_layers: int) -> None:
         seen.add(move.layer)
 
 
-def check_order(order: tuple[Point, ...], model_layers: int) -> None:
-    """The order holds each layer's forward and, later, its backward.
-
-    Raises:
-        ValueError: It does not.
-    """
-    expected = {point for layer in range(model_layers) for point in (forward(layer), backward(layer))}
-    if set(order) != expected or len(order) != len(expected):
+def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: int) -> None:
+    """Raise a ``ValueError`` unless each layer runs forward and, later, backward, and the moves keep their rules."""
+    position = {point: index for index, point in enumerate(order)}
+    if position.keys() != set(_model_order(model_layers)) or len(order) != len(position):
         raise ValueError(
             f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
         )
-    position = {point: index for index, point in enumerate(order)}
     for layer in range(model_layers):
         if position[backward(layer)] < position[forward(layer)]:
             raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
-
-
-def check_against(move: Move, position: Mapping[Point, int]) -> None:
-    """The move keeps its rules in an order.
-
-    Args:
-        move: The move.
-        position: Point → its place in the order.
-
-    Raises:
-        ValueError: It breaks one; the message says which.
-    """
-    for rule in _rules(move):
-        if not rule.holds(position):
-            raise ValueError(rule.refusal("is refused"))
+    for move in moves:
+        for rule in _rules(move):
+            if not rule.holds(position):
+                raise ValueError(rule.refusal("is refused"))
 
 
 class _Rule(NamedTuple):
+    """One point of the program must come before another."""
+
     move: Move
     earlier: Point
     later: Point
@@ -99,34 +62,21 @@ class _Rule(NamedTuple):
 
 def _rules(move: Move) -> tuple[_Rule, ...]:
     layer, release, reload = move.layer, move.release, move.reload
+    early = f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release"
+    late = (
+        f"it is released before {release!r}, which is not earlier than its own backward; "
+        "use an earlier release or leave the layer out"
+    )
+    swapped = (
+        f"its reload before {reload!r} does not come after its release before {release!r}; "
+        "use a later reload or leave the layer out"
+    )
+    missed = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
     return (
-        _Rule(
-            move,
-            forward(layer),
-            release,
-            f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release",
-        ),
-        _Rule(
-            move,
-            release,
-            backward(layer),
-            f"it is released before {release!r}, which is not earlier than its own backward; "
-            "use an earlier release or leave the layer out",
-        ),
-        _Rule(
-            move,
-            release,
-            reload,
-            f"its reload before {reload!r} does not come after its release before {release!r}; "
-            "use a later reload or leave the layer out",
-        ),
-        _Rule(
-            move,
-            reload,
-            backward(layer),
-            f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload",
-            may_coincide=True,
-        ),
+        _Rule(move, forward(layer), release, early),
+        _Rule(move, release, backward(layer), late),
+        _Rule(move, release, reload, swapped),
+        _Rule(move, reload, backward(layer), missed, may_coincide=True),
     )
 
 
@@ -191,29 +141,15 @@ def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
 
 def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
     """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
-    backwards_after: defaultdict[Point, list[Point]] = defaultdict(list)
-    for move in moves:
-        backwards_after[move.reload].append(backward(move.layer))
+    # A backward is ready only after its reload, unless that starts with it.
+    reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
     sorter = _prepared(rules, model_layers)
-    order: dict[Point, None] = {}
-    reloaded: set[Point] = set()
-    ready: set[Point] = set()
+    order: list[Point] = []
     queue: list[tuple[bool, bool, int, Point]] = []
-
-    def put(points: Iterable[Point]) -> None:
-        for point in points:
-            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
-
-    # The least in the queue is next: backwards whose reload has started, then forwards, then other backwards.
     while sorter.is_active():
-        fresh = sorter.get_ready()
-        ready.update(fresh)
-        put(fresh)
-        point = heappop(queue)[-1]
-        if point in order:  # It was put a second time when its reload started.
-            continue
-        order[point] = None
-        sorter.done(point)
-        reloaded.update(backwards_after[point])
-        put(ready.intersection(backwards_after[point]))
+        for point in sorter.get_ready():
+            # The least is next: backwards whose reload has started, then forwards, then other backwards.
+            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
+        order.append(heappop(queue)[-1])
+        sorter.done(order[-1])
     return tuple(order)

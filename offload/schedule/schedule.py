@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 from offload.base.caller import warn_caller
 from offload.base.checks import check_int
 from offload.schedule.points import Move, Point, backward, forward
-from offload.schedule.rules import check_against, check_entry, check_layers, check_order, find_order
+from offload.schedule.rules import check_layers, check_order, find_order
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -55,10 +55,8 @@ class Schedule:
         moves = tuple(sorted(self.moves, key=lambda move: move.layer))
         check_layers(moves, self.model_layers)
         order = tuple(self.order) or find_order(moves, self.model_layers)
-        check_order(order, self.model_layers)
+        check_order(order, moves, self.model_layers)
         position = {point: index for index, point in enumerate(order)}
-        for move in moves:
-            check_against(move, position)
         by_reload = sorted(moves, key=lambda move: position[backward(move.layer)])
         for name, value in (
             ("moves", moves),
@@ -119,8 +117,6 @@ class Schedule:
         """
         if not isinstance(entries, Mapping):
             raise TypeError(f"synchronization_dict must map layers to their entries, got {type(entries).__name__}")
-        for layer, entry in entries.items():
-            check_entry(layer, entry)
         moves = tuple(Move.from_entry(layer, entry) for layer, entry in entries.items())
         points = tuple(Point.parse(point) if isinstance(point, str) else point for point in order)
         return cls(model_layers, moves, points)
