@@ -39,10 +39,7 @@ class Range:
 class HostBuffer:
     """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written.
 
-    Args:
-        nbytes: Its size.
-        ranges: Where the pieces are.
-        pooled: Whether they go back to a pool; else the memory is freed with the buffer.
+    It goes back to a pool if it is ``pooled``; else the memory is freed with the buffer.
     """
 
     __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges")
@@ -59,40 +56,30 @@ class HostBuffer:
         self.pieces[-1] = self.pieces[-1][: ranges[-1].nbytes - padding]
 
 
+Ready = defaultdict[int, deque[HostBuffer]]
+"""Buffers to hand out again as they are, by size."""
+
+
 class Arena:
     """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
 
     def __init__(self) -> None:
         self.buffers: list[HostBuffer] = []
+        self.ready: Ready = defaultdict(deque)
+        """Those that the capture has given back: it may take them again."""
         self._lives: dict[int, GraphLife] = {}
-        self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
 
     def hold(self, capture: Capture) -> None:
         """The graph captured now uses the arena's buffers."""
         if capture.id not in self._lives:
             self._lives[capture.id] = GraphLife(capture)
 
-    def take(self, nbytes: int) -> HostBuffer | None:
-        """A buffer that the same capture has given back, to be written after its event."""
-        ready = self._ready[nbytes]
-        return ready.popleft() if ready else None
-
-    def add(self, buffer: HostBuffer) -> None:
-        """``buffer`` belongs to the graph from now on. What used it before is over: a capture begins idle."""
-        buffer.arena = self
-        buffer.events = ()
-        self.buffers.append(buffer)
-
-    def give(self, buffer: HostBuffer) -> None:
-        """Take a buffer back from its user; it stays the graph's."""
-        self._ready[buffer.nbytes].append(buffer)
-
     @property
     def over(self) -> bool:
         """Whether all graphs are gone and nobody uses a buffer."""
         if not all(life.over for life in self._lives.values()):
             return False
-        given = set(itertools.chain.from_iterable(self._ready.values()))
+        given = set(itertools.chain.from_iterable(self.ready.values()))
         # An interrupt can lose a buffer that was never given back: then the arena and the pool alone hold it.
         return not any(held_beside((buffer for buffer in self.buffers if buffer not in given), holders=2))
 

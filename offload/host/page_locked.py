@@ -51,26 +51,18 @@ class _Mapping(mmap.mmap):
     That is why this is a finalizer of the mapping itself: weak references call back when the memory is gone.
     """
 
-    _locked_by: tuple[Backend, int] | None = None
+    locked_by: tuple[Backend, int] | None = None
     """The backend, and the process in which it did."""
 
     @property
     def address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
-    def lock(self, backend: Backend) -> None:
-        self._locked_by = (backend, os.getpid())  # first, as an interrupt may come when the pages are locked already
-        try:
-            backend.page_lock(self.address, len(self))
-        except PageLockError:
-            self._locked_by = None
-            raise
-
     # A default argument, as the names of modules may be gone when a process ends.
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._locked_by is None or finalizing():  # a process that ends leaves all to the system
+        if self.locked_by is None or finalizing():  # a process that ends leaves all to the system
             return
-        backend, process = self._locked_by
+        backend, process = self.locked_by
         if process == os.getpid():  # a forked child has locked nothing, and cannot use its parent's driver
             backend.page_unlock(self.address)
 
@@ -108,9 +100,11 @@ def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
     if not backend.locks_any_memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     mapping = _touched(nbytes)
+    mapping.locked_by = (backend, os.getpid())  # first, as an interrupt may come when the pages are locked already
     try:
-        mapping.lock(backend)
+        backend.page_lock(mapping.address, nbytes)
     except PageLockError as error:
+        mapping.locked_by = None
         mapping.close()  # at once: the error's traceback holds it for as long as somebody looks at the error
         raise HostMemoryError(
             f"The CUDA driver could not page-lock {format_bytes(nbytes)} ({error}); free host memory, raise the limits "

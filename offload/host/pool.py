@@ -27,7 +27,7 @@ import torch
 from offload.base.units import format_bytes
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
-from offload.host.buffers import Arena, HostBuffer, Range, gaps, held_beside
+from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps, held_beside
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 ALIGNMENT_BYTES = 512
@@ -52,10 +52,8 @@ class HostPool:
         self._synchronize = synchronize
         # Reentrant: the garbage collector may run inside of the pool, and a finalizer take a buffer.
         self._lock = threading.RLock()
-        # Its append is atomic, so that finalizers and other threads give buffers back without the lock.
-        self.returned: deque[HostBuffer] = deque()
-        self._ready: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
-        """Buffers to hand out again as they are, by size."""
+        # An append is atomic, so that finalizers and other threads give buffers back without the lock.
+        self._ready: Ready = defaultdict(deque)
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []
         """All that were made and not taken apart since, wherever they are."""
@@ -77,8 +75,8 @@ class HostPool:
     def used_bytes(self) -> int:
         """Bytes of all buffers that were taken and not given back; what a graph holds counts as taken."""
         with self._lock:
-            given = [*self.returned, *itertools.chain.from_iterable(self._ready.values())]
-            return sum(buffer.nbytes for buffer in self._buffers) - sum(buffer.nbytes for buffer in given)
+            given = sum(nbytes * len(buffers) for nbytes, buffers in list(self._ready.items()))
+            return sum(buffer.nbytes for buffer in self._buffers) - given
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
@@ -93,17 +91,18 @@ class HostPool:
         """
         with self._lock:
             self._max_bytes = max_bytes
-            if self.returned or self._arenas:
+            if self._arenas:
                 self._collect()
             capture = current_capture()
             if capture is None:
                 return self._take(nbytes)
             arena = self._arenas.setdefault(capture.id, Arena())
             arena.hold(capture)
-            buffer = arena.take(nbytes)
-            if buffer is None:
-                buffer = self._take(nbytes)
-                arena.add(buffer)
+            if arena.ready[nbytes]:
+                return arena.ready[nbytes].popleft()
+            buffer = self._take(nbytes)
+            buffer.arena, buffer.events = arena, ()  # what used it before is over: a capture begins idle
+            arena.buffers.append(buffer)
             return buffer
 
     def _take(self, nbytes: int) -> HostBuffer:
@@ -123,10 +122,9 @@ class HostPool:
         Safe in finalizers and from any thread.
         """
         buffer.events = (event,)  # the last copy's, behind which all earlier ones are done
-        if buffer.arena is not None:
-            buffer.arena.give(buffer)
-        elif buffer.pooled:
-            self.returned.append(buffer)
+        if buffer.pooled:
+            ready = self._ready if buffer.arena is None else buffer.arena.ready
+            ready[buffer.nbytes].append(buffer)
 
     def read(self, buffer: HostBuffer) -> None:
         """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it.
@@ -181,15 +179,13 @@ class HostPool:
         return sum(idle.values())
 
     def _collect(self) -> None:
+        """Take back what belonged to graphs that are gone."""
         for capture, arena in list(self._arenas.items()):
             if arena.over:
                 del self._arenas[capture]  # first: what an interrupt loses here is found, but never given twice
                 for buffer in arena.buffers:
                     buffer.arena, buffer.events = None, ()
-                self.returned += arena.buffers
-        while self.returned:
-            buffer = self.returned.popleft()
-            self._ready[buffer.nbytes].append(buffer)
+                    self._ready[buffer.nbytes].append(buffer)
 
     def _carve(self, size: int) -> list[Range]:
         if not any(piece.nbytes >= size for piece in self._free):
@@ -212,7 +208,8 @@ class HostPool:
 
     def _reclaim(self) -> None:
         """Make free what no buffer covers that somebody holds: those that are ready, and what an interrupt has lost."""
-        # Taken away first: who takes a buffer from here on, in a finalizer, gets none of these.
+        # Taken away first: who takes a buffer from here on, in a finalizer, gets none of these. What another thread
+        # gives back meanwhile may be found in neither, and counts as lost.
         ready, self._ready = self._ready, defaultdict(deque)
         idle = set(itertools.chain.from_iterable(ready.values()))
         self._copied += [(piece, event) for buffer in idle for piece in buffer.ranges for event in buffer.events]
