@@ -9,6 +9,7 @@ would on a GPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -67,14 +68,11 @@ class Backend:
         """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
         self.compute_stream_id: Callable[[], object] = self.compute_stream
         """What tells the compute stream from others, and is quick to call."""
-        self._copy_streams: tuple[Stream, Stream] | None = None
 
-    @property
+    @functools.cached_property
     def copy_streams(self) -> tuple[Stream, Stream]:
         """The d2h and the h2d stream that all contexts of this device share, as the link is shared."""
-        if self._copy_streams is None:
-            self._copy_streams = (self.new_stream("d2h"), self.new_stream("h2d"))
-        return self._copy_streams
+        return self.new_stream("d2h"), self.new_stream("h2d")
 
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
@@ -102,8 +100,7 @@ class Backend:
     def page_lock(self, address: int, nbytes: int) -> None:
         """Page-lock a range of host memory, where the device needs that to copy from and to it by itself.
 
-        Raises:
-            PageLockError: That is refused; the range is as before.
+        Or raise :class:`PageLockError`; the range is then as before.
         """
 
     def page_unlock(self, address: int) -> None:

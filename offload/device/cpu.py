@@ -29,13 +29,13 @@ class _Failures:
         """Of the work that was queued since the program was last told; that work keeps this list."""
 
 
-class CpuEvent:
+class CpuEvent(threading.Event):
     """Set when the worker of its stream reaches it."""
 
     def __init__(self, failures: _Failures) -> None:
+        super().__init__()
         self._failures = failures
         self._errors = failures.errors
-        self._reached = threading.Event()
         self.error: BaseException | None = None
         """The first error of the work before the event, whichever the stream. Without its traceback, which would keep
         the tensors of the copy alive as long as the event."""
@@ -46,22 +46,14 @@ class CpuEvent:
         """Mark the event as reached."""
         self.reached_s = time.perf_counter()
         self.error = self._errors[0].with_traceback(None) if self._errors else None
-        self._reached.set()
+        super().set()
 
     def query(self) -> bool:
-        """Whether the work before the event is done."""
-        return self._reached.is_set()
-
-    def wait(self) -> None:
-        """Block until the work before the event is done, or has failed."""
-        self._reached.wait()
+        """Whether the work before the event is done, or has failed."""
+        return self.is_set()
 
     def synchronize(self) -> None:
-        """Block until the work before the event is done.
-
-        Raises:
-            RuntimeError: It has failed.
-        """
+        """Block until the work before the event is done; raise a ``RuntimeError`` if it has failed."""
         self.wait()
         if self.error is not None:
             if self._failures.errors is self._errors:
@@ -71,17 +63,13 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A queue of work that a thread of its own runs in order.
-
-    Args:
-        name: The thread's.
-        failures: Shared by the streams of a device, so that an event after a failed copy fails as well, whichever
-            streams the work has come through.
-    """
+    """A queue of work that a thread of its own runs in order."""
 
     def __init__(self, name: str, failures: _Failures) -> None:
         self.delay_s = 0.0
         """Extra time before each piece of work, to make races visible in tests."""
+        # Of all streams of the device: an event after a failed copy fails too, whichever streams led from one to the
+        # other.
         self._failures = failures
         self._worker = Worker(name)
 

@@ -64,24 +64,21 @@ class CudaBackend(Backend):
         stream.wait_event(event)
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
-        source = memory.data_ptr()
-        for piece in pieces:
-            nbytes = piece.nbytes
-            self.memcpy(stream, piece.data_ptr(), source, nbytes, _DEVICE_TO_HOST)
-            source += nbytes
+        self.memcpy(stream, pieces, memory.data_ptr(), _DEVICE_TO_HOST)
 
     def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
-        target = memory.data_ptr()
-        for piece in pieces:
-            nbytes = piece.nbytes
-            self.memcpy(stream, target, piece.data_ptr(), nbytes, _HOST_TO_DEVICE)
-            target += nbytes
+        self.memcpy(stream, pieces, memory.data_ptr(), _HOST_TO_DEVICE)
 
-    def memcpy(self, stream: Stream, target: int, source: int, nbytes: int, kind: int) -> None:
-        """Queue one copy between two addresses on ``stream``."""
-        error = self._memcpy_async(target, source, nbytes, kind, cast("Any", stream).native_handle)
-        if error:
-            raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
+    def memcpy(self, stream: Stream, pieces: Sequence[torch.Tensor], device: int, direction: int) -> None:
+        """Queue the copies between ``pieces`` on the host and memory that begins at the address ``device``."""
+        queue = cast("Any", stream).native_handle
+        for piece in pieces:
+            host, nbytes = piece.data_ptr(), piece.nbytes
+            target, source = (host, device) if direction == _DEVICE_TO_HOST else (device, host)
+            error = self._memcpy_async(target, source, nbytes, direction, queue)
+            if error:
+                raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
+            device += nbytes
 
     def page_lock(self, address: int, nbytes: int) -> None:
         register(address, nbytes, self.device.index)

@@ -118,7 +118,7 @@ class TestMeasurement:
     def test_on_one_stream_they_would_not(self, monkeypatch):
         backend = get_backend("cpu")
         d2h, _ = backend.copy_streams
-        monkeypatch.setattr(backend, "_copy_streams", (d2h, d2h))
+        monkeypatch.setattr(backend, "copy_streams", (d2h, d2h))
         assert not copies_meet(monkeypatch, patience_s=0.1)
 
     def test_each_direction_moves_while_the_other_is_held(self, lab):
