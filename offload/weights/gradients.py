@@ -61,7 +61,6 @@ class GradientWriter:
         self,
         backend: Backend,
         layers: list[WeightLayer],
-        *,
         num_flights: int,
         num_staging: int,
         counters: WeightCounters,

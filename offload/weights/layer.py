@@ -120,16 +120,6 @@ class WeightLayer:
             for stand_in in self.stand_ins:
                 stand_in.renew()
 
-    def swap_in(self) -> None:
-        """Let the modules hold the stand-ins."""
-        for stand_in in self.stand_ins:
-            stand_in.swap_in()
-
-    def swap_out(self) -> None:
-        """Let the modules hold the user's parameters again."""
-        for stand_in in self.stand_ins:
-            stand_in.swap_out()
-
     def written(self) -> str | None:
         """The name of a parameter whose stand-in was changed in place since forward began."""
         return next((stand_in.of.name for stand_in in self.stand_ins if stand_in.written), None)

@@ -67,6 +67,8 @@ class WeightSlots:
         _, self._h2d_stream = backend.copy_streams
         turns = (layers[number::num_slots] for number in range(min(num_slots, len(layers))))
         self.slots = [Slot(max(layer.nbytes for layer in taking), backend) for taking in turns]
+        counters["slot_bytes"] = sum(len(slot.flat) for slot in self.slots)
+        self.storages = {slot.flat.untyped_storage()._cdata for slot in self.slots}
         for rank, layer in enumerate(layers):
             layer.rank = rank
             layer.bind(self._slot_of(layer).flat)

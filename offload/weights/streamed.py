@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import is_int
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.layer_events import Attachment
 from offload.base.layers import check_layers
 from offload.base.units import format_bytes
 from offload.device.select import get_backend
@@ -28,7 +28,7 @@ from offload.weights.optimizer_part import is_part
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightStats
 from offload.weights.step import LayerSteps
-from offload.weights.stream import WeightStream
+from offload.weights.stream import StreamedLayer, WeightStream
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 """What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
@@ -46,7 +46,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         self._counters = stream.counters
         self._attachment = Attachment(
             [modules[layer.number] for layer in stream.layers],
-            [_StreamedLayer(stream, layer) for layer in stream.layers],
+            [StreamedLayer(stream, layer) for layer in stream.layers],
         )
         inner = [each for module in modules for each in module.modules()]
         self._buffers = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
@@ -181,7 +181,7 @@ def stream_weights(
         HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
             page-lock it.
     """
-    modules = check_layers(layers, _StreamedLayer, "streamed", "is still listed once")
+    modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
     for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
         if not is_int(value, least):
@@ -198,39 +198,6 @@ def stream_weights(
     _watch_optimizers()
     _streams.add(stream)
     return handle
-
-
-class _StreamedLayer(LayerListener):
-    """Tells the stream of one layer's events."""
-
-    turn = Turn.WEIGHTS
-
-    def __init__(self, stream: WeightStream, layer: WeightLayer) -> None:
-        self.device = stream.device
-        self._stream = stream
-        self._layer = layer
-
-    def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        if call.recomputes:
-            self._stream.begin_recomputation(self._layer)
-        else:
-            self._stream.begin_forward(self._layer)
-
-    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
-        if not call.recomputes:
-            self._stream.end_forward(self._layer, failed=failed, training=call.training)
-
-    def forward_returned(self, call: LayerCall, output: object) -> None:
-        if torch.is_grad_enabled():
-            self._stream.mark(self._layer, output, call.first_node)
-
-    def before_state_dict(self) -> None:
-        self._stream.give_up()
-        if self._stream.steps is not None:
-            self._stream.steps.warn_of_state_dict()
-
-    def before_load(self) -> None:
-        self._stream.settle()
 
 
 def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:
