@@ -23,7 +23,7 @@ from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.base.layers import check_layers
 from offload.device.backend import Backend, Event, Stream
-from offload.device.select import get_backend, resolve_device
+from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
@@ -122,25 +122,36 @@ def profile_layers(
     """
     check_int("steps", steps, least=1)
     modules = check_layers(layers, _MeasuredLayer, "measured", "cannot be measured")
-    recorder = _Recorder(len(modules), resolve_device(device), parse_min_bytes(min_bytes))
-    listeners = [_MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
-    with recorder.hooks, Attachment(modules, listeners):
+    recorder = _Recorder(get_backend(device), parse_min_bytes(min_bytes))
+    measured = recorder.layers = [_MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
+    mark, seconds = recorder.backend.mark, recorder.backend.seconds
+    with recorder.hooks, Attachment(modules, measured):
         step()
         with recorder.counting():
             step()
-        recorder.passes.clear()
-        marks = [recorder.backend.mark()]
+        for layer in measured:
+            layer.passes.clear()
+        marks = [mark()]
         for _ in range(steps):
             step()
-            marks.append(recorder.backend.mark())
-    return recorder.profile(marks)
+            marks.append(mark())
+    profiles = tuple(layer.profile() for layer in measured)
+    if not any(profile.saved_bytes for profile in profiles):
+        raise ValueError(
+            f"no layer saved at least min_bytes = {recorder.rules.min_bytes} bytes at once on "
+            f"{recorder.backend.device}; lower min_bytes, or profile the layers before they are offloaded."
+        )
+    last = measured[-1].passes
+    loss_s = statistics.median(seconds((one.forward_end, one.backward_start) for one in last))
+    microbatch_s = statistics.median(seconds(pairwise(marks))) * steps / len(last)
+    in_layers_s = sum(profile.forward_s + profile.backward_s for profile in profiles)
+    return Profile(profiles, loss_s, max(0.0, microbatch_s - in_layers_s - loss_s))
 
 
 @dataclass
 class _Pass:
     """One microbatch's pass through one layer, with the marks at its four ends."""
 
-    layer: int
     ends_with_input: bool
     forward_start: Any = None
     forward_end: Any = None
@@ -149,142 +160,108 @@ class _Pass:
 
 
 class _Recorder:
-    """What the layers have told, and what they have saved."""
+    """What the measured layers share."""
 
-    def __init__(self, num_layers: int, device: torch.device, min_bytes: int) -> None:
-        self.passes: list[_Pass] = []
-        self.backend = get_backend(device)
+    layers: list[_MeasuredLayer]
+
+    def __init__(self, backend: Backend, min_bytes: int) -> None:
+        self.backend = backend
+        self.rules = Rules(backend.device, min_bytes)
         self.hooks = ExitStack()
         """Takes the hooks on inputs and parameters off."""
-        self._device = device
-        self._rules = Rules(device, min_bytes)
-        self.running: int | None = None
-        """The layer whose forward runs now."""
-        self._counting = False
-        self._counted: set[int] = set()
-        self._sets: list[dict[int, int]] = [{} for _ in range(num_layers)]
-        """Per layer the bytes of each storage that it saves, by the storage's address, in order."""
-        self._start_bytes = 0
-        self._peak_bytes = [0] * num_layers
-        """Per layer the most device memory while it ran, above that at the step's start."""
+        self.running: _MeasuredLayer | None = None
+        """Whose forward runs now."""
+        self.counts = False
+        """Whether this is the step in which bytes are counted."""
+        self.start_bytes = 0
+        """Device memory when that began."""
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what each layer saves, and on an accelerator what it needs beside that."""
-        self._counting = True
-        if self._reads_memory:
-            self._start_bytes = torch.accelerator.memory_allocated(self._device)
+        self.counts = True
+        if self.reads_memory:
+            self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
-        self._counting = False
-
-    def profile(self, step_marks: list[Event]) -> Profile:
-        """What was recorded, as a profile."""
-        layers = [self._layer_profile(layer) for layer in range(len(self._sets))]
-        if not any(layer.saved_bytes for layer in layers):
-            raise ValueError(
-                f"no layer saved at least min_bytes = {self._rules.min_bytes} bytes at once on {self._device}; "
-                "lower min_bytes, or profile the layers before they are offloaded."
-            )
-        last = self._passes_of(len(self._sets) - 1)
-        loss_s = self._median_s((one.forward_end, one.backward_start) for one in last)
-        step_s = self._median_s(pairwise(step_marks))
-        microbatches = len(last) / (len(step_marks) - 1)
-        in_layers_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-        return Profile(tuple(layers), loss_s, max(0.0, step_s / microbatches - in_layers_s - loss_s))
-
-    def _layer_profile(self, layer: int) -> LayerProfile:
-        passes = self._passes_of(layer)
-        for what in ("forward", "backward"):
-            if not passes or any(getattr(one, f"{what}_end") is None for one in passes):
-                raise ValueError(
-                    f"layer {layer} must run forward and backward in step(), but its {what} did not; pass "
-                    "the modules that the model calls, and let step call backward()."
-                )
-        tensors = tuple(self._sets[layer].values())
-        resident_bytes = sum(sum(tensors.values()) for tensors in self._sets[: layer + 1])
-        return LayerProfile(
-            self._median_s((one.forward_start, one.forward_end) for one in passes),
-            self._median_s((one.backward_start, one.backward_end) for one in passes),
-            sum(tensors),
-            tensors,
-            max(0, self._peak_bytes[layer] - resident_bytes),
-        )
+        self.counts = False
 
     @property
-    def _reads_memory(self) -> bool:
-        return self._counting and self._device.type != "cpu"
-
-    def _passes_of(self, layer: int) -> list[_Pass]:
-        return [one for one in self.passes if one.layer == layer]
-
-    def _median_s(self, marks: Iterable[tuple[Event, Event]]) -> float:
-        return statistics.median(self.backend.seconds(marks))
-
-    def begin(self) -> Event:
-        """The mark of something that begins, forward or backward of a layer."""
-        if self._reads_memory:
-            torch.accelerator.reset_peak_memory_stats(self._device)
-        return self.backend.mark()
-
-    def end(self, layer: int) -> Event:
-        """The mark of its end."""
-        mark = self.backend.mark()
-        if self._reads_memory:
-            above_bytes = torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
-            self._peak_bytes[layer] = max(self._peak_bytes[layer], above_bytes)
-        return mark
-
-    def end_forward(self, layer: int) -> Event:
-        """The mark of the end of a layer's forward, whose activation set is complete."""
-        self.running = None
-        self._counted.update({layer} if self._counting else ())
-        return self.end(layer)
+    def reads_memory(self) -> bool:
+        """Whether the allocator is asked now: the CPU has none to ask."""
+        return self.counts and self.backend.device.type != "cpu"
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.running is not None and self.running not in self._counted:
-            self._count(tensor, self.running)
+        if self.running is not None and not self.running.counted:
+            for moving in travellers(tensor, self.rules):
+                self._count(moving.untyped_storage(), self.running)
         # A result of the operation that saves it would own itself through the graph: give an alias.
         return tensor if tensor.is_leaf else tensor.detach()
 
-    def _count(self, tensor: torch.Tensor, layer: int) -> None:
-        for moving in travellers(tensor, self._rules):
-            storage = moving.untyped_storage()
-            for earlier in self._sets[:layer]:
-                if earlier.pop(storage._cdata, None) is not None:
-                    # As when it travels: with the later layer, which backward needs first, as its first tensor.
-                    self._sets[layer] = {storage._cdata: storage.nbytes()} | self._sets[layer]
-            self._sets[layer].setdefault(storage._cdata, storage.nbytes())
+    def _count(self, storage: torch.UntypedStorage, layer: _MeasuredLayer) -> None:
+        for earlier in self.layers[: layer.number]:
+            if earlier.tensors.pop(storage._cdata, None) is not None:
+                # As when it travels: with the later layer, which backward needs first, as its first tensor.
+                layer.tensors = {storage._cdata: storage.nbytes()} | layer.tensors
+        layer.tensors.setdefault(storage._cdata, storage.nbytes())
 
 
 class _MeasuredLayer(LayerListener):
-    """Tells the recorder when a layer's forward and backward begin and end, in training."""
+    """What is found of one layer while it runs forward and backward in training."""
 
     turn = Turn.MEASURING
 
     def __init__(self, recorder: _Recorder, number: int, module: torch.nn.Module) -> None:
+        self.number = number
+        self.passes: list[_Pass] = []
+        self.tensors: dict[int, int] = {}
+        """The bytes of each storage that it saves, by the storage's address, in order."""
+        self.counted = False
+        """Whether all of them are there."""
+        self._peak_bytes = 0
+        """The most device memory while it ran, above that at the step's start."""
         self._recorder = recorder
-        self._number = number
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
         self._passing: _Pass | None = None
+
+    def profile(self) -> LayerProfile:
+        """What was found."""
+        for what in ("forward", "backward"):
+            if not self.passes or any(getattr(one, f"{what}_end") is None for one in self.passes):
+                raise ValueError(
+                    f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
+                    "the modules that the model calls, and let step call backward()."
+                )
+        seconds = self._recorder.backend.seconds
+        tensors = tuple(self.tensors.values())
+        resident_bytes = sum(sum(layer.tensors.values()) for layer in self._recorder.layers[: self.number + 1])
+        return LayerProfile(
+            statistics.median(seconds((one.forward_start, one.forward_end) for one in self.passes)),
+            statistics.median(seconds((one.backward_start, one.backward_end) for one in self.passes)),
+            sum(tensors),
+            tensors,
+            max(0, self._peak_bytes - resident_bytes),
+        )
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._passing = None
         if call.recomputes or not torch.is_grad_enabled():
             return
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
-        self._passing = passing = _Pass(self._number, ends_with_input=first is not None)
+        self._passing = passing = _Pass(ends_with_input=first is not None)
         if first is not None:
             hook = first.register_hook(lambda _: self._end_backward(passing))
             self._recorder.hooks.callback(hook.remove)
-        self._recorder.passes.append(passing)
-        self._recorder.running = self._number
-        passing.forward_start = self._recorder.begin()
+        self.passes.append(passing)
+        self._recorder.running = self
+        passing.forward_start = self._begin()
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._passing is not None:
-            self._passing.forward_end = self._recorder.end_forward(self._number)
+            self._recorder.running = None
+            self.counted = self._recorder.counts
+            self._passing.forward_end = self._end()
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._passing is not None:
@@ -293,12 +270,12 @@ class _MeasuredLayer(LayerListener):
     def _begin_backward(self, passing: _Pass, _: object) -> None:
         if passing.backward_start is not None:
             return  # another output had its gradient first
-        passing.backward_start = self._recorder.begin()
+        passing.backward_start = self._begin()
         if passing.ends_with_input:
             return
 
         def one_more(_: object) -> None:
-            passing.backward_end = self._recorder.end(self._number)
+            passing.backward_end = self._end()
 
         hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
         for hook in hooks:
@@ -315,4 +292,18 @@ class _MeasuredLayer(LayerListener):
     def _end_backward(self, passing: _Pass) -> None:
         # A leaf that is the input of several passes tells each of them of each gradient.
         if passing.backward_start is not None and passing.backward_end is None:
-            passing.backward_end = self._recorder.end(self._number)
+            passing.backward_end = self._end()
+
+    def _begin(self) -> Event:
+        """The mark of something that begins, forward or backward."""
+        if self._recorder.reads_memory:
+            torch.accelerator.reset_peak_memory_stats(self._recorder.backend.device)
+        return self._recorder.backend.mark()
+
+    def _end(self) -> Event:
+        """The mark of its end."""
+        mark = self._recorder.backend.mark()
+        if self._recorder.reads_memory:
+            peak_bytes = torch.accelerator.max_memory_allocated(self._recorder.backend.device)
+            self._peak_bytes = max(self._peak_bytes, peak_bytes - self._recorder.start_bytes)
+        return mark

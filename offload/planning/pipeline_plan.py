@@ -31,8 +31,8 @@ from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
 from offload.planning.pipeline_walk import Stay, Walk, number_chunks
-from offload.planning.profile import Profile, StageProfile
-from offload.planning.simulate import simulate
+from offload.planning.profile import StageProfile
+from offload.planning.simulate import Simulation
 from offload.schedule.points import Move
 from offload.schedule.schedule import Schedule
 
@@ -107,9 +107,7 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step, bubbles left out. Where a backward is split, it takes the memory to be free after I."""
-        costs = self._walk.simulated_costs
-        schedule = Schedule(len(costs), self.schedule.moves, tuple(self._walk.simulated_order))
-        return simulate(schedule, Profile(tuple(costs)), self.link, title=repr(self))
+        return Simulation(self.schedule, self._walk.layers, self.link).run(self._walk.steps, repr(self))
 
     @property
     def stall_s(self) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, Chunk
 from offload.planning.profile import LayerProfile, StageProfile
+from offload.planning.simulate import Interlude
 from offload.schedule.points import Point, backward, forward
 
 
@@ -25,50 +26,43 @@ class Stay(NamedTuple):
 
 
 class Walk:
-    """A rank's step: its points in order, and when each begins if compute never waits."""
+    """A rank's step: what it runs in order, and when each point begins if compute never waits."""
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
         chunks = number_chunks(actions)
-        self.parts = parts
-        self.duration_s = 0.0
-        self.order: list[Point] = []
-        self.start_s: list[float] = []
-        """When each point of the order begins."""
         # Layers are the parts of all chunks, numbered in the order of forwards.
         stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
+        self.parts = parts
         self.nbytes = [stage.saved_bytes / parts for stage in stages]
+        self.layers = [
+            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, round(stage.saved_bytes / parts))
+            for stage in stages
+        ]
+        self.steps: list[Point | Interlude] = []
+        """Points, and the backwards for the weights between them."""
+        self.order: list[Point] = []
+        """The points alone."""
+        self.start_s = [0.0]
+        """When each point of the order begins, and when the last one has ended."""
         self.forward_at = [0] * len(stages)
         """Layer → index of its forward in the order."""
         self.backward_at = [0] * len(stages)
         """Layer → index of its backward in the order."""
-        self.simulated_order: list[Point] = []
-        """The order with each backward for the weights as a layer of its own, which saves nothing."""
-        self.simulated_costs = [
-            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, round(stage.saved_bytes / parts))
-            for stage in stages
-        ]
         freed_at = [0] * len(stages)
         for action in actions:
-            stage = profile[action.stage]
             first = chunks[action.chunk] * parts
             layers = range(first, first + parts)
-            if action.kind == "F":
-                for layer in layers:
-                    self.forward_at[layer] = self._add(forward(layer), stage.forward_s / parts)
-            elif action.kind == "W":
-                self._add_weights(stage.weight_s)
-                for layer in layers:
-                    freed_at[layer] = len(self.order)
-            else:
-                for layer in reversed(layers):
-                    self.backward_at[layer] = self._add(backward(layer), stage.backward_s / parts)
-                    freed_at[layer] = len(self.order)
-        starts_s = [*self.start_s, self.duration_s]
-        self._saved_s = [starts_s[index + 1] for index in self.forward_at]
-        """Layer → when its forward ends."""
-        self._backward_s = [starts_s[index] for index in self.backward_at]
-        """Layer → when its backward begins."""
-        self._changes_without = [0.0] * len(starts_s)
+            if action.kind == "W":
+                weight_s = profile[action.stage].weight_s
+                self.steps.append(Interlude(repr(action), weight_s))
+                self.start_s[-1] += weight_s
+            for layer in layers if action.kind == "F" else reversed(layers):
+                if action.kind == "F":
+                    self.forward_at[layer] = self._add(forward(layer), self.layers[layer].forward_s)
+                elif action.kind != "W":
+                    self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
+                freed_at[layer] = len(self.order)  # the chunk's last action says it last
+        self._changes_without = [0.0] * len(self.start_s)
         """Point → bytes that come or go before it if nothing moves."""
         for nbytes, made, freed in zip(self.nbytes, self.forward_at, freed_at, strict=True):
             self._changes_without[made] += nbytes
@@ -76,45 +70,37 @@ class Walk:
 
     def _add(self, point: Point, duration_s: float) -> int:
         self.order.append(point)
-        self.simulated_order.append(point)
-        self.start_s.append(self.duration_s)
-        self.duration_s += duration_s
+        self.steps.append(point)
+        self.start_s.append(self.start_s[-1] + duration_s)
         return len(self.order) - 1
 
-    def _add_weights(self, duration_s: float) -> None:
-        self.duration_s += duration_s
-        if duration_s:
-            layer = len(self.simulated_costs)
-            self.simulated_order += [forward(layer), backward(layer)]
-            self.simulated_costs.append(LayerProfile(duration_s, 0.0, 0))
+    @property
+    def duration_s(self) -> float:
+        """Seconds of compute."""
+        return self.start_s[-1]
 
     def choose(
-        self,
-        link: Link,
-        lookahead: int | None,
-        is_enough: Callable[[dict[int, Stay]], bool],
+        self, link: Link, lookahead: int | None, is_enough: Callable[[dict[int, Stay]], bool]
     ) -> dict[int, Stay]:
-        """The longest-lived parts first, each if there is time for it beside those before, until it is enough.
-
-        They are tried in blocks: if many fit, none of them needs a look of its own.
-        """
+        """The longest-lived parts first, each if there is time for it beside those before, until it is enough."""
         placed: dict[int, Stay] = {}
-        candidates = sorted(
-            (layer for layer, nbytes in enumerate(self.nbytes) if nbytes),
-            key=lambda layer: (self._saved_s[layer] - self._backward_s[layer], layer),
-        )
-        block = len(candidates)
-        done = is_enough(placed)
-        while candidates and not done:
-            trial = self._place([*placed, *candidates[:block]], link, lookahead)
-            reached = trial is not None and is_enough(trial)
-            if block > 1 and (trial is None or reached):
-                block //= 2
-                continue
-            if trial is not None:
-                placed, done = trial, reached
-            candidates = candidates[block:]
-            block = max(1, min(2 * block, len(candidates)))
+
+        def add(parts: list[int]) -> None:
+            """All of them at once where that goes and none is too many, else one half after the other."""
+            nonlocal placed
+            if not parts or is_enough(placed):
+                return
+            trial = self._place([*placed, *parts], link, lookahead)
+            if trial is not None and (len(parts) == 1 or not is_enough(trial)):
+                placed = trial
+            elif len(parts) > 1:
+                middle = len(parts) // 2
+                add(parts[:middle])
+                add(parts[middle:])
+
+        at = zip(self.forward_at, self.backward_at, strict=True)
+        lives = [(self.start_s[made + 1] - self.start_s[needed], layer) for layer, (made, needed) in enumerate(at)]
+        add([layer for _, layer in sorted(lives) if self.nbytes[layer]])
         return placed
 
     def relax(self, placed: Mapping[int, Stay], limit_bytes: float, *, reloads: bool) -> dict[int, Stay]:
@@ -124,6 +110,14 @@ class Walk:
         """
         relaxed = dict(placed)
         resident = self.resident_bytes(placed)
+
+        def holds_more(layer: int, index: int) -> bool:
+            """Keep the part on the device for one more point, if there is room."""
+            if resident[index] + self.nbytes[layer] > limit_bytes:
+                return False
+            resident[index] += self.nbytes[layer]
+            return True
+
         saved = sorted(relaxed, reverse=True)
         needed = sorted(relaxed, key=self.backward_at.__getitem__)
         moved = True
@@ -132,22 +126,16 @@ class Walk:
             latest = len(self.order)
             for layer in saved:
                 release, reload = relaxed[layer]
-                room = resident[release] + self.nbytes[layer] <= limit_bytes
-                if room and release + 1 < reload and release + 1 <= latest:
-                    resident[release] += self.nbytes[layer]
-                    release += 1
-                    relaxed[layer] = Stay(release, reload)
-                    moved = True
+                if release + 1 < reload and release < latest and holds_more(layer, release):
+                    release, moved = release + 1, True
+                relaxed[layer] = Stay(release, reload)
                 latest = release
             earliest = 0
             for layer in needed if reloads else ():
                 release, reload = relaxed[layer]
-                room = resident[reload - 1] + self.nbytes[layer] <= limit_bytes
-                if room and release < reload - 1 and earliest <= reload - 1:
-                    reload -= 1
-                    resident[reload] += self.nbytes[layer]
-                    relaxed[layer] = Stay(release, reload)
-                    moved = True
+                if release + 1 < reload and earliest < reload and holds_more(layer, reload - 1):
+                    reload, moved = reload - 1, True
+                relaxed[layer] = Stay(release, reload)
                 earliest = reload
         return relaxed
 
@@ -178,7 +166,7 @@ class Walk:
         release: dict[int, int] = {}
         free_s = 0.0
         for layer in sorted(layers):
-            free_s = max(free_s, self._saved_s[layer]) + nbytes[layer] / d2h
+            free_s = max(free_s, start_s[self.forward_at[layer] + 1]) + nbytes[layer] / d2h
             release[layer] = max(bisect_left(start_s, free_s), self.forward_at[layer] + 1)
         placed = {}
         free_s = self.duration_s

@@ -1,4 +1,7 @@
-"""What the executor would do, and when: a schedule played against a profile and a link.
+"""What the executor would do, and when: a schedule played against what layers cost and a link.
+
+What is played is any sequence of forwards and backwards, with other compute between them: a training step is one, a
+pipeline rank's step another.
 
 The rules are the executor's own. Copies to the host are queued when a tensor is saved and run one
 at a time, in order, on the d2h stream. A release lets compute wait until the layer's copies are
@@ -15,14 +18,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.observe.spans import COPY_LANES, Kind, Lane, Span
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
-from offload.planning.profile import Profile
-from offload.schedule.points import Point
+from offload.planning.profile import LayerProfile, Profile
+from offload.schedule.points import Point, backward
 from offload.schedule.schedule import HasSchedule, Schedule
+
+
+class Interlude(NamedTuple):
+    """Compute that belongs to no layer."""
+
+    label: str
+    duration_s: float
 
 
 def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None) -> Timeline:
@@ -46,7 +58,9 @@ def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, 
         )
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
-    return _Simulation(schedule, profile, link).run(title)
+    steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
+    steps.insert(steps.index(backward(schedule.model_layers - 1)), Interlude("loss", profile.loss_s))
+    return Simulation(schedule, profile.layers, link).run(steps, title)
 
 
 @dataclass(eq=False)
@@ -67,7 +81,7 @@ class _Queues:
         self._link = link
         self._now_s = 0.0
         self._waiting: dict[Lane, deque[_Copy]] = {lane: deque() for lane in COPY_LANES}
-        self.done: list[_Copy] = []
+        self._done: list[_Copy] = []
 
     def push(self, lane: Lane, layer: int, nbytes: int, ready_s: float) -> _Copy:
         """Queue a copy that starts at ``ready_s`` or when its turn comes."""
@@ -85,17 +99,21 @@ class _Queues:
             self._advance()
         return copy.end_s
 
-    def drain(self) -> None:
-        """Run what is queued to its end."""
+    def drained(self) -> Iterator[Span]:
+        """Run what is queued to its end; all copies that there were."""
         while any(self._waiting.values()):
             self._advance()
+        for copy in self._done:
+            kind: Kind = "offload" if copy.lane == "d2h" else "reload"
+            label = f"{kind} {copy.layer}"
+            yield Span(copy.lane, kind, copy.start_s, copy.end_s, label, copy.layer, copy.nbytes)
 
     def _advance(self) -> None:
         """Run until the next copy starts or ends."""
         heads = {lane: queue[0] for lane, queue in self._waiting.items() if queue}
         busy = {lane: copy for lane, copy in heads.items() if copy.ready_s <= self._now_s}
-        d2h, h2d = self._link.rates(d2h="d2h" in busy, h2d="h2d" in busy)
-        rate: dict[Lane, float] = {"d2h": d2h, "h2d": h2d}
+        rates = self._link.rates(d2h="d2h" in busy, h2d="h2d" in busy)
+        rate = dict(zip(COPY_LANES, rates, strict=True))
         ends = {lane: self._now_s + copy.left / rate[lane] for lane, copy in busy.items()}
         starts = [copy.ready_s for lane, copy in heads.items() if lane not in busy]
         then_s = min([*ends.values(), *starts])
@@ -104,62 +122,58 @@ class _Queues:
                 copy.start_s = self._now_s
             if ends[lane] == then_s:
                 copy.left, copy.end_s = 0.0, then_s
-                self.done.append(self._waiting[lane].popleft())
+                self._done.append(self._waiting[lane].popleft())
             else:
                 copy.left = max(0.0, copy.left - (then_s - self._now_s) * rate[lane])
         self._now_s = then_s
 
 
-class _Simulation:
-    """The compute stream's walk along the schedule's points."""
+class Simulation:
+    """The compute stream on its way from step to step, with what a schedule moves before each of its points."""
 
-    def __init__(self, schedule: Schedule, profile: Profile, link: Link) -> None:
+    def __init__(self, schedule: Schedule, layers: Sequence[LayerProfile], link: Link) -> None:
         self._schedule = schedule
-        self._offloaded = frozenset(schedule.offloaded_layers)
-        self._profile = profile
+        self._layers = layers
         self._queues = _Queues(link)
         self._now_s = 0.0
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = [(0.0, 0)]
-        self._copies: dict[int, list[_Copy]] = {}
+        self._copies: dict[int, list[_Copy]] = {layer: [] for layer in schedule.offloaded_layers}
         """Per offloaded layer the copies of its tensors in the order of saving: to the host, later back."""
 
-    def run(self, title: str) -> Timeline:
-        for point in self._schedule.order:
-            for layer in self._schedule.releases(point):
+    def run(self, steps: Iterable[Point | Interlude], title: str) -> Timeline:
+        """Play the points of the schedule in their order, and what compute does between them."""
+        for step in steps:
+            if isinstance(step, Interlude):
+                self._compute("other", None, step.duration_s, step.label)
+                continue
+            for layer in self._schedule.releases(step):
                 self._release(layer)
-            for layer in self._schedule.reloads(point):
+            for layer in self._schedule.reloads(step):
                 self._reload(layer)
-            if point == Point("B", self._schedule.model_layers - 1):
-                self._compute("other", None, self._profile.loss_s, "loss")
-            workspace_bytes = self._profile.layers[point.layer].workspace_bytes
+            workspace_bytes = self._layers[step.layer].workspace_bytes
             self._hold(workspace_bytes)
-            if point.phase == "F":
-                self._forward(point)
+            if step.phase == "F":
+                self._forward(step)
             else:
-                self._backward(point)
+                self._backward(step)
             self._hold(-workspace_bytes)
-        self._compute("other", None, self._profile.other_s, "rest of the step")
-        self._queues.drain()
-        self._spans += [_copy_span(copy) for copy in self._queues.done]
-        return Timeline(tuple(self._spans), tuple(self._memory), title)
+        return Timeline((*self._spans, *self._queues.drained()), tuple(self._memory), title)
 
     def _forward(self, point: Point) -> None:
-        layer = self._profile.layers[point.layer]
+        layer = self._layers[point.layer]
         pieces = layer.pieces()
-        copies = []
         for index, nbytes in enumerate(pieces):
             self._hold(nbytes, layer.forward_s * index / len(pieces))
-            ready_s = self._now_s + layer.forward_s * (index + 1) / len(pieces)
-            if point.layer in self._offloaded:
-                copies.append(self._queues.push("d2h", point.layer, nbytes, ready_s))
-        self._copies[point.layer] = copies
+            if point.layer in self._copies:
+                ready_s = self._now_s + layer.forward_s * (index + 1) / len(pieces)
+                self._copies[point.layer].append(self._queues.push("d2h", point.layer, nbytes, ready_s))
         self._compute("forward", point.layer, layer.forward_s, repr(point))
 
     def _backward(self, point: Point) -> None:
-        layer = self._profile.layers[point.layer]
+        layer = self._layers[point.layer]
         pieces = layer.pieces()
-        copies = self._copies[point.layer]
+        copies = self._copies.get(point.layer)
         run_s = 0.0
         for index in reversed(range(len(pieces))):
             ready_s = self._queues.finish(copies[index]) if copies else 0.0
@@ -175,10 +189,10 @@ class _Simulation:
         copies = self._copies[layer]
         if copies:
             self._stall(self._queues.finish(copies[-1]), f"offload {layer}", layer)
-        self._hold(-self._profile.layers[layer].saved_bytes)
+        self._hold(-self._layers[layer].saved_bytes)
 
     def _reload(self, layer: int) -> None:
-        pieces = self._profile.layers[layer].pieces()
+        pieces = self._layers[layer].pieces()
         self._hold(sum(pieces))
         last_first = [self._queues.push("h2d", layer, nbytes, self._now_s) for nbytes in reversed(pieces)]
         self._copies[layer] = last_first[::-1]
@@ -197,8 +211,3 @@ class _Simulation:
         """So many more (or fewer) bytes are on the device, from ``after_s`` from now on."""
         if nbytes:
             self._memory.append((self._now_s + after_s, self._memory[-1][1] + nbytes))
-
-
-def _copy_span(copy: _Copy) -> Span:
-    kind: Kind = "offload" if copy.lane == "d2h" else "reload"
-    return Span(copy.lane, kind, copy.start_s, copy.end_s, f"{kind} {copy.layer}", copy.layer, copy.nbytes)
