@@ -20,8 +20,7 @@ from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
 from offload.base import autograd, trace
-from offload.base.caller import warn_caller
-from offload.base.checks import parse_min_bytes
+from offload.base.checks import parse_min_bytes, warn_caller
 from offload.base.compiler import interpreted
 from offload.device.backend import Stream
 from offload.device.select import get_backend

@@ -11,8 +11,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 
-from offload.base.caller import warn_caller
-from offload.base.units import format_bytes, format_s
+from offload.base.checks import format_bytes, format_s, warn_caller
 from offload.device.backend import Backend, Event, Stream
 
 WORTH_A_WARNING = 0.5

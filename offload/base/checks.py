@@ -1,8 +1,10 @@
-"""Checks of what users give: ints within bounds, and sizes as bytes or as a text such as ``"24GiB"``."""
+"""Checks of what users give, and what they are told: sizes and times as people read them, warnings at their line."""
 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 
 _UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -20,12 +22,7 @@ def is_int(value: object, least: int, most: int | None = None) -> bool:
 
 
 def check_int(name: str, value: object, *, least: int) -> None:
-    """Refuse what is no int of at least ``least``.
-
-    Raises:
-        TypeError: It is not an int.
-        ValueError: It is smaller.
-    """
+    """Raise a ``TypeError`` for what is no int, and a ``ValueError`` for one that is less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
@@ -35,12 +32,10 @@ def check_int(name: str, value: object, *, least: int) -> None:
 def parse_bytes(value: int | str, name: str = "value") -> int:
     """A number of bytes from an int or from a text such as ``"40GiB"``, ``"1.5 GiB"`` or ``"512MB"``.
 
-    Args:
-        value: What the user gave; KiB to TiB count in 1024, KB to TB in 1000.
-        name: The argument's name, for the error message.
+    KiB to TiB count in 1024, KB to TB in 1000.
 
     Raises:
-        TypeError: ``value`` is neither an int nor a str.
+        TypeError: ``value`` is neither an int nor a str; the message calls it by its ``name``.
         ValueError: ``value`` is negative, or a text of another form.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -58,14 +53,36 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
 
 
 def parse_min_bytes(value: int | str) -> int:
-    """The argument ``min_bytes`` in bytes.
-
-    Raises:
-        ValueError: It is no number of bytes.
-    """
+    """The argument ``min_bytes`` in bytes; whatever is wrong with it is a ``ValueError``."""
     try:
         return parse_bytes(value)
     except (TypeError, ValueError):
         raise ValueError(
             f"min_bytes must be a number of bytes, at least 0, got {value!r}; or a text such as '2MiB'"
         ) from None
+
+
+def format_bytes(nbytes: float) -> str:
+    """``format_bytes(3 << 29)`` is ``"1.50 GiB"``; three or more significant digits, unit of 1024."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(nbytes) >= 1024**power:
+            scaled = nbytes / 1024**power
+            return f"{scaled:.{2 if abs(scaled) < 100 else 1}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def format_s(seconds: float) -> str:
+    """``format_s(0.0123)`` is ``"12.3 ms"``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= scale:
+            scaled = seconds / scale
+            return f"{scaled:.{2 if abs(scaled) < 10 else 1}f} {unit}"
+    return f"{seconds * 1e6:.2f} µs" if seconds else "0 s"
+
+
+def warn_caller(message: str) -> None:
+    """Warn, however deep inside: as from the first frame that is neither this library's nor PyTorch's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

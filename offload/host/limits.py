@@ -11,8 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from offload.base.caller import warn_caller
-from offload.base.checks import parse_bytes
+from offload.base.checks import parse_bytes, warn_caller
 from offload.device.select import get_backend
 from offload.host.buffers import HostBuffer, Range
 from offload.host.page_locked import HostMemoryError, check_room, pageable

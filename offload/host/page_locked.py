@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from offload.base.units import format_bytes
+from offload.base.checks import format_bytes
 from offload.device.backend import Backend, PageLockError
 
 TOUCH_BYTES = 64 << 20

@@ -24,7 +24,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 
-from offload.base.units import format_bytes
+from offload.base.checks import format_bytes
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps, held_beside

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from offload.base.units import format_bytes
+from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Kind, Span, merged
 
 if TYPE_CHECKING:

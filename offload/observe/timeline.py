@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.base.units import format_bytes, format_s
+from offload.base.checks import format_bytes, format_s
 from offload.observe.plot import plot_timeline
 from offload.observe.spans import COPY_LANES, LANES, Lane, Span, covered_s
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from offload.base.checks import is_int, parse_bytes
-from offload.base.units import format_bytes, format_s
+from offload.base.checks import format_bytes, format_s, is_int, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, Chunk, read_actions

@@ -9,8 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from offload.base.checks import parse_bytes
-from offload.base.units import format_bytes, format_s
+from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.profile import Profile

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from offload.base.caller import warn_caller
-from offload.base.checks import check_int
+from offload.base.checks import check_int, warn_caller
 from offload.schedule.points import Move, Point, backward, forward
 from offload.schedule.rules import check_layers, check_order, find_order
 

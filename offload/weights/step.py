@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.base.caller import warn_caller
+from offload.base.checks import warn_caller
 from offload.weights.layer import WeightLayer
 from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
 from offload.weights.parameter import HostParameter

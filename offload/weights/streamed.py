@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.base.checks import is_int
+from offload.base.checks import format_bytes, is_int
 from offload.base.layer_events import Attachment
 from offload.base.layers import check_layers
-from offload.base.units import format_bytes
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.base.checks import parse_bytes
-from offload.base.units import format_bytes, format_s
+from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.plot import COLORS, INK, text_color
 from offload.observe.spans import LANES, Span
 from offload.observe.timeline import Timeline

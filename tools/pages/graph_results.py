@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from page_text import ROOT, day_of, gib, machine, markdown_table, ms
 
-from offload.base.units import format_bytes
+from offload.base.checks import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from page_text import GIB, ROOT, day_of, gib, image, machine, markdown_table, ms
 
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.base.units import format_bytes
+from offload.base.checks import format_bytes
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
