@@ -24,7 +24,7 @@ from offload.base.worker import Worker
 from offload.device.backend import Backend, Event, owners
 from offload.host.page_locked import page_locked, pageable
 from offload.weights.layer import WeightLayer
-from offload.weights.parameter import HostParameter, aligned, own_storage
+from offload.weights.parameter import Gradients, HostParameter, aligned, own_storage
 from offload.weights.slots import WeightWait
 from offload.weights.stats import WeightCounters
 
@@ -49,21 +49,11 @@ class _Flight(NamedTuple):
 class GradientWriter:
     """Takes the gradients of each layer when its backward has ended, and sees that they end up in ``p.grad``.
 
-    Args:
-        backend: The device.
-        layers: All layers with parameters.
-        num_flights: Of how many layers the gradients may be on their way while compute goes on.
-        num_staging: How many staging buffers there may be.
-        counters: What is counted.
+    Those of ``num_flights`` layers may be on their way while compute goes on.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        layers: list[WeightLayer],
-        num_flights: int,
-        num_staging: int,
-        counters: WeightCounters,
+        self, backend: Backend, layers: list[WeightLayer], num_flights: int, num_staging: int, counters: WeightCounters
     ) -> None:
         self._backend = backend
         self._layers = layers
@@ -104,11 +94,7 @@ class GradientWriter:
         self._submit(self._flights[-1].arrived, job)
 
     def finish(self) -> None:
-        """Block until every gradient is in ``p.grad``: the end of backward.
-
-        Raises:
-            BaseException: What the first of the worker's jobs that failed has raised.
-        """
+        """Block until every gradient is in ``p.grad``: the end of backward. Raises what a job of the worker's has."""
         try:
             if self._flights:
                 # The program reads p.grad next. Copies run in order: the last one's end is that of all.
@@ -129,7 +115,7 @@ class GradientWriter:
                 self._errors.clear()
                 raise error
 
-    def _copy_out(self, gradients: dict[HostParameter, torch.Tensor]) -> None:
+    def _copy_out(self, gradients: Gradients) -> None:
         """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
         self._provide_memory([host for host in gradients if host.total is None and host.before is None])
         staged = []

@@ -21,18 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.activations.what_moves import exclude
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
-from offload.weights.parameter import HostParameter, StandIn, aligned
+from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
 
 
 class WeightLayer:
     """One layer's parameters on the host and, once bound to a slot, on the device.
 
-    Args:
-        number: The layer's position.
-        module: The layer.
-        backend: What allocates pinned memory.
-        known: The parameters that earlier layers hold already; this layer's own are added.
-        grad_dtype: As :class:`HostParameter` takes it.
+    Those that earlier layers hold already are ``known``, and this layer's own are added there.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class WeightLayer:
         """The position among the layers that have parameters."""
         self.needs_backward = True
         """Whether the last training forward gave an output that needs a gradient."""
-        self.gradients: dict[HostParameter, torch.Tensor] = {}
+        self.gradients: Gradients = {}
         """What backward has computed since the layer was entered, on the device, each with its host memory's stride."""
         self.stand_ins: list[StandIn] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -66,7 +61,6 @@ class WeightLayer:
         self.parameters = [*(known[parameter] for parameter in own), *shared]
         """Each parameter of the layer once, in the order in which they lie in the slot."""
         self.nbytes = sum(len(host.flat) for host in self.parameters)
-        """Bytes of the slot that the layer needs."""
         self._sources = [memory, *(host.flat for host in shared)]
         self._users = [host.parameter for host in self.parameters]
         self._places = [_places(module, parameter) for parameter in self._users]
@@ -87,11 +81,7 @@ class WeightLayer:
         return sum([parameter._version for parameter in self._users])  # several times per layer and step
 
     def check(self) -> None:
-        """Raise if the modules no longer hold the parameters that are streamed.
-
-        Raises:
-            RuntimeError: A parameter was replaced, or its data was, or DistributedDataParallel has it.
-        """
+        """Raise if the modules no longer hold the parameters that are streamed, or another has a hand in them."""
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and not set(wrapper._module_parameters).isdisjoint(self._users):
             raise RuntimeError(
@@ -129,12 +119,7 @@ class WeightLayer:
 
 
 def check_parameters(modules: list[nn.Module]) -> None:
-    """Raise if a parameter of these layers cannot be streamed; nothing has been changed by then.
-
-    Raises:
-        ValueError: There are none, or one has no values or lies over the memory of another.
-        TypeError: A parameter is not a plain, dense ``nn.Parameter``.
-    """
+    """Raise if a parameter of these layers cannot be streamed; nothing has been changed by then."""
     seen: dict[int, nn.Parameter] = {}
     for number, module in enumerate(modules):
         for key, parameter in module.named_parameters():

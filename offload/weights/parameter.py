@@ -32,9 +32,7 @@ class HostParameter:
         grad_dtype: What ``parameter.grad`` is to be made of, if that is more precise than the parameter.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
         self.parameter = parameter
         self.name = name
         self.flat = flat
@@ -107,6 +105,9 @@ class HostParameter:
         self.total, self.held = None, False
 
 
+Gradients = dict[HostParameter, torch.Tensor]
+
+
 class StandIn:
     """A parameter over a device slot; in truth one for each state that the user's can be in, frozen and trained.
 
@@ -116,15 +117,11 @@ class StandIn:
         of: The parameter.
         places: Containers of the layer's modules, each with the key under which it holds the parameter.
         flat: The device memory, uint8.
-        gradients: Where the layer's gradients are left for who sends them off.
+        gradients: The layer's, where this one's is left.
     """
 
     def __init__(
-        self,
-        of: HostParameter,
-        places: list[tuple[Any, Any]],
-        flat: torch.Tensor,
-        gradients: dict[HostParameter, torch.Tensor],
+        self, of: HostParameter, places: list[tuple[Any, Any]], flat: torch.Tensor, gradients: Gradients
     ) -> None:
         self.of = of
         self.places = places
@@ -172,12 +169,7 @@ class StandIn:
         return self._shown._version != self._version
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Take the gradient of one backward, on the device; returns what autograd adds to ``parameter.grad`` now.
-
-        Raises:
-            RuntimeError: The layer's weights were not there when the gradient was computed.
-            NotImplementedError: The gradient is sparse.
-        """
+        """Take the gradient of one backward, on the device; returns what autograd adds to ``parameter.grad`` now."""
         host = self.of
         if not self._swapped_in:
             raise RuntimeError(

@@ -51,14 +51,7 @@ class Slot:
 
 
 class WeightSlots:
-    """All slots of a device, and the h2d stream that fills them.
-
-    Args:
-        backend: The device.
-        layers: All layers in the order of forward.
-        num_slots: How many slots.
-        counters: What is counted.
-    """
+    """All slots of a device, and the h2d stream that fills them; ``layers`` are in the order of forward."""
 
     def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, counters: WeightCounters) -> None:
         self._backend = backend
@@ -76,10 +69,8 @@ class WeightSlots:
     def acquire(self, layer: WeightLayer, *, step: int) -> None:
         """Let compute have a layer's weights, and queue the loads of the next layers, as many as there are other slots.
 
-        Args:
-            layer: The layer whose forward or backward begins.
-            step: 1 in forward, -1 in backward. Forward needs the weights that the host has now, backward those that
-                forward had.
+        The ``step`` to the next is 1 in forward, which needs the weights that the host has now. It is -1 in backward,
+        which needs those that forward had.
         """
         if not self._holds(layer, fresh=step > 0):
             self._counters["late_loads"] += 1

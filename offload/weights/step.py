@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -17,26 +18,18 @@ import torch
 
 from offload.base.checks import warn_caller
 from offload.weights.layer import WeightLayer
-from offload.weights.optimizer_part import check_splittable, keep_counts, part_of, rest_of
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightCounters
 
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
+"""Those of every part of an optimizer, and what parts are known by."""
+
 
 class LayerSteps:
-    """Splits one optimizer's step by layers.
-
-    Args:
-        optimizer: The user's.
-        layers: The streamed layers, some of whose parameters it has.
-        counters: What is counted.
-
-    Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or cannot step each parameter by itself.
-        ValueError: It has none of the layers' parameters.
-    """
+    """Splits one optimizer's step by layers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
-        check_splittable(optimizer)
+        _check_splittable(optimizer)
         hosts = {host for layer in layers for host in layer.parameters}
         streamed = {host.parameter for host in hosts}
         if streamed.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -54,9 +47,15 @@ class LayerSteps:
         self._beginning = threading.Lock()
         """Held while the worker begins a step, and while autograd says that it adds to ``parameter.grad`` by itself.
         Between reading ``parameter.grad`` and writing the sum there, such a gradient would be lost."""
-        self._record = _Record(optimizer)
         self._due = False
         """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
+        self._state = optimizer.state
+        self._groups: list[dict[str, Any]] = []
+        """The hyperparameters that all steps of one backward use."""
+        self._stepped: dict[torch.Tensor, tuple[str, object, object]] = {}
+        """The parameters that have been stepped: their names, and what they and their gradients were then."""
+        self._late: set[torch.Tensor] = set()
+        """Those that autograd has added a gradient to since their steps began."""
         self._rest_hook = optimizer.register_step_pre_hook(self._begin_rest)
         self._hooks = [
             self._rest_hook,
@@ -71,11 +70,7 @@ class LayerSteps:
                 self._hooks.append(host.accumulator.register_prehook(see))
 
     def check(self, layer: WeightLayer) -> None:
-        """Raise if the layer, which is about to run forward or backward, may have been stepped already.
-
-        Raises:
-            RuntimeError: It was handed to the worker in this backward, or ``optimizer.step()`` is due.
-        """
+        """Raise if the layer, which is about to run forward or backward, may have been stepped already."""
         if not self._announced.isdisjoint(layer.parameters):
             raise RuntimeError(
                 f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
@@ -100,15 +95,14 @@ class LayerSteps:
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
         if not self._due and not self._announced:
-            self._record.clear()  # of a step that failed: until here it could be made again
+            self._forget_steps()  # that optimizer.step() failed to end: until here it could be called again
         self._arriving |= {host for host in layer.gradients if not host.shared}
 
     def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
         """What the worker is to do when all that was collected is in ``p.grad``.
 
-        Args:
-            entered: The layer whose nodes backward runs from now on: no more gradients come of the others. They may
-                come after the recomputation of several layers, in which backward passes through them all.
+        Backward runs the nodes of ``entered`` from now on: no more gradients come of the other layers. (They may come
+        after the recomputation of several layers, in which backward passes through them all.)
         """
         hosts = self._arriving.difference(() if entered is None else entered.parameters)
         self._arriving -= hosts
@@ -130,13 +124,15 @@ class LayerSteps:
                 return
             if not self._due:
                 self._due = True
-                self._record = _Record(self._optimizer)  # the other layers' steps use the same hyperparameters
+                self._forget_steps()
+                self._state = self._optimizer.state
+                self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
                 # The last of the hooks sees what the others change.
                 self._optimizer._optimizer_step_pre_hooks.move_to_end(self._rest_hook.id)  # type: ignore[attr-defined]
             for host in complete.values():
                 host.give_back_gradient()
-        groups = [{**used, "params": mine} for used, mine in zip(self._record.groups, params, strict=False) if mine]
-        part = part_of(self._optimizer, groups)
+        groups = [{**used, "params": mine} for used, mine in zip(self._groups, params, strict=False) if mine]
+        part = _part_of(self._optimizer, groups)
         step: Any = type(part).step
         try:
             getattr(step, "__wrapped__", step)(part)
@@ -144,8 +140,8 @@ class LayerSteps:
             names = ", ".join(sorted(host.name for host in complete.values()))
             error.add_note(f"In the step in backward of {names}. optimizer.step() makes it again, and no other twice.")
             raise
-        for parameter in [item for group in groups for item in group["params"]]:
-            self._record.add(parameter, complete[parameter].name)
+        for parameter in [item for mine in params for item in mine]:
+            self._stepped[parameter] = (complete[parameter].name, _seen(parameter), _seen(parameter.grad))
         self._counters["early_steps"] += 1
 
     def end_backward(self) -> None:
@@ -157,7 +153,7 @@ class LayerSteps:
         """Leave the optimizer to itself, with the gradients that it may still step."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._record.stepped:
+        for parameter in self._stepped:
             parameter.grad = None
 
     def _see_gradient(self, host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
@@ -169,7 +165,7 @@ class LayerSteps:
             if added.held:
                 added.shared = True  # in time: the worker leaves its step to optimizer.step()
             elif added in self._announced:
-                self._record.late.add(added.parameter)
+                self._late.add(added.parameter)
 
     def _begin_rest(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Let ``optimizer.step()`` step what is left."""
@@ -178,83 +174,111 @@ class LayerSteps:
                 "optimizer.step must be called without a closure if step_in_backward is used; run backward first."
             )
         self._due = False
-        stepped = self._record.stepped
-        if not stepped:
+        if not self._stepped:
             return None
-        changed = self._record.change()
+        changed = self._change()
         if changed is not None:
             raise RuntimeError(
                 f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
                 "(by clip_grad_norm_, a GradScaler, zero_grad or a scheduler for example). Set hyperparameters before "
                 "backward; a global norm needs every gradient before the first step, so it cannot be used together "
-                f"with step_in_backward. {len(stepped)} parameters have made their step, and no other has; go on with "
-                "zero_grad() and the next backward."
+                f"with step_in_backward. {len(self._stepped)} parameters have made their step, and no other has; go on "
+                "with zero_grad() and the next backward."
             )
         # Of this optimizer, or of what the steps of other streamed layers have left of it.
-        return (rest_of(args[0], stepped), *args[1:]), kwargs
+        return (_rest_of(args[0], self._stepped), *args[1:]), kwargs
 
     def _end_rest(self, optimizer: torch.optim.Optimizer, args: Any, _: object) -> None:
         """Keep what the step has counted in its groups and attributes, which those in backward have not."""
         if args[0] is not optimizer:
-            keep_counts(args[0], optimizer)
-        self._record.clear()
+            for group, used in zip(optimizer.param_groups, args[0].param_groups, strict=True):
+                group.update({key: value for key, value in used.items() if key not in ("params", "foreach")})
+            kept = {key: value for key, value in vars(args[0]).items() if value is not _NO_HOOKS}
+            vars(optimizer).update(kept, param_groups=optimizer.param_groups)
+        self._forget_steps()
 
+    def _forget_steps(self) -> None:
+        self._stepped.clear()
+        self._late.clear()
 
-class _Record:
-    """What the steps of layers in one backward have used, and left, to find what has changed since."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = optimizer.state
-        self.groups = [_hyperparameters(group) for group in optimizer.param_groups]
-        """What each of the optimizer's groups held beside parameters."""
-        self.stepped: dict[torch.Tensor, tuple[str, object, object]] = {}
-        """The parameters that have been stepped: their names, and what they and their gradients were then."""
-        self.late: set[torch.Tensor] = set()
-        """Those that autograd has added a gradient to since their steps began."""
-
-    def add(self, parameter: torch.Tensor, name: str) -> None:
-        """The parameter has been stepped."""
-        self.stepped[parameter] = (name, _seen(parameter), _seen(parameter.grad))
-
-    def clear(self) -> None:
-        """The step has ended: there is nothing to compare any more."""
-        self.stepped.clear()
-        self.late.clear()
-
-    def change(self) -> str | None:
+    def _change(self) -> str | None:
         """The name of what a step after backward would use otherwise, if there is such a thing."""
         if self._optimizer.state is not self._state:
             return "the optimizer's state"
         if getattr(self._optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
             return "the gradients' scale"
         # Groups that were added since have not been used.
-        for number, (used, group) in enumerate(zip(self.groups, self._optimizer.param_groups, strict=False)):
+        for number, (used, group) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=False)):
             for key, value in _hyperparameters(group).items():
                 if key not in used or not _equal(used[key], value):
                     return f"{key} of param_groups[{number}]"
-        for parameter, (name, value, gradient) in self.stepped.items():
-            if parameter in self.late or (_seen(parameter), _seen(parameter.grad)) != (value, gradient):
+        for parameter, (name, value, gradient) in self._stepped.items():
+            if parameter in self._late or (_seen(parameter), _seen(parameter.grad)) != (value, gradient):
                 return f"{name} with its gradient"
         return None
 
 
-def _seen(tensor: torch.Tensor | None) -> object:
-    """What tells whether a tensor is still what it was: its address, its version, and some values.
+def is_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps a part of what the user's optimizer steps."""
+    return optimizer._optimizer_step_pre_hooks is _NO_HOOKS
 
-    The version does not grow where ``.data`` is changed, nor where a ``GradScaler`` unscales. So some of the values,
-    evenly spread, are compared by their bits as well.
+
+def _check_splittable(optimizer: object) -> None:
+    """Raise if parts of this optimizer would not make the steps that the whole makes."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        reason = "steps all at once"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        reason = "takes sparse gradients"
+    elif any(isinstance(held, torch.optim.Optimizer) for held in vars(optimizer).values()):
+        reason = "holds another optimizer (pass that one)"
+    else:
+        return
+    raise TypeError(
+        f"optimizer must step each parameter by itself, got {type(optimizer).__name__}, which {reason}; call its "
+        "step after backward."
+    )
+
+
+def _part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A shallow copy that steps ``groups``, with the same state: the user's own stay as they are, for other threads.
+
+    It has no hooks, which are the whole step's: neither its step nor one that this calls with super().step() runs them.
     """
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer))
+    part.param_groups = groups
+    part._optimizer_step_pre_hooks = part._optimizer_step_post_hooks = _NO_HOOKS
+    return part
+
+
+def _rest_of(optimizer: torch.optim.Optimizer, stepped: Container[torch.Tensor]) -> torch.optim.Optimizer:
+    """The part that has the parameters that are not in ``stepped``."""
+    groups = []
+    for group in optimizer.param_groups:
+        rest = {**group, "params": [parameter for parameter in group["params"] if parameter not in stepped]}
+        if group.get("foreach", False) is None and len(rest["params"]) < len(group["params"]):
+            # PyTorch's choice for a group with parameters on the host. The others alone may all be on a GPU, where
+            # it would step all at once, which rounds otherwise.
+            rest["foreach"] = False
+        groups.append(rest)
+    return _part_of(optimizer, groups)
+
+
+def _seen(tensor: torch.Tensor | None) -> object:
+    """What tells whether a tensor is still what it was: its address, its version, and the bits of some values."""
     if tensor is None:
         return None
+    # The version does not grow where .data is changed, nor where a GradScaler unscales. Hence values, evenly spread.
     some = tensor.detach().reshape(-1)[:: tensor.numel() // 64 + 1].contiguous()
     return tensor.data_ptr(), tensor._version, some.view(torch.uint8).tolist()
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """What a group holds beside its parameters; tensors are copied, which schedulers change in place."""
-    values = group.items()
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values if k != "params"}
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -23,10 +23,9 @@ from offload.base.layers import check_layers
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
-from offload.weights.optimizer_part import is_part
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightStats
-from offload.weights.step import LayerSteps
+from offload.weights.step import LayerSteps, is_part
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
