@@ -98,16 +98,10 @@ def next_node() -> int:
 
 
 def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:
-    """Call ``begin`` whenever backward is about to run a node that made one of these tensors.
+    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; whether there is one.
 
-    Args:
-        output: Whatever a layer returned; tensors that need no gradient are passed over.
-        first_node: The number from which on nodes are the layer's, of :func:`next_node`. A tensor that the layer only
-            passes on belongs to another one; it may live on from step to step, and would collect a hook in each.
-        begin: Called with the gradients that arrive at the node, once per node.
-
-    Returns:
-        Whether there is such a node.
+    The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only passes on
+    belongs to another one; it may live on from step to step, and would collect a hook in each.
     """
     nodes = {
         tensor.grad_fn: None

@@ -47,13 +47,13 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    def __init__(self, *, training: bool, hooks_to_come: int = 0) -> None:
+    def __init__(self, *, training: bool) -> None:
         self.training = training
         self.recomputes = in_backward()
         """Whether backward runs it, to compute again what was not saved."""
         self.first_node = next_node()
         """The number of the first node that autograd makes in it."""
-        self.hooks_to_come = hooks_to_come
+        self.hooks_to_come = 0
         """How many of the two module hooks are still to run, where the layer began around a checkpoint of its call."""
         self.told: list[LayerListener] = []
         """Who has been told that it begins, and so has to be told that it ends."""
@@ -73,12 +73,7 @@ class LayerListener:
     """Where the layer computes, if the listener sees to that."""
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        """The forward begins; the one before may have been cut off without an end.
-
-        Args:
-            call: Handed to the following methods, too.
-            inputs: Its arguments.
-        """
+        """The forward begins; the one before may have been cut off without an end."""
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         """The forward has returned, or ``failed``; also called where :meth:`begin_forward` itself has raised."""
@@ -100,12 +95,7 @@ Kind = TypeVar("Kind", bound=LayerListener)
 
 
 class Attachment(AbstractContextManager["Attachment"]):
-    """Listeners on layers, until :meth:`remove` or the end of the block.
-
-    Args:
-        layers: The layers.
-        listeners: One for each.
-    """
+    """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
 
     def __init__(self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener]) -> None:
         self._attached = list(zip(layers, listeners, strict=True))
@@ -160,10 +150,9 @@ class _LayerEvents:
             layer.register_state_dict_pre_hook(_Hook(self, self._before_state_dict)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
         ]
-        _Checkpoint.wrap(layer, self)
+        _wrap_checkpoint(layer, self)
 
     def add(self, listener: LayerListener) -> None:
-        """Tell one more listener."""
         self.listeners = sorted([*self.listeners, listener], key=lambda listener: listener.turn)
 
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
@@ -172,18 +161,17 @@ class _LayerEvents:
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
-            _Checkpoint.unwrap(layer)
+            _unwrap_checkpoint(layer)
 
     def begin(self, inputs: object, *, training: bool, hooks_to_come: int = 0) -> None:
-        """A forward begins."""
-        call = LayerCall(training=training, hooks_to_come=hooks_to_come)
+        call = LayerCall(training=training)
+        call.hooks_to_come = hooks_to_come
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in self.listeners:
             call.told.append(listener)  # first: one that fails half-way has something to end
             listener.begin_forward(call, inputs)
 
     def end(self, output: object, *, training: bool) -> None:
-        """It has returned or raised."""
         call = self._running.pop((threading.get_ident(), in_backward()), None)
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
@@ -199,7 +187,7 @@ class _LayerEvents:
                 listener.forward_returned(call, output)
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        _Checkpoint.wrap(module, self)  # the program may have turned checkpointing on since
+        _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
         if not self._told_by_checkpoint(_BOTH_HOOKS):
             self.begin((args, kwargs), training=module.training)
 
@@ -268,8 +256,6 @@ def _events_of(layer: nn.Module) -> _LayerEvents | None:
 class _Checkpoint:
     """A Hugging Face layer's checkpoint function, which begins and ends the layer if it is called around it."""
 
-    ATTRIBUTE = "_gradient_checkpointing_func"
-
     def __init__(self, function: Callable[..., object], events: _LayerEvents) -> None:
         self.function = function
         self.events = events
@@ -290,19 +276,21 @@ class _Checkpoint:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_same, (self.function,))
 
-    @classmethod
-    def wrap(cls, module: nn.Module, events: _LayerEvents) -> None:
-        """Let the layer's checkpoint function tell, if it has one now."""
-        function = vars(module).get(cls.ATTRIBUTE)
-        if function is not None and not isinstance(function, cls):
-            setattr(module, cls.ATTRIBUTE, cls(function, events))
 
-    @classmethod
-    def unwrap(cls, module: nn.Module) -> None:
-        """Undo :meth:`wrap`."""
-        function = vars(module).get(cls.ATTRIBUTE)
-        if isinstance(function, cls):
-            setattr(module, cls.ATTRIBUTE, function.function)
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def _wrap_checkpoint(module: nn.Module, events: _LayerEvents) -> None:
+    """Let the layer's checkpoint function tell, if it has one now."""
+    function = vars(module).get(_CHECKPOINT)
+    if function is not None and not isinstance(function, _Checkpoint):
+        setattr(module, _CHECKPOINT, _Checkpoint(function, events))
+
+
+def _unwrap_checkpoint(module: nn.Module) -> None:
+    function = vars(module).get(_CHECKPOINT)
+    if isinstance(function, _Checkpoint):
+        setattr(module, _CHECKPOINT, function.function)
 
 
 def _same(function: Callable[..., object]) -> Callable[..., object]:

@@ -13,13 +13,7 @@ from offload.base.layer_events import LayerListener, listeners_on
 def check_layers(
     layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
 ) -> list[nn.Module]:
-    """The layers as a list, if listeners of this kind can be put on them.
-
-    Args:
-        layers: What the user gave.
-        kind: Such a listener on a layer means that a handle has it already.
-        done: What such a handle has done to it, for messages.
-        called_twice: What about a layer that forward calls twice, for messages.
+    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for messages.
 
     Raises:
         TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
