@@ -67,14 +67,12 @@ def is_transformed() -> bool:
     return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
 
 
-def why_no_hooks() -> str | None:
-    """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
-    return _saved_tensors_hooks_get_disabled_error_message()
-
-
-def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
-    _push_saved_tensors_default_hooks(pack, unpack)
+why_no_hooks = _saved_tensors_hooks_get_disabled_error_message
+"""PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
+push_hooks = _push_saved_tensors_default_hooks
+"""Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
+next_node = _get_sequence_nr
+"""The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
 
 
 def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
@@ -90,11 +88,6 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
         _pop_saved_tensors_default_hooks()
     for left in reversed(above):
         _push_saved_tensors_default_hooks(*left)
-
-
-def next_node() -> int:
-    """The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
-    return _get_sequence_nr()
 
 
 def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:

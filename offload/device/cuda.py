@@ -81,12 +81,22 @@ class CudaBackend(Backend):
             device += nbytes
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        register(address, nbytes, self.device.index)
+        with self._context():
+            _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
 
     def page_unlock(self, address: int) -> None:
         # A finalizer calls, and has nobody to tell; after an error of the device, the driver refuses everything.
-        with contextlib.suppress(PageLockError):
-            unregister(address, self.device.index)
+        with contextlib.suppress(PageLockError), self._context():
+            _call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """Make the device's primary context, which is PyTorch's too, this thread's for a while."""
+        _call("cuCtxPushCurrent_v2", _primary_context(self.device.index))
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 def _memcpy_async() -> Callable[..., int]:
@@ -103,28 +113,6 @@ def driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     library.cuInit(0)
     return library
-
-
-def register(address: int, nbytes: int, device: int) -> None:
-    """Page-lock a range of host memory for copies to and from every device, or raise :class:`PageLockError`."""
-    with _context_of(device):
-        _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE_AND_MAPPED)
-
-
-def unregister(address: int, device: int) -> None:
-    """Undo :func:`register`."""
-    with _context_of(device):
-        _call("cuMemHostUnregister", ctypes.c_void_p(address))
-
-
-@contextlib.contextmanager
-def _context_of(device: int) -> Iterator[None]:
-    """Make the device's primary context, which is PyTorch's too, this thread's for a while."""
-    _call("cuCtxPushCurrent_v2", _primary_context(device))
-    try:
-        yield
-    finally:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -40,11 +40,9 @@ RESERVE_THREADS = 4
 
 
 class HostPool:
-    """Buffers out of slabs that ``allocate`` pins; see the module for the policy.
+    """Buffers out of slabs that ``allocate`` pins, uint8 of shape ``[nbytes]``; see the module for the policy.
 
-    Args:
-        allocate: Gives page-locked memory, uint8 of shape ``[nbytes]``.
-        synchronize: Blocks until no copy runs; asked only after an interrupt has lost a buffer.
+    ``synchronize`` blocks until no copy runs; it is asked only after an interrupt has lost a buffer.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], synchronize: Callable[[], None] = lambda: None) -> None:
@@ -80,10 +78,6 @@ class HostPool:
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
-
-        Args:
-            nbytes: Its size.
-            max_bytes: Do not let the pool grow beyond this size.
 
         Raises:
             CaptureError: A CUDA graph is being captured and the pool has too little pinned memory.
@@ -156,13 +150,7 @@ class HostPool:
                 return
             _forbid_in_capture(missing)
             with ThreadPoolExecutor(min(RESERVE_THREADS, len(slabs))) as threads:
-                pinning = [threads.submit(self._allocate, size) for size in slabs]
-                if wait(pinning, return_when=FIRST_EXCEPTION).not_done:
-                    threads.shutdown(cancel_futures=True)
-            tried = [future for future in pinning if not future.cancelled()]
-            self._free += [self._add(future.result()) for future in tried if not future.exception()]
-            for future in tried:
-                future.result()
+                list(threads.map(self._pin, slabs))  # an error cancels what has not begun
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
@@ -192,7 +180,7 @@ class HostPool:
             self._reclaim()
         missing = size - sum(piece.nbytes for piece in self._free)
         if missing > 0:
-            self._free.append(self._grow(missing))
+            self._grow(missing)
         carved: list[Range] = []
         while size:
             # The smallest that is large enough; as long as there is none, the largest, so that the pieces are few.
@@ -222,7 +210,7 @@ class HostPool:
                 self._buffers = held
         self._free = gaps(self._slabs, itertools.chain.from_iterable(buffer.ranges for buffer in self._buffers))
 
-    def _grow(self, missing: int) -> Range:
+    def _grow(self, missing: int) -> None:
         _forbid_in_capture(missing)
         nbytes = _round_up(missing, PAGE_BYTES)
         more = _round_up(self.pinned_bytes // GROWTH, PAGE_BYTES)
@@ -238,14 +226,15 @@ class HostPool:
         if self._refusal is not None and size >= self._refusal[0]:
             raise HostMemoryError(self._refusal[1])
         try:
-            return self._add(self._allocate(nbytes))
+            self._pin(nbytes)
         except HostMemoryError as error:
             self._refusal = (size, str(error))
             raise
 
-    def _add(self, slab: torch.Tensor) -> Range:
+    def _pin(self, nbytes: int) -> None:
+        slab = self._allocate(nbytes)
         self._slabs.append(slab)
-        return Range(slab, 0, len(slab))
+        self._free.append(Range(slab, 0, nbytes))
 
 
 def _forbid_in_capture(missing: int) -> None:

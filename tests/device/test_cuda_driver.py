@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from offload.device import cuda
 from offload.device.backend import PageLockError
+from offload.device.cuda import CudaBackend
 
 
 class Library:
@@ -63,21 +65,29 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     assert made.stack == [], "the thread's context is not what it was"
 
 
+def on_device(index: int) -> CudaBackend:
+    """A backend that asks the driver, made without the device."""
+    made = CudaBackend.__new__(CudaBackend)
+    made.device = torch.device("cuda", index)
+    return made
+
+
 def test_a_range_is_registered_in_its_device_s_context(library: Library) -> None:
     address = 1 << 46
-    cuda.register(address, 1 << 33, 2)
+    on_device(2).page_lock(address, 1 << 33)
     assert library.registered == {address: (1 << 33, 102)}
-    cuda.unregister(address, 2)
+    on_device(2).page_unlock(address)
     assert library.registered == {}
     assert library.retained == [2]
 
 
 def test_an_error_has_the_driver_s_name(library: Library) -> None:
-    cuda.register(4096, 4096, 0)
+    on_device(0).page_lock(4096, 4096)
     with pytest.raises(PageLockError, match="cuMemHostRegister_v2: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
-        cuda.register(4096, 4096, 0)
+        on_device(0).page_lock(4096, 4096)
 
 
 def test_an_error_without_a_name_has_its_number(library: Library) -> None:
     with pytest.raises(PageLockError, match="cuMemHostUnregister: error 713"):
-        cuda.unregister(4096, 0)
+        cuda._call("cuMemHostUnregister", ctypes.c_void_p(4096))
+    on_device(0).page_unlock(4096)  # a finalizer has nobody to tell

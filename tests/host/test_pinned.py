@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.device import cuda
 from offload.device.backend import PageLockError
 from offload.device.cuda import CudaBackend
 from offload.host import page_locked as pinned
@@ -47,18 +46,19 @@ class Driver:
         self.locked: dict[int, tuple[int, int]] = {}
         self.refuses = False
         self.asked_at: list[int] = []
-        monkeypatch.setattr(cuda, "register", self.register)
-        monkeypatch.setattr(cuda, "unregister", self.unregister)
+        # Functions, as a bound method would not be given the backend.
+        monkeypatch.setattr(CudaBackend, "page_lock", lambda backend, *pages: self.lock(backend, *pages))  # noqa: PLW0108
+        monkeypatch.setattr(CudaBackend, "page_unlock", lambda backend, page: self.unlock(backend, page))  # noqa: PLW0108
 
-    def register(self, address: int, nbytes: int, device: int) -> None:
+    def lock(self, backend: CudaBackend, address: int, nbytes: int) -> None:
         self.asked_at.append(address)
         if self.refuses:
             raise PageLockError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY")
-        self.locked[address] = (nbytes, device)
+        self.locked[address] = (nbytes, backend.device.index)
 
-    def unregister(self, address: int, device: int) -> None:
+    def unlock(self, backend: CudaBackend, address: int) -> None:
         assert mapped(address), "locked memory was given back to the system"
-        assert self.locked.pop(address)[1] == device
+        assert self.locked.pop(address)[1] == backend.device.index
 
 
 def backend(index: int = 0) -> CudaBackend:
@@ -113,11 +113,11 @@ def test_memory_that_the_driver_refuses_to_lock_is_not_kept(driver: Driver) -> N
 def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def register(address: int, nbytes: int, device: int) -> None:
-        driver.register(address, nbytes, device)
+    def lock(backend: CudaBackend, address: int, nbytes: int) -> None:
+        driver.lock(backend, address, nbytes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cuda, "register", register)
+    monkeypatch.setattr(CudaBackend, "page_lock", lock)
     with pytest.raises(KeyboardInterrupt):
         page_locked(MIB, backend())
     gc.collect()  # of the traceback
@@ -180,16 +180,16 @@ class TestRealDriver:
         assert torch.equal(host, numbers.cpu())
 
     def test_a_refused_registration_leaves_no_error_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        register = cuda.register
+        lock = CudaBackend.page_lock
 
-        def register_twice(address: int, nbytes: int, device: int) -> None:
-            register(address, nbytes, device)
+        def lock_twice(backend: CudaBackend, address: int, nbytes: int) -> None:
+            lock(backend, address, nbytes)
             try:
-                register(address, nbytes, device)
+                lock(backend, address, nbytes)
             finally:
-                cuda.unregister(address, device)
+                backend.page_unlock(address)
 
-        monkeypatch.setattr(cuda, "register", register_twice)
+        monkeypatch.setattr(CudaBackend, "page_lock", lock_twice)
         with pytest.raises(HostMemoryError, match="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
             page_locked(MIB, backend())
         # A launch reports the runtime's last error, whoever caused it.
