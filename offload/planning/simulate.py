@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.observe.spans import COPY_LANES, Kind, Lane, Span
+from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
@@ -64,91 +64,43 @@ def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, 
 
 
 @dataclass(eq=False)
-class _Copy:
+class _Task:
+    """What a stream does in one go: seconds of compute, or bytes of a copy."""
+
     lane: Lane
-    layer: int
-    nbytes: int
-    ready_s: float
-    left: float
-    start_s: float = 0.0
+    kind: Kind
+    amount: float
+    label: str = ""
+    layer: int | None = None
+    after: _Task | None = None
+    """A task of another stream, over before this one starts."""
+    taken_bytes: int = 0
+    """Device memory that is taken when it starts, or given back if negative."""
+    freed_bytes: int = 0
+    """Device memory that is given back when it ends."""
+    start_s: float = math.inf
     end_s: float = math.inf
 
 
-class _Queues:
-    """The two copy streams: each runs its copies in order, and both share the link."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._now_s = 0.0
-        self._waiting: dict[Lane, deque[_Copy]] = {lane: deque() for lane in COPY_LANES}
-        self._done: list[_Copy] = []
-
-    def push(self, lane: Lane, layer: int, nbytes: int, ready_s: float) -> _Copy:
-        """Queue a copy that starts at ``ready_s`` or when its turn comes."""
-        copy = _Copy(lane, layer, nbytes, ready_s, float(nbytes))
-        self._waiting[lane].append(copy)
-        return copy
-
-    def finish(self, copy: _Copy) -> float:
-        """When ``copy`` ends.
-
-        Nothing may be queued later that is ready earlier than that: true for compute, which
-        queues nothing while it waits.
-        """
-        while copy.end_s == math.inf:
-            self._advance()
-        return copy.end_s
-
-    def drained(self) -> Iterator[Span]:
-        """Run what is queued to its end; all copies that there were."""
-        while any(self._waiting.values()):
-            self._advance()
-        for copy in self._done:
-            kind: Kind = "offload" if copy.lane == "d2h" else "reload"
-            label = f"{kind} {copy.layer}"
-            yield Span(copy.lane, kind, copy.start_s, copy.end_s, label, copy.layer, copy.nbytes)
-
-    def _advance(self) -> None:
-        """Run until the next copy starts or ends."""
-        heads = {lane: queue[0] for lane, queue in self._waiting.items() if queue}
-        busy = {lane: copy for lane, copy in heads.items() if copy.ready_s <= self._now_s}
-        rates = self._link.rates(d2h="d2h" in busy, h2d="h2d" in busy)
-        rate = dict(zip(COPY_LANES, rates, strict=True))
-        ends = {lane: self._now_s + copy.left / rate[lane] for lane, copy in busy.items()}
-        starts = [copy.ready_s for lane, copy in heads.items() if lane not in busy]
-        then_s = min([*ends.values(), *starts])
-        for lane, copy in busy.items():
-            if copy.left == copy.nbytes:
-                copy.start_s = self._now_s
-            if ends[lane] == then_s:
-                copy.left, copy.end_s = 0.0, then_s
-                self._done.append(self._waiting[lane].popleft())
-            else:
-                copy.left = max(0.0, copy.left - (then_s - self._now_s) * rate[lane])
-        self._now_s = then_s
-
-
 class Simulation:
-    """The compute stream on its way from step to step, with what a schedule moves before each of its points."""
+    """What the three streams do: compute its steps, the others what a schedule moves before each of its points."""
 
     def __init__(self, schedule: Schedule, layers: Sequence[LayerProfile], link: Link) -> None:
         self._schedule = schedule
         self._layers = layers
-        self._queues = _Queues(link)
-        self._now_s = 0.0
-        self._spans: list[Span] = []
-        self._memory: list[tuple[float, int]] = [(0.0, 0)]
-        self._copies: dict[int, list[_Copy]] = {layer: [] for layer in schedule.offloaded_layers}
+        self._link = link
+        self._tasks: dict[Lane, list[_Task]] = {lane: [] for lane in LANES}
+        self._copies: dict[int, list[_Task]] = {layer: [] for layer in schedule.offloaded_layers}
         """Per offloaded layer the copies of its tensors in the order of saving: to the host, later back."""
 
     def run(self, steps: Iterable[Point | Interlude], title: str) -> Timeline:
         """Play the points of the schedule in their order, and what compute does between them."""
         for step in steps:
             if isinstance(step, Interlude):
-                self._compute("other", None, step.duration_s, step.label)
+                self._add(_Task("compute", "other", step.duration_s, step.label))
                 continue
             for layer in self._schedule.releases(step):
-                self._release(layer)
+                self._hold(-self._layers[layer].saved_bytes, after=next(reversed(self._copies[layer]), None))
             for layer in self._schedule.reloads(step):
                 self._reload(layer)
             workspace_bytes = self._layers[step.layer].workspace_bytes
@@ -158,56 +110,86 @@ class Simulation:
             else:
                 self._backward(step)
             self._hold(-workspace_bytes)
-        return Timeline((*self._spans, *self._queues.drained()), tuple(self._memory), title)
+        self._play()
+        return Timeline(tuple(self._spans()), tuple(self._memory()), title)
+
+    def _add(self, task: _Task) -> _Task:
+        self._tasks[task.lane].append(task)
+        return task
+
+    def _hold(self, nbytes: int, after: _Task | None = None) -> _Task:
+        """From here on so many more (or fewer) bytes are on the device; compute waits for ``after`` before that."""
+        return self._add(_Task("compute", "other", 0.0, after=after, taken_bytes=nbytes))
 
     def _forward(self, point: Point) -> None:
         layer = self._layers[point.layer]
         pieces = layer.pieces()
-        for index, nbytes in enumerate(pieces):
-            self._hold(nbytes, layer.forward_s * index / len(pieces))
-            if point.layer in self._copies:
-                ready_s = self._now_s + layer.forward_s * (index + 1) / len(pieces)
-                self._copies[point.layer].append(self._queues.push("d2h", point.layer, nbytes, ready_s))
-        self._compute("forward", point.layer, layer.forward_s, repr(point))
-
-    def _backward(self, point: Point) -> None:
-        layer = self._layers[point.layer]
-        pieces = layer.pieces()
-        copies = self._copies.get(point.layer)
-        run_s = 0.0
-        for index in reversed(range(len(pieces))):
-            ready_s = self._queues.finish(copies[index]) if copies else 0.0
-            if ready_s > self._now_s + run_s:
-                self._compute("backward", point.layer, run_s, repr(point))
-                run_s = 0.0
-                self._stall(ready_s, f"reload {point.layer}", point.layer)
-            run_s += layer.backward_s / len(pieces)
-            self._hold(-pieces[index], run_s)
-        self._compute("backward", point.layer, run_s if pieces else layer.backward_s, repr(point))
-
-    def _release(self, layer: int) -> None:
-        copies = self._copies[layer]
-        if copies:
-            self._stall(self._queues.finish(copies[-1]), f"offload {layer}", layer)
-        self._hold(-self._layers[layer].saved_bytes)
+        for nbytes in pieces or (0,):
+            seconds = layer.forward_s / max(1, len(pieces))
+            piece = self._add(_Task("compute", "forward", seconds, repr(point), point.layer, taken_bytes=nbytes))
+            if pieces and point.layer in self._copies:
+                copy = _Task("d2h", "offload", nbytes, f"offload {point.layer}", point.layer, piece)
+                self._copies[point.layer].append(self._add(copy))
 
     def _reload(self, layer: int) -> None:
         pieces = self._layers[layer].pieces()
-        self._hold(sum(pieces))
-        last_first = [self._queues.push("h2d", layer, nbytes, self._now_s) for nbytes in reversed(pieces)]
-        self._copies[layer] = last_first[::-1]
+        here = self._hold(sum(pieces))
+        copies = [_Task("h2d", "reload", nbytes, f"reload {layer}", layer, here) for nbytes in pieces]
+        for copy in reversed(copies):
+            self._add(copy)
+        self._copies[layer] = copies
 
-    def _compute(self, kind: Kind, layer: int | None, duration_s: float, label: str) -> None:
-        if duration_s:
-            self._spans.append(Span("compute", kind, self._now_s, self._now_s + duration_s, label, layer))
-            self._now_s += duration_s
+    def _backward(self, point: Point) -> None:
+        layer = self._layers[point.layer]
+        pieces = layer.pieces() or (0,)
+        seconds = layer.backward_s / len(pieces)
+        copies = [*self._copies.get(point.layer, ())] or [None] * len(pieces)
+        for nbytes, copy in zip(reversed(pieces), reversed(copies), strict=True):
+            self._add(_Task("compute", "backward", seconds, repr(point), point.layer, copy, freed_bytes=nbytes))
 
-    def _stall(self, until_s: float, what: str, layer: int) -> None:
-        if until_s > self._now_s:
-            self._spans.append(Span("compute", "stall", self._now_s, until_s, f"wait for {what}", layer))
-            self._now_s = until_s
+    def _play(self) -> None:
+        """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
+        now_s = 0.0
+        queues = {lane: deque(tasks) for lane, tasks in self._tasks.items()}
+        left = {task: task.amount for tasks in self._tasks.values() for task in tasks}
+        while any(queues.values()):
+            heads = [queue[0] for queue in queues.values() if queue]
+            busy = {task.lane: task for task in heads if task.after is None or task.after.end_s <= now_s}
+            d2h, h2d = self._link.rates(d2h="d2h" in busy, h2d="h2d" in busy)
+            rate = {"compute": 1.0, "d2h": d2h, "h2d": h2d}
+            ends = {lane: now_s + left[task] / rate[lane] for lane, task in busy.items()}
+            then_s = min(ends.values())
+            for lane, task in busy.items():
+                task.start_s = min(task.start_s, now_s)
+                if ends[lane] == then_s:
+                    task.end_s = then_s
+                    queues[lane].popleft()
+                else:
+                    left[task] = max(0.0, left[task] - (then_s - now_s) * rate[lane])
+            now_s = then_s
 
-    def _hold(self, nbytes: int, after_s: float = 0.0) -> None:
-        """So many more (or fewer) bytes are on the device, from ``after_s`` from now on."""
-        if nbytes:
-            self._memory.append((self._now_s + after_s, self._memory[-1][1] + nbytes))
+    def _spans(self) -> Iterator[Span]:
+        """What was played, with the stalls: where a task of compute starts later than the one before has ended."""
+        compute: list[Span] = []
+        last_end_s = 0.0
+        for task in self._tasks["compute"]:
+            if task.after is not None and task.start_s > last_end_s:
+                what = f"wait for {task.after.label}"
+                compute.append(Span("compute", "stall", last_end_s, task.start_s, what, task.after.layer))
+            if task.amount:
+                compute.append(Span("compute", task.kind, task.start_s, task.end_s, task.label, task.layer))
+            last_end_s = task.end_s
+        # Pieces of a layer are one span; what belongs to no layer stays apart.
+        yield from merged(compute, lambda span: -1.0 if span.layer is None else 0.0)
+        for task in (*self._tasks["d2h"], *self._tasks["h2d"]):
+            yield Span(task.lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
+
+    def _memory(self) -> Iterator[tuple[float, int]]:
+        """The bytes on the device, from each time on."""
+        held = 0
+        yield 0.0, held
+        for task in self._tasks["compute"]:
+            for time_s, change in ((task.start_s, task.taken_bytes), (task.end_s, -task.freed_bytes)):
+                held += change
+                if change:
+                    yield time_s, held
