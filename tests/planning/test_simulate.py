@@ -296,7 +296,7 @@ def test_pure_parts_import_no_torch():
     """They and all they import: read, simulated and drawn where there is no torch."""
     folder = Path(offload.__file__).parent
     pending = ["planning.link", "planning.profile", "planning.simulate", "schedule.schedule"]
-    pending += ["observe.plot", "observe.timeline", "base.units"]
+    pending += ["observe.plot", "observe.timeline", "base.checks"]
     seen = set()
     while pending:
         module = pending.pop()
