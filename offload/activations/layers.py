@@ -11,8 +11,7 @@ from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.stats import OffloadStats
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
-from offload.base.layers import check_layers
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.schedule.schedule import HasSchedule, Schedule
 

@@ -20,16 +20,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.base.autograd import in_backward, next_node
 from offload.base.compiler import forget_compiled, interpreted
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 class Turn(IntEnum):
@@ -91,9 +89,6 @@ class LayerListener:
         """The layer's parameters are about to be changed by ``load_state_dict``."""
 
 
-Kind = TypeVar("Kind", bound=LayerListener)
-
-
 class Attachment(AbstractContextManager["Attachment"]):
     """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
 
@@ -121,7 +116,7 @@ class Attachment(AbstractContextManager["Attachment"]):
         self.remove()
 
 
-def listeners_on(layer: nn.Module, kind: type[Kind]) -> list[Kind]:
+def listeners_on(layer: nn.Module, kind: type[LayerListener]) -> list[LayerListener]:
     """The listeners of this kind on the layer."""
     events = _events_of(layer)
     return [] if events is None else [listener for listener in events.listeners if isinstance(listener, kind)]
@@ -131,6 +126,42 @@ def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
     """Where these layers compute, if a listener on one of them sees to that: streamed weights are elsewhere."""
     devices = (listener.device for layer in layers for listener in listeners_on(layer, LayerListener))
     return next((device for device in devices if device is not None), None)
+
+
+def check_layers(
+    layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
+) -> list[nn.Module]:
+    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for messages.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
+        ValueError: There are no layers, or one is listed twice, inside another or has such a listener already.
+    """
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+    modules = list(layers)
+    if not modules:
+        raise ValueError("layers must hold at least one module, got none")
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
+                "hooks; pass the layers that it was made of, and train with those."
+            )
+        if listeners_on(module, kind):
+            raise ValueError(
+                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle"
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
+    for number, module in enumerate(modules):
+        inside = set(module.modules()) - {module}
+        nested = [other for other, listed in enumerate(modules) if listed in inside]
+        if nested:
+            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
+    return modules
 
 
 class _LayerEvents:

@@ -1,8 +1,12 @@
-"""The moments of a program that schedules speak of, and the trip of one layer between them."""
+"""The moments of a program that schedules speak of, the trip of one layer between them, and the rules of such trips."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 
@@ -75,3 +79,147 @@ class Move:
     def entry(self) -> tuple[bool, int, bool, int]:
         """The declarative form, ``(offload_fwd, offload_num, reload_fwd, reload_num)``."""
         return (self.release.phase == "F", self.release.layer, self.reload.phase == "F", self.reload.layer)
+
+
+def check_layers(moves: Iterable[Move], model_layers: int) -> None:
+    """Raise a ``ValueError`` unless all layers exist, and each moves once."""
+    seen: set[int] = set()
+    for move in moves:
+        for layer in (move.layer, move.release.layer, move.reload.layer):
+            if not isinstance(layer, int) or not 0 <= layer < model_layers:
+                raise ValueError(
+                    f"layer {move.layer}: {move.entry} names layer {layer!r}, but layers are numbered 0 to "
+                    f"{model_layers - 1}"
+                )
+        if move.layer in seen:
+            raise ValueError(f"layer {move.layer} has more than one entry; give one")
+        seen.add(move.layer)
+
+
+def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: int) -> None:
+    """Raise a ``ValueError`` unless each layer runs forward and, later, backward, and the moves keep their rules."""
+    position = {point: index for index, point in enumerate(order)}
+    if position.keys() != set(_model_order(model_layers)) or len(order) != len(position):
+        raise ValueError(
+            f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
+        )
+    for layer in range(model_layers):
+        if position[backward(layer)] < position[forward(layer)]:
+            raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
+    for move in moves:
+        for rule in _rules(move):
+            if not rule.holds(position):
+                raise ValueError(rule.refusal("is refused"))
+
+
+class _Rule(NamedTuple):
+    """One point of the program must come before another."""
+
+    move: Move
+    earlier: Point
+    later: Point
+    broken: str
+    may_coincide: bool = False
+
+    def holds(self, position: Mapping[Point, int]) -> bool:
+        if self.earlier == self.later:
+            return self.may_coincide
+        return position[self.earlier] < position[self.later]
+
+    def refusal(self, verdict: str) -> str:
+        return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
+
+
+def _rules(move: Move) -> tuple[_Rule, ...]:
+    layer, release, reload = move.layer, move.release, move.reload
+    early = f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release"
+    late = (
+        f"it is released before {release!r}, which is not earlier than its own backward; "
+        "use an earlier release or leave the layer out"
+    )
+    swapped = (
+        f"its reload before {reload!r} does not come after its release before {release!r}; "
+        "use a later reload or leave the layer out"
+    )
+    missed = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
+    return (
+        _Rule(move, forward(layer), release, early),
+        _Rule(move, release, backward(layer), late),
+        _Rule(move, release, reload, swapped),
+        _Rule(move, reload, backward(layer), missed, may_coincide=True),
+    )
+
+
+def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
+    """An order of the points that honours every move: that of a model's layers if it does, else of microbatches.
+
+    Raises:
+        ValueError: No order honours them; the message names the entry that closes the contradiction.
+    """
+    model = _model_order(model_layers)
+    position = {point: index for index, point in enumerate(model)}
+    rules = [rule for move in moves for rule in _rules(move)]
+    if all(rule.holds(position) for rule in rules):
+        return model
+    broken = _first_broken(rules, model_layers)
+    if broken is None:
+        return _microbatch_order(rules, moves, model_layers)
+    alone = _first_broken(_rules(broken.move), model_layers)
+    if alone is None:
+        raise ValueError(broken.refusal("contradicts the entries of earlier layers"))
+    raise ValueError(alone.refusal("is refused"))
+
+
+def _model_order(model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 F2 B2 B1 B0."""
+    layers = range(model_layers)
+    return (*map(forward, layers), *map(backward, reversed(layers)))
+
+
+def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
+    """A sorter for what each point must follow: F(j-1) → Fj → Bj whatever the moves, and what the rules say.
+
+    Raises:
+        CycleError: No order honours them all.
+    """
+    sorter: TopologicalSorter[Point] = TopologicalSorter()
+    for layer in range(model_layers):
+        sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
+        sorter.add(backward(layer), forward(layer))
+    for rule in rules:
+        if not (rule.may_coincide and rule.earlier == rule.later):
+            sorter.add(rule.later, rule.earlier)
+    sorter.prepare()
+    return sorter
+
+
+def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
+    """The first rule that contradicts those before it."""
+
+    def contradict(count: int) -> bool:
+        try:
+            _prepared(rules[:count], model_layers)
+        except CycleError:
+            return True
+        return False
+
+    if not contradict(len(rules)):
+        return None
+    # Once some rules contradict each other, they do with any more beside them; so bisection finds the first.
+    return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
+
+
+def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
+    # A backward is ready only after its reload, unless that starts with it.
+    reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
+    sorter = _prepared(rules, model_layers)
+    order: list[Point] = []
+    queue: list[tuple[bool, bool, int, Point]] = []
+    while sorter.is_active():
+        for point in sorter.get_ready():
+            # The least is next: backwards whose reload has started, then forwards, then other backwards.
+            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
+        order.append(heappop(queue)[-1])
+        sorter.done(order[-1])
+    return tuple(order)

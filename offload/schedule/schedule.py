@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from offload.base.checks import check_int, warn_caller
-from offload.schedule.points import Move, Point, backward, forward
-from offload.schedule.rules import check_layers, check_order, find_order
+from offload.schedule.points import Move, Point, backward, check_layers, check_order, find_order, forward
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -156,10 +155,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         entries = {move.layer: move.entry for move in self.moves}
-        order = [repr(point) for point in self.order]
-        if self.order == find_order(self.moves, self.model_layers):
-            return f"Schedule.from_synchronization_dict({entries}, {self.model_layers})"
-        return f"Schedule.from_synchronization_dict({entries}, {self.model_layers}, {order})"
+        found = self.order == find_order(self.moves, self.model_layers)
+        order = "" if found else f", {[repr(point) for point in self.order]}"
+        return f"Schedule.from_synchronization_dict({entries}, {self.model_layers}{order})"
 
     def __str__(self) -> str:
         """A grid: a column per point in program order, a row per layer.

@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import format_bytes, is_int
-from offload.base.layer_events import Attachment
-from offload.base.layers import check_layers
+from offload.base.layer_events import Attachment, check_layers
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
