@@ -8,7 +8,7 @@ that of ``torch.distributed.pipelining``: ``2F0`` is the forward of microbatch 0
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 KINDS = ("F", "B", "I", "W")
@@ -51,7 +51,15 @@ def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
         ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
     """
     found = tuple(_read(actions))
-    _check(found)
+    ran: dict[Chunk, str] = {}
+    for action in found:
+        ran[action.chunk] = ran.get(action.chunk, "") + action.kind
+    for chunk, kinds in ran.items():
+        if kinds not in ("FB", "FIW"):
+            raise ValueError(
+                f"microbatch {chunk.microbatch} on stage {chunk.stage} must run F and then B, or F, I and then W, "
+                f"got {', '.join(kinds)}; give the actions of one rank in one step"
+            )
     return found
 
 
@@ -74,49 +82,41 @@ def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> tuple[Actio
     return tuple(order)
 
 
-def without_idle_inputs(actions: Iterable[Action], stage: int) -> tuple[Action, ...]:
+def without_idle_inputs(actions: Sequence[Action], stage: int) -> tuple[Action, ...]:
     """The actions as ``stage`` really runs them if nobody needs its input's gradient.
 
     PyTorch's first stage does nothing in ``I``, and its whole backward in ``W``.
     """
     split = {action.chunk for action in actions if action.kind == "I" and action.stage == stage}
-    kept = (action for action in actions if not (action.kind == "I" and action.chunk in split))
     return tuple(
-        action._replace(kind="B") if action.chunk in split and action.kind == "W" else action for action in kept
+        action._replace(kind="B") if action.chunk in split and action.kind == "W" else action
+        for action in actions
+        if action.chunk not in split or action.kind != "I"
     )
+
+
+def number_chunks(actions: Iterable[Action]) -> dict[Chunk, int]:
+    """Each chunk's number in the order of forwards."""
+    forwards = [action.chunk for action in actions if action.kind == "F"]
+    return {chunk: number for number, chunk in enumerate(forwards)}
 
 
 def _read(actions: Iterable[Any]) -> Iterator[Action]:
     for action in actions:
-        if action is None:
-            continue
         if isinstance(action, Action):
             yield action
         elif isinstance(action, str):
             yield from _parse(action)
-        elif action.sub_actions is not None:
+        elif action is not None and action.sub_actions is not None:
             yield from _read(action.sub_actions)
-        elif action.computation_type.value in KINDS:
+        elif action is not None and action.computation_type.value in KINDS:
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
 def _parse(text: str) -> Iterator[Action]:
-    inner, bracket, _ = text.strip().removeprefix("(").partition(")")
-    for part in inner.split(";") if bracket else [inner]:
+    for part in text.strip().removeprefix("(").partition(")")[0].split(";"):
         match = _ACTION.fullmatch(part.strip())
         if match is None or (match[2] in KINDS and not match[3]):
             raise ValueError(f"an action must be written <stage>F<microbatch>, or with B, I or W, got {text!r}")
         if match[2] in KINDS:
             yield Action(int(match[1]), match[2], int(match[3]))
-
-
-def _check(actions: tuple[Action, ...]) -> None:
-    ran: dict[Chunk, str] = {}
-    for action in actions:
-        ran[action.chunk] = ran.get(action.chunk, "") + action.kind
-    for chunk, kinds in ran.items():
-        if kinds not in ("FB", "FIW"):
-            raise ValueError(
-                f"microbatch {chunk.microbatch} on stage {chunk.stage} must run F and then B, or F, I and then W, "
-                f"got {', '.join(kinds)}; give the actions of one rank in one step"
-            )

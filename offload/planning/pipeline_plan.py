@@ -28,8 +28,8 @@ from typing import Any
 from offload.base.checks import format_bytes, format_s, is_int, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
-from offload.planning.pipeline_order import Action, Chunk, read_actions
-from offload.planning.pipeline_walk import Stay, Walk, number_chunks
+from offload.planning.pipeline_order import Action, Chunk, number_chunks, read_actions
+from offload.planning.pipeline_walk import Stay, Walk
 from offload.planning.profile import StageProfile
 from offload.planning.simulate import Simulation
 from offload.schedule.points import Move
@@ -218,7 +218,8 @@ def plan_pipeline(
     shortest = bisect_left(slowed, True, key=lambda walk: is_enough(walk.choose(link, lookahead, is_enough)))
     placements = [walk.choose(link, lookahead, is_enough) for walk in slowed[shortest : shortest + 1 + LONGER_WAITS]]
     placements.append(walk.choose(INSTANT_LINK, lookahead, is_enough))
-    return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: plan.stall_s)
+    # Of those that wait equally long, but for rounding, the first.
+    return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))
 
 
 def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:

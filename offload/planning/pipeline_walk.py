@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from offload.planning.link import Link
-from offload.planning.pipeline_order import Action, Chunk
+from offload.planning.pipeline_order import Action, number_chunks
 from offload.planning.profile import LayerProfile, StageProfile
 from offload.planning.simulate import Interlude
 from offload.schedule.points import Point, backward, forward
@@ -181,9 +181,3 @@ class Walk:
                 return None
             placed[layer] = Stay(release[layer], reload)
         return placed
-
-
-def number_chunks(actions: Iterable[Action]) -> dict[Chunk, int]:
-    """Each chunk's number in the order of forwards."""
-    forwards = [action.chunk for action in actions if action.kind == "F"]
-    return {chunk: number for number, chunk in enumerate(forwards)}

@@ -7,7 +7,8 @@ included, and the prediction comes with a timeline to look at.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
@@ -32,15 +33,16 @@ class Plan:
     profile: Profile
     link: Link
     memory_budget: int
-    timeline: Timeline = field(init=False, compare=False)
-    """The predicted step."""
-    without: Timeline = field(init=False, compare=False)
-    """The predicted step with every layer on the device."""
 
-    def __post_init__(self) -> None:
-        kept = Schedule(self.schedule.model_layers)
-        object.__setattr__(self, "timeline", simulate(self.schedule, self.profile, self.link))
-        object.__setattr__(self, "without", simulate(kept, self.profile, self.link))
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return simulate(self.schedule, self.profile, self.link)
+
+    @cached_property
+    def without(self) -> Timeline:
+        """The predicted step with every layer on the device."""
+        return simulate(Schedule(self.schedule.model_layers), self.profile, self.link)
 
     @property
     def num_layers(self) -> int:
@@ -63,23 +65,19 @@ class Plan:
         return sum(self.profile.layers[layer].saved_bytes for layer in self.schedule.offloaded_layers)
 
     def __repr__(self) -> str:
-        return (
-            f"<Plan: offload {self.num_layers} of {self.schedule.model_layers} layers, "
-            f"step {format_s(self.step_s)}, "
-            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}>"
-        )
+        peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"
+        layers = f"{self.num_layers} of {self.schedule.model_layers} layers"
+        return f"<Plan: offload {layers}, step {format_s(self.step_s)}, {peak}>"
 
     def __str__(self) -> str:
         """A row per layer, and the prediction beside that of keeping everything."""
-        offloaded = set(self.schedule.offloaded_layers)
-        stalls_s = dict.fromkeys(range(self.schedule.model_layers), 0.0)
-        for span in self.timeline.lane("compute"):
-            if span.kind == "stall" and span.layer is not None:
-                stalls_s[span.layer] += span.duration_s
+        offloaded = self.schedule.offloaded_layers
+        stalls = [span for span in self.timeline.lane("compute") if span.kind == "stall"]
         lines = [f"{'layer':>5}{'saved':>12}  {'what':<8}{'waits for it':>14}"]
         for index, layer in enumerate(self.profile.layers):
             what = "offload" if index in offloaded else "keep"
-            waits = format_s(stalls_s[index]) if index in offloaded else ""
+            stall_s = sum(span.duration_s for span in stalls if span.layer == index)
+            waits = format_s(stall_s) if index in offloaded else ""
             lines.append(f"{index:>5}{format_bytes(layer.saved_bytes):>12}  {what:<8}{waits:>14}".rstrip())
         step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
         peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
@@ -114,10 +112,14 @@ def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -
         raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
     peaks = []
     for num_layers in range(model_layers):
-        schedule = _default(num_layers, model_layers)
-        peaks.append(simulate(schedule, profile, link).peak_bytes)
-        if peaks[-1] <= budget:
-            return Plan(schedule, profile, link, budget)
+        with warnings.catch_warnings():
+            # That k = N-1 cannot overlap is part of the prediction.
+            warnings.simplefilter("ignore", UserWarning)
+            schedule = Schedule.default(num_layers, model_layers)
+        found = Plan(schedule, profile, link, budget)
+        if found.peak_bytes <= budget:
+            return found
+        peaks.append(found.peak_bytes)
     least = min(peaks)
     raise ValueError(
         f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that "
@@ -125,10 +127,3 @@ def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -
         f"({format_bytes(budget)}); raise it, use smaller microbatches, or recompute in the layers "
         "(torch.utils.checkpoint)."
     )
-
-
-def _default(num_layers: int, model_layers: int) -> Schedule:
-    with warnings.catch_warnings():
-        # That k = N-1 cannot overlap is part of the prediction.
-        warnings.simplefilter("ignore", UserWarning)
-        return Schedule.default(num_layers, model_layers)
