@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -126,8 +126,10 @@ def profile_layers(
     mark, seconds = recorder.backend.mark, recorder.backend.seconds
     with recorder.hooks, Attachment(modules, measured):
         step()
-        with recorder.counting():
+        recorder.start_counting()
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             step()
+        recorder.counts = recorder.reads_memory = False
         for layer in measured:
             layer.passes.clear()
         marks = [mark()]
@@ -172,37 +174,30 @@ class _Recorder:
         """Whose forward runs now."""
         self.counts = False
         """Whether this is the step in which bytes are counted."""
+        self.reads_memory = False
+        """Whether it is and there is an allocator to ask, which the CPU has not."""
         self.start_bytes = 0
-        """Device memory when that began."""
+        """What the allocator said when the step began."""
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what each layer saves, and on an accelerator what it needs beside that."""
+    def start_counting(self) -> None:
+        """Count what each layer saves from now on, and on an accelerator what it needs beside that."""
         self.counts = True
+        self.reads_memory = self.backend.device.type != "cpu"
         if self.reads_memory:
             self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
-        self.counts = False
 
-    @property
-    def reads_memory(self) -> bool:
-        """Whether the allocator is asked now: the CPU has none to ask."""
-        return self.counts and self.backend.device.type != "cpu"
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.running is not None and not self.running.counted:
-            for moving in travellers(tensor, self.rules):
-                self._count(moving.untyped_storage(), self.running)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The pack hook of that step."""
+        layer = self.running
+        if layer is not None and not layer.counted:
+            for storage in (moving.untyped_storage() for moving in travellers(tensor, self.rules)):
+                for earlier in self.layers[: layer.number]:
+                    if earlier.tensors.pop(storage._cdata, None) is not None:
+                        # As when it travels: with the later layer, which backward needs first, as its first tensor.
+                        layer.tensors = {storage._cdata: storage.nbytes()} | layer.tensors
+                layer.tensors.setdefault(storage._cdata, storage.nbytes())
         # A result of the operation that saves it would own itself through the graph: give an alias.
         return tensor if tensor.is_leaf else tensor.detach()
-
-    def _count(self, storage: torch.UntypedStorage, layer: _MeasuredLayer) -> None:
-        for earlier in self.layers[: layer.number]:
-            if earlier.tensors.pop(storage._cdata, None) is not None:
-                # As when it travels: with the later layer, which backward needs first, as its first tensor.
-                layer.tensors = {storage._cdata: storage.nbytes()} | layer.tensors
-        layer.tensors.setdefault(storage._cdata, storage.nbytes())
 
 
 class _MeasuredLayer(LayerListener):

@@ -47,8 +47,6 @@ INSTANT_LINK = Link(1e30, 1e30, 2e30)
 ROUNDING = 1e-9
 """How far sums of the same sizes may be apart."""
 
-ALL_ALIKE_LINK = Link(1.0, 1.0, 2.0)
-
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan:
@@ -179,7 +177,7 @@ def plan_pipeline(
         if memory_budget is not None:
             raise ValueError("memory_budget needs a profile, which says how large the activation sets are; give both")
         profile = {action.stage: StageProfile() for action in order}
-        link = link or ALL_ALIKE_LINK
+        link = link or Link(1.0, 1.0, 2.0)
     if link is None:
         raise ValueError("a profile needs a link to compare with; give link=measure_link()")
     missing = sorted({action.stage for action in order} - set(profile))
