@@ -28,14 +28,8 @@ from offload.weights.parameter import Gradients, HostParameter, aligned, own_sto
 from offload.weights.slots import WeightWait
 from offload.weights.stats import WeightCounters
 
-
-class _Addition(NamedTuple):
-    """A gradient that the worker adds to ``target``, or, if it is the ``first``, writes there."""
-
-    host: HostParameter
-    gradient: torch.Tensor
-    target: torch.Tensor
-    first: bool
+_Staged = tuple[HostParameter, torch.Tensor, torch.Tensor, bool]
+"""A gradient, what the worker adds it to, and whether it is the first there, which overwrites."""
 
 
 class _Flight(NamedTuple):
@@ -62,14 +56,12 @@ class GradientWriter:
         self._num_staging = num_staging
         self._counters = counters
         self._flights: deque[_Flight] = deque()
+        # Where p.grad lies, kept from step to step: page-locking stops the device.
         self._memory: dict[HostParameter, torch.Tensor] = {}
-        """Where ``p.grad`` lies, kept from step to step: page-locking stops the device."""
-        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
-        """The buffers that are free."""
+        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()  # the buffers that are free
         self._staging_made = 0
         self._worker = Worker("host")
-        self._errors: deque[BaseException] = deque()
-        """What the worker's jobs have raised since the last backward."""
+        self._errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
 
     def write_back(self, layer: WeightLayer) -> None:
         """Queue the copies of a layer's gradients, which compute has been told to write; the layer forgets them."""
@@ -90,8 +82,15 @@ class GradientWriter:
             self._land()
 
     def when_written(self, job: Callable[[], None]) -> None:
-        """Let the worker do ``job`` when what was queued so far is in ``p.grad``."""
-        self._submit(self._flights[-1].arrived, job)
+        """Let the worker do ``job`` when the copies that were queued so far are done, and its jobs before."""
+        arrived = self._d2h_stream.record_event()
+
+        def when_arrived() -> None:
+            self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
+            with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
+                job()
+
+        self._worker.submit(when_arrived, self._errors)
 
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``: the end of backward. Raises what a job of the worker's has."""
@@ -118,7 +117,7 @@ class GradientWriter:
     def _copy_out(self, gradients: Gradients) -> None:
         """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
         self._provide_memory([host for host in gradients if host.total is None and host.before is None])
-        staged = []
+        staged: list[_Staged] = []
         for host, gradient in gradients.items():
             self._counters["gradient_bytes"] += host.nbytes
             first = host.total is None
@@ -128,13 +127,18 @@ class GradientWriter:
             if first and host.before is None and host.total.dtype is gradient.dtype:
                 self._backend.copy(self._d2h_stream, host.total, gradient)
             else:
-                staged.append(_Addition(host, gradient, host.total, first))
+                staged.append((host, gradient, host.total, first))
         if staged:
             self._stage(staged)
 
     def _provide_memory(self, hosts: list[HostParameter]) -> None:
         """Make sure of memory for gradients that nobody else looks into, one piece for all that is missing."""
-        missing = [host for host in hosts if not self._has_memory(host)]
+        missing = []
+        for host in hosts:
+            memory = self._memory.get(host)
+            # Once the user has let go of parameter.grad and all its views, the tensor kept here is the only owner.
+            if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
+                missing.append(host)
         for landing in (True, False):
             # Pinned is only what copies land in; a conversion to another dtype is the worker's.
             group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is landing]
@@ -145,21 +149,25 @@ class GradientWriter:
                 for host, memory in zip(group, flat.split(sizes), strict=True):
                     self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
 
-    def _has_memory(self, host: HostParameter) -> bool:
-        memory = self._memory.get(host)
-        # Once the user has let go of parameter.grad and all its views, the tensor kept here is the only owner.
-        return memory is not None and memory.dtype is host.gradient_dtype and owners(memory) == 1
-
-    def _stage(self, staged: list[_Addition]) -> None:
+    def _stage(self, staged: list[_Staged]) -> None:
         """Copy gradients into a staging buffer, from which the worker adds them."""
-        sizes = [aligned(item.host.nbytes) for item in staged]
+        sizes = [aligned(host.nbytes) for host, *_ in staged]
         buffer = self._take_buffer(sum(sizes))
-        additions = []
-        for item, memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
-            landed = item.host.over(memory, item.gradient.dtype)
-            self._backend.copy(self._d2h_stream, landed, item.gradient)
-            additions.append(item._replace(gradient=landed))  # the worker does not hold device memory
-        self._submit(self._d2h_stream.record_event(), lambda: self._add(additions, buffer))
+        additions: list[_Staged] = []
+        for (host, gradient, target, first), memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
+            landed = host.over(memory, gradient.dtype)
+            self._backend.copy(self._d2h_stream, landed, gradient)
+            additions.append((host, landed, target, first))  # the worker does not hold device memory
+
+        def add() -> None:
+            try:
+                for host, landed, target, first in additions:
+                    self._counters["added_bytes"] += host.nbytes
+                    target.copy_(landed) if first else target.add_(landed)
+            finally:
+                self._staging.put(buffer)  # also after an error: backward may wait for a buffer
+
+        self.when_written(add)
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
         """A free staging buffer, a new one, or the next that the worker lets go."""
@@ -175,24 +183,6 @@ class GradientWriter:
             self._counters["staging_bytes"] += largest - (0 if buffer is None else len(buffer))
             buffer = page_locked(largest, self._backend)
         return buffer
-
-    def _submit(self, arrived: Event, job: Callable[[], None]) -> None:
-        """Let the worker do ``job`` when the copies before the event ``arrived`` are done."""
-
-        def when_arrived() -> None:
-            self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
-            with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
-                job()
-
-        self._worker.submit(when_arrived, self._errors)
-
-    def _add(self, additions: list[_Addition], buffer: torch.Tensor) -> None:
-        try:
-            for host, landed, target, first in additions:
-                self._counters["added_bytes"] += host.nbytes
-                target.copy_(landed) if first else target.add_(landed)
-        finally:
-            self._staging.put(buffer)  # also after an error: backward may wait for a buffer
 
     def _land(self) -> None:
         gradients = self._flights.popleft().gradients

@@ -24,11 +24,27 @@ from offload.host.page_locked import page_locked
 from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
 
 
+class Slot:
+    """Device memory for one layer at a time."""
+
+    def __init__(self, nbytes: int, backend: Backend) -> None:
+        self.flat = backend.empty(nbytes)
+        self.rank = -1  # of the layer whose weights it holds, or will hold once loaded
+        self.version = 0  # the layer's, when it was loaded
+        # Whether nothing can have changed the weights on the host since the load: .data leaves the version as it is.
+        self.fresh = False
+        self.used = backend.compute_stream().record_event()  # after it, compute no longer needs what the slot holds
+        self.loaded = self.used  # after it, the slot holds the weights, and the copy reads the host no longer
+
+
 class WeightLayer:
     """One layer's parameters on the host and, once bound to a slot, on the device.
 
     Those that earlier layers hold already are ``known``, and this layer's own are added there.
     """
+
+    slot: Slot
+    rank: int  # the position among the layers that have parameters
 
     def __init__(
         self,
@@ -40,15 +56,11 @@ class WeightLayer:
     ) -> None:
         self.number = number
         self.kind = type(module).__name__
-        self.rank = -1
-        """The position among the layers that have parameters."""
-        self.needs_backward = True
-        """Whether the last training forward gave an output that needs a gradient."""
-        self.gradients: Gradients = {}
-        """What backward has computed since the layer was entered, on the device, each with its host memory's stride."""
+        self.needs_backward = True  # whether the last training forward gave an output that needs a gradient
+        self.gradients: Gradients = {}  # what backward has computed since the layer was entered, on the device
         self.stand_ins: list[StandIn] = []
+        # What a load copies, to the slot from pinned memory: all that no earlier layer holds is one copy.
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What a load copies, to the slot from pinned memory: all that no earlier layer holds is one copy."""
         found = dict(module.named_parameters())  # each once
         own = {parameter: name for name, parameter in found.items() if parameter not in known}
         shared = [known[parameter] for parameter in found.values() if parameter in known]
@@ -58,18 +70,20 @@ class WeightLayer:
         memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8)
         for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
             known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat, grad_dtype)
+        # Each once, in the order in which they lie in the slot.
         self.parameters = [*(known[parameter] for parameter in own), *shared]
-        """Each parameter of the layer once, in the order in which they lie in the slot."""
         self.nbytes = sum(len(host.flat) for host in self.parameters)
         self._sources = [memory, *(host.flat for host in shared)]
         self._users = [host.parameter for host in self.parameters]
         self._places = [_places(module, parameter) for parameter in self._users]
         self._stream: object = None
 
-    def bind(self, flat: torch.Tensor) -> None:
-        """Make the stand-ins over ``flat``, the device memory of the slot that the layer is always loaded into."""
-        exclude(flat, "parameter")  # or the offloading of activations would move weights that autograd saves
-        flat = flat[: self.nbytes]
+    def bind(self, slot: Slot, rank: int) -> None:
+        """Make the stand-ins over the slot that the layer is always loaded into."""
+        self.slot = slot
+        self.rank = rank
+        exclude(slot.flat, "parameter")  # or the offloading of activations would move weights that autograd saves
+        flat = slot.flat[: self.nbytes]
         targets = flat.split([len(source) for source in self._sources])
         self.copies = [pair for pair in zip(targets, self._sources, strict=True) if len(pair[0])]
         parts = flat.split([len(host.flat) for host in self.parameters])
@@ -112,7 +126,8 @@ class WeightLayer:
 
     def written(self) -> str | None:
         """The name of a parameter whose stand-in was changed in place since forward began."""
-        return next((stand_in.of.name for stand_in in self.stand_ins if stand_in.written), None)
+        changed = (stand_in.of.name for stand_in in self.stand_ins if stand_in.shown._version != stand_in.version)
+        return next(changed, None)
 
     def __repr__(self) -> str:
         return f"layer {self.number} ({self.kind})"

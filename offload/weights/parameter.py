@@ -38,18 +38,14 @@ class HostParameter:
         self.flat = flat
         self.nbytes = parameter.nbytes
         self.size = parameter.size()
+        # The parameter's order of dimensions, without gaps.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        """The parameter's order of dimensions, without gaps."""
-        self.accumulator: Any = None
-        """Autograd's node that adds to ``parameter.grad``."""
+        self.accumulator: Any = None  # autograd's node that adds to parameter.grad
+        # Whether one backward may bring several gradients: several layers use it, or the loss does by itself.
         self.shared = False
-        """Whether one backward may bring several gradients: several layers use it, or the loss does by itself."""
-        self.held = False
-        """Whether ``parameter.grad`` is kept here: from the first gradient of a backward to its end."""
-        self.total: torch.Tensor | None = None
-        """What the gradients of this backward are added up in, while it is held."""
-        self.before: torch.Tensor | None = None
-        """What that sum is to be added to at the end; ``None`` if it needs no sum of its own."""
+        self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
+        self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
+        self.before: torch.Tensor | None = None  # what that sum is to be added to at the end, if it is one of its own
         gradient, parameter.grad = parameter.grad, None
         data = self.over(own_storage(flat[: self.nbytes]), parameter.dtype)
         data.copy_(parameter.data)
@@ -90,7 +86,7 @@ class HostParameter:
         """All has arrived: let ``parameter.grad`` be the sum.
 
         Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or the parameter's step in backward
-        sees to it (:meth:`offload.weights.step.LayerSteps.step`).
+        sees to it (:class:`offload.weights.step.LayerSteps`).
         """
         if not self.held:
             return
@@ -127,8 +123,9 @@ class StandIn:
         self.places = places
         self._flat = flat
         self._gradients = gradients
-        self._frozen = self._trained = self._shown = self.new()  # shown: what the modules hold, or last held
-        self._version = 0
+        self._frozen = self._trained = self.new()
+        self.shown = self._frozen  # what the modules hold, or last held
+        self.version = 0  # what that had when it was swapped in
         self._swapped_in = False
 
     def new(self) -> nn.Parameter:
@@ -151,10 +148,10 @@ class StandIn:
 
     def swap_in(self) -> None:
         """Let the modules hold it; it wants a gradient if the parameter does by now."""
-        self._shown = self._trained if self.of.parameter.requires_grad else self._frozen
-        self._version = self._shown._version
+        self.shown = self._trained if self.of.parameter.requires_grad else self._frozen
+        self.version = self.shown._version
         for container, key in self.places:
-            container[key] = self._shown
+            container[key] = self.shown
         self._swapped_in = True
 
     def swap_out(self) -> None:
@@ -162,11 +159,6 @@ class StandIn:
         self._swapped_in = False
         for container, key in self.places:
             container[key] = self.of.parameter
-
-    @property
-    def written(self) -> bool:
-        """Whether an in-place operation has changed it since it was swapped in."""
-        return self._shown._version != self._version
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Take the gradient of one backward, on the device; returns what autograd adds to ``parameter.grad`` now."""

@@ -11,8 +11,8 @@ import sys
 from enum import Enum
 
 from offload.base import trace
-from offload.device.backend import Backend, Event
-from offload.weights.layer import WeightLayer
+from offload.device.backend import Backend
+from offload.weights.layer import Slot, WeightLayer
 from offload.weights.stats import WeightCounters
 
 
@@ -32,24 +32,6 @@ class WeightWait(Enum):
     SOURCE = "the host changes a weight that is still being copied to the device"
 
 
-class Slot:
-    """Device memory of ``nbytes`` for one layer at a time."""
-
-    def __init__(self, nbytes: int, backend: Backend) -> None:
-        self.flat = backend.empty(nbytes)
-        self.layer: WeightLayer | None = None
-        """Whose weights it holds, or will hold once ``loaded``."""
-        self.version = 0
-        """The layer's version when it was loaded."""
-        self.fresh = False
-        """Whether nothing can have changed the weights on the host since the load, ``.data`` included, which leaves
-        the version as it is."""
-        self.used = backend.compute_stream().record_event()
-        """After this event compute no longer needs what the slot holds."""
-        self.loaded: Event = self.used
-        """After this event the slot holds the layer's weights, and the copy reads the host no longer."""
-
-
 class WeightSlots:
     """All slots of a device, and the h2d stream that fills them; ``layers`` are in the order of forward."""
 
@@ -63,8 +45,8 @@ class WeightSlots:
         counters["slot_bytes"] = sum(len(slot.flat) for slot in self.slots)
         self.storages = {slot.flat.untyped_storage()._cdata for slot in self.slots}
         for rank, layer in enumerate(layers):
-            layer.rank = rank
-            layer.bind(self._slot_of(layer).flat)
+            layer.bind(self.slots[rank % num_slots], rank)
+        self._last = -1  # the rank of the layer whose forward began last
 
     def acquire(self, layer: WeightLayer, *, step: int) -> None:
         """Let compute have a layer's weights, and queue the loads of the next layers, as many as there are other slots.
@@ -72,12 +54,17 @@ class WeightSlots:
         The ``step`` to the next is 1 in forward, which needs the weights that the host has now. It is -1 in backward,
         which needs those that forward had.
         """
-        if not self._holds(layer, fresh=step > 0):
+        if step > 0:
+            if layer.rank <= self._last:
+                # A new pass through the layers: what was done to the weights in between may have left no trace.
+                self.make_stale()
+            self._last = layer.rank
+        if not _holds(layer, fresh=step > 0):
             self._counters["late_loads"] += 1
             self._load(layer)
         trace.point("wait", layer.number)
         # Compute alone waits; the host goes on and queues the layer's operations behind the load.
-        self._backend.wait(self._backend.compute_stream(), self._slot_of(layer).loaded, WeightWait.LOADED)
+        self._backend.wait(self._backend.compute_stream(), layer.slot.loaded, WeightWait.LOADED)
         for distance in range(1, len(self.slots)):
             rank = layer.rank + step * distance
             if not 0 <= rank < len(self._layers):
@@ -85,12 +72,8 @@ class WeightSlots:
             coming = self._layers[rank]
             if step < 0 and not coming.needs_backward:
                 return
-            if not self._holds(coming, fresh=step > 0):
+            if not _holds(coming, fresh=step > 0):
                 self._load(coming)
-
-    def release(self, layer: WeightLayer) -> None:
-        """Compute has queued all that it does with the layer for now."""
-        self._slot_of(layer).used = self._backend.compute_stream().record_event()
 
     def make_stale(self) -> None:
         """The host may change weights now: the next forward loads anew."""
@@ -104,15 +87,8 @@ class WeightSlots:
                 # Else the copy would bring a mixture of old and new values to the device.
                 self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
 
-    def _slot_of(self, layer: WeightLayer) -> Slot:
-        return self.slots[layer.rank % len(self.slots)]
-
-    def _holds(self, layer: WeightLayer, *, fresh: bool) -> bool:
-        slot = self._slot_of(layer)
-        return slot.layer is layer and slot.version == layer.version() and (slot.fresh or not fresh)
-
     def _load(self, layer: WeightLayer) -> None:
-        slot = self._slot_of(layer)
+        slot = layer.slot
         if self._backend.poison:
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()
@@ -123,10 +99,16 @@ class WeightSlots:
                 self._backend.copy(self._h2d_stream, target, source)
                 self._counters["loaded_bytes"] += len(source)
         slot.loaded = self._h2d_stream.record_event()
-        slot.layer, slot.version, slot.fresh = layer, layer.version(), True
+        slot.rank, slot.version, slot.fresh = layer.rank, layer.version(), True
         self._counters["loads"] += 1
 
     def __del__(self) -> None:
         # The device memory goes back to compute's allocator, and the host memory to the system.
         if not sys.is_finalizing():
             self.finish_loads()
+
+
+def _holds(layer: WeightLayer, *, fresh: bool) -> bool:
+    """Whether the layer's weights are in its slot already, or on the way, and are those of now where that matters."""
+    slot = layer.slot
+    return slot.rank == layer.rank and slot.version == layer.version() and (slot.fresh or not fresh)

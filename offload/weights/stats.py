@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,10 @@ class WeightStats:
     """Device memory of all slots."""
 
     def __str__(self) -> str:
-        width = max(len(item.name) for item in fields(self))
-        lines = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            shown = f"{value / 2**20:,.1f} MiB" if item.name.endswith("_bytes") else value
-            lines.append(f"{item.name:<{width}}  {shown}")
-        return "\n".join(lines)
+        counts = vars(self).items()
+        texts = {name: f"{count / 2**20:,.1f} MiB" if name.endswith("_bytes") else count for name, count in counts}
+        width = max(map(len, texts))
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in texts.items())
 
 
 WeightCounters = Counter[str]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
 import torch
 
 from offload.base.checks import warn_caller
+from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightCounters
@@ -28,7 +29,13 @@ _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 class LayerSteps:
     """Splits one optimizer's step by layers."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: list[WeightLayer], counters: WeightCounters) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layers: list[WeightLayer],
+        writer: GradientWriter,
+        counters: WeightCounters,
+    ) -> None:
         _check_splittable(optimizer)
         hosts = {host for layer in layers for host in layer.parameters}
         streamed = {host.parameter for host in hosts}
@@ -37,25 +44,21 @@ class LayerSteps:
                 "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
             )
         self._optimizer = optimizer
+        self._writer = writer
         self._counters = counters
-        self.enabled = True
-        """Whether layers are stepped; not while gradients are still to be added to."""
-        self._arriving: set[HostParameter] = set()
-        """Whose gradients are on their way, and may not be all."""
+        self.enabled = True  # not while gradients are still to be added to
+        self._arriving: set[HostParameter] = set()  # whose gradients are on their way, and may not be all
+        # Those that the worker was told to step in this backward; it has begun to when they are held no longer.
         self._announced: set[HostParameter] = set()
-        """Those that the worker was told to step in this backward; it has begun to when they are held no longer."""
+        # Held while the worker begins a step, and while autograd says that it adds to parameter.grad by itself.
+        # Between reading parameter.grad and writing the sum there, such a gradient would be lost.
         self._beginning = threading.Lock()
-        """Held while the worker begins a step, and while autograd says that it adds to ``parameter.grad`` by itself.
-        Between reading ``parameter.grad`` and writing the sum there, such a gradient would be lost."""
-        self._due = False
-        """Whether backward has stepped layers, and ``optimizer.step()`` has not been called since."""
+        self._due = False  # whether backward has stepped layers, and optimizer.step() has not been called since
         self._state = optimizer.state
-        self._groups: list[dict[str, Any]] = []
-        """The hyperparameters that all steps of one backward use."""
+        self._groups: list[dict[str, Any]] = []  # the hyperparameters that all steps of one backward use
+        # The parameters that have been stepped: their names, and what they and their gradients were then.
         self._stepped: dict[torch.Tensor, tuple[str, object, object]] = {}
-        """The parameters that have been stepped: their names, and what they and their gradients were then."""
-        self._late: set[torch.Tensor] = set()
-        """Those that autograd has added a gradient to since their steps began."""
+        self._late: set[torch.Tensor] = set()  # to which autograd has added a gradient since their steps began
         self._rest_hook = optimizer.register_step_pre_hook(self._begin_rest)
         self._hooks = [
             self._rest_hook,
@@ -98,20 +101,19 @@ class LayerSteps:
             self._forget_steps()  # that optimizer.step() failed to end: until here it could be called again
         self._arriving |= {host for host in layer.gradients if not host.shared}
 
-    def complete(self, entered: WeightLayer | None) -> Callable[[], None] | None:
-        """What the worker is to do when all that was collected is in ``p.grad``.
+    def complete(self, entered: WeightLayer | None) -> None:
+        """Let the worker step what was collected, when it is in ``p.grad``.
 
         Backward runs the nodes of ``entered`` from now on: no more gradients come of the other layers. (They may come
         after the recomputation of several layers, in which backward passes through them all.)
         """
         hosts = self._arriving.difference(() if entered is None else entered.parameters)
         self._arriving -= hosts
-        if not hosts or not self.enabled:
-            return None
-        self._announced |= hosts
-        return partial(self.step, hosts)
+        if hosts and self.enabled:
+            self._announced |= hosts
+            self._writer.when_written(partial(self._step, hosts))
 
-    def step(self, hosts: set[HostParameter]) -> None:
+    def _step(self, hosts: set[HostParameter]) -> None:
         """Step parameters whose gradients are complete. Runs on the worker.
 
         Parameters that several layers share, or that the loss turns out to use by itself, are left to

@@ -57,10 +57,6 @@ class StreamedLayer(LayerListener):
         if stream.steps is not None:
             stream.steps.check(layer)
         layer.check()
-        if layer.number <= stream.last:
-            # A new pass through the layers: what was done to the weights in between may have left no trace.
-            stream.slots.make_stale()
-        stream.last = layer.number
         layer.renew(stream.backend.compute_stream_id())
         stream.enter(layer, "forward", step=1)
 
@@ -139,27 +135,18 @@ class WeightStream:
         self.backend = backend
         self.layers = layers
         self.parameters = {host.parameter for host in hosts}
-        """The user's parameters that are streamed."""
         self.counters = WeightCounters(weight_bytes=sum(len(host.flat) for host in hosts))
         self.slots = WeightSlots(backend, layers, num_slots, self.counters)
-        self.steps: LayerSteps | None = None
-        """Makes a layer's optimizer step as soon as its gradients are complete, if asked to."""
-        self.computes: WeightLayer | None = None
-        """Whose stand-ins the modules hold now."""
-        self.last = -1
-        """The number of the layer whose forward began last."""
-        self.thread: threading.Thread | None = None
-        """The thread that is in a layer's forward or in a backward."""
-        self._what = ""
-        """What it does, for messages."""
+        self.steps: LayerSteps | None = None  # if layers are stepped as soon as their gradients are complete
+        self.computes: WeightLayer | None = None  # whose stand-ins the modules hold now
+        self.thread: threading.Thread | None = None  # that is in a layer's forward or in a backward
+        self._what = ""  # what it does, for messages
         self._entering = threading.Lock()  # two threads may enter at the same moment
-        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
-        self._compute = backend.compute_stream()
-        """What the layer that computes runs on."""
+        self.writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        self._compute = backend.compute_stream()  # what the layer that computes runs on
+        # The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up.
         self._backward: Callable[[], _Backward | None] = lambda: None
-        """The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up."""
-        self._forward: _Forward | None = None
-        """The forward whose backward runs now."""
+        self._forward: _Forward | None = None  # whose backward runs now
         # Autograd's thread may drop a backward that failed while the program gives it up. The same thread may come
         # twice: what the first call lets go of may hold the backward.
         self._aborting = threading.RLock()
@@ -203,7 +190,7 @@ class WeightStream:
             self.backend.wait(compute, self._compute.record_event(), WeightWait.GRADIENT)
         for stand_in in layer.stand_ins:
             stand_in.swap_out()
-        self.slots.release(layer)
+        layer.slot.used = compute.record_event()
         self.computes = None  # last: what an interrupt cuts off here is done again
 
     def begin_backward(self, forward: _Forward, _: object) -> None:
@@ -214,7 +201,8 @@ class WeightStream:
                 "second backward would find other layers' weights."
             )
         self.enter_backward(forward.layer, forward)
-        self._step_layers_before(forward.layer)
+        if self.steps is not None:
+            self.steps.complete(forward.layer)
 
     def enter_backward(self, layer: WeightLayer, forward: _Forward | None = None) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
@@ -247,9 +235,10 @@ class WeightStream:
     def end_backward(self) -> None:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
-        self._step_layers_before(None)
+        if self.steps is not None:
+            self.steps.complete(None)
         self.slots.finish_loads()  # the program may change weights now, in a way that nobody sees
-        self._writer.finish()
+        self.writer.finish()
         if self.steps is not None:
             self.steps.end_backward()
         self.thread = None
@@ -262,7 +251,7 @@ class WeightStream:
             for layer in self.layers:
                 layer.gradients.clear()
             try:
-                self._writer.finish()
+                self.writer.finish()
             except Exception:
                 logger.exception("a gradient could not be added after backward had failed")
             if self.steps is not None:
@@ -302,12 +291,7 @@ class WeightStream:
         """Send off ``layer.gradients``, to which nothing of this call is added any more; they are on the device."""
         if self.steps is not None:
             self.steps.collect(layer)
-        self._writer.write_back(layer)
-
-    def _step_layers_before(self, entered: WeightLayer | None) -> None:
-        job = None if self.steps is None else self.steps.complete(entered)
-        if job is not None:
-            self._writer.when_written(job)
+        self.writer.write_back(layer)
 
 
 class _Forward(NamedTuple):
@@ -315,16 +299,14 @@ class _Forward(NamedTuple):
 
     layer: WeightLayer
     version: int
-    thread: threading.Thread | None
-    """The program's, and not one of autograd's."""
+    thread: threading.Thread | None  # the program's, and not one of autograd's
 
 
 class _Backward:
     """One run of autograd's engine, which owns it: called at its end, and gone without a call if it failed."""
 
     def __init__(self, stream: WeightStream) -> None:
-        self.stream: WeightStream | None = stream
-        """``None`` if there is nothing to do any more."""
+        self.stream: WeightStream | None = stream  # None if there is nothing to do any more
 
     def __call__(self) -> None:
         stream, self.stream = self.stream, None

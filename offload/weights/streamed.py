@@ -1,9 +1,4 @@
-"""Stream the weights of a model that does not fit on the device, through module hooks.
-
-Parameters live in pinned host memory, where an optimizer steps them. Each layer's travel to the device for its
-forward and once more for its backward; gradients travel back. See :mod:`offload.weights.layer` for
-how autograd finds them, and :mod:`offload.weights.slots` for what waits for what.
-"""
+"""Stream the weights of a model that does not fit on the device, through module hooks: what the user calls and holds."""
 
 from __future__ import annotations
 
@@ -74,7 +69,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         stream = self._alive()
         if stream.steps is not None:
             raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
-        stream.steps = LayerSteps(optimizer, stream.layers, self._counters)
+        stream.steps = LayerSteps(optimizer, stream.layers, stream.writer, self._counters)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
