@@ -11,7 +11,6 @@ there is: what the machine has, within what the control group may use.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -32,7 +31,8 @@ TOUCH_THREADS = 8
 SPARE = 1 / 32
 """What many mappings, some of them made at once, leave of the memory that each by itself finds."""
 
-# Advice of Linux that Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
+# Advice of Linux, most of which Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
+_MADV_HUGEPAGE = 14
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 
@@ -68,12 +68,7 @@ class _Mapping(mmap.mmap):
 
 
 def check_room(nbytes: int, *, spare: float = SPARE) -> None:
-    """Raise :class:`HostMemoryError` if the system has not that much host memory left.
-
-    Args:
-        nbytes: How much is needed.
-        spare: The part of what is left that it should keep.
-    """
+    """Raise :class:`HostMemoryError` if the system, which shall keep a part of it, has not that much memory left."""
     available = available_bytes()
     if available is not None and nbytes > available * (1 - spare):
         raise HostMemoryError(
@@ -83,11 +78,7 @@ def check_room(nbytes: int, *, spare: float = SPARE) -> None:
 
 
 def pageable(nbytes: int) -> torch.Tensor:
-    """Host memory of its own mapping, uint8 of shape ``[nbytes]``, all pages touched.
-
-    Raises:
-        HostMemoryError: The system has not that much.
-    """
+    """Host memory of its own mapping, uint8 of shape ``[nbytes]``, all pages touched, or a :class:`HostMemoryError`."""
     return torch.frombuffer(_touched(nbytes), dtype=torch.uint8)
 
 
@@ -130,10 +121,8 @@ def _touched(nbytes: int) -> _Mapping:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(f"The system has no {format_bytes(nbytes)} of host memory left ({error}).") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
     address = mapping.address
+    _advise(address, nbytes, _MADV_HUGEPAGE)
 
     def touch(start: int) -> None:
         part = min(TOUCH_BYTES, nbytes - start)
@@ -159,11 +148,7 @@ def _cores() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still touch without being killed; ``None`` where the system does not say.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """Bytes that this process can still touch without being killed; ``None`` where the system does not say."""
     try:
         machine = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):

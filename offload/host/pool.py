@@ -145,12 +145,11 @@ class HostPool:
         with self._lock:
             self._refusal = None
             missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
-            slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
-            if not slabs:
-                return
-            _forbid_in_capture(missing)
-            with ThreadPoolExecutor(min(RESERVE_THREADS, len(slabs))) as threads:
-                list(threads.map(self._pin, slabs))  # an error cancels what has not begun
+            if missing:
+                _forbid_in_capture(missing)
+                slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
+                with ThreadPoolExecutor(RESERVE_THREADS) as threads:
+                    list(threads.map(self._pin, slabs))  # an error cancels what has not begun
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
@@ -185,7 +184,8 @@ class HostPool:
         while size:
             # The smallest that is large enough; as long as there is none, the largest, so that the pieces are few.
             fitting = [piece for piece in self._free if piece.nbytes >= size]
-            piece = min(fitting, key=_nbytes) if fitting else max(self._free, key=_nbytes)
+            by_size = sorted(fitting or self._free, key=lambda piece: piece.nbytes)
+            piece = by_size[0 if fitting else -1]
             self._free.remove(piece)
             taken = min(size, piece.nbytes)
             if taken < piece.nbytes:
@@ -243,10 +243,6 @@ def _forbid_in_capture(missing: int) -> None:
             f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
             "captured; run one step as a warm-up before the capture."
         )
-
-
-def _nbytes(piece: Range) -> int:
-    return piece.nbytes
 
 
 def _round_up(nbytes: int, unit: int) -> int:
