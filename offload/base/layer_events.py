@@ -77,10 +77,7 @@ class LayerListener:
         """The forward has returned, or ``failed``; also called where :meth:`begin_forward` itself has raised."""
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        """The forward has not failed, and every listener has been told of its end: the output can be marked.
-
-        The order is that of :meth:`begin_forward`, and so is then that in which backward's beginning is told.
-        """
+        """The forward has not failed, and every listener knows: the output can be marked, in turn."""
 
     def before_state_dict(self) -> None:
         """The layer's parameters are about to be read."""
@@ -131,12 +128,7 @@ def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
 def check_layers(
     layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
 ) -> list[nn.Module]:
-    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for messages.
-
-    Raises:
-        TypeError: ``layers`` does not hold modules, or compiled ones of TorchScript.
-        ValueError: There are no layers, or one is listed twice, inside another or has such a listener already.
-    """
+    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for errors."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
         raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
     modules = list(layers)

@@ -14,11 +14,7 @@ _Jobs = SimpleQueue[tuple[Callable[[], object], _Errors] | None]
 
 
 class Worker:
-    """A thread that runs jobs in order, from the first one on until nobody holds the worker.
-
-    Args:
-        name: The thread's, after ``offload::``.
-    """
+    """A thread that runs jobs in order, from the first one on until nobody holds the worker."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -89,19 +89,16 @@ class Backend:
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
         """Queue the copy of device ``memory`` into host memory, uint8 ``pieces`` in order."""
-        for piece, source in zip(pieces, _split(memory, pieces), strict=True):
+        for piece, source in zip(pieces, _flat(memory).split([len(piece) for piece in pieces]), strict=True):
             self.copy(stream, piece, source)
 
     def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
         """Queue the copy of host memory, uint8 ``pieces`` in order, into device ``memory``."""
-        for piece, target in zip(pieces, _split(memory, pieces), strict=True):
+        for piece, target in zip(pieces, _flat(memory).split([len(piece) for piece in pieces]), strict=True):
             self.copy(stream, target, piece)
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        """Page-lock a range of host memory, where the device needs that to copy from and to it by itself.
-
-        Or raise :class:`PageLockError`; the range is then as before.
-        """
+        """Page-lock a range of host memory, if copies need that; a :class:`PageLockError` leaves it as it was."""
 
     def page_unlock(self, address: int) -> None:
         """Undo :meth:`page_lock`, before the system gets the range back."""
@@ -154,11 +151,6 @@ class Backend:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners(flat) == 1:
             _flat(flat.untyped_storage()).fill_(0xFF)
-
-
-def _split(memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    flat = _flat(memory)
-    return (flat,) if len(pieces) == 1 else torch.split(flat, [len(piece) for piece in pieces])
 
 
 def _flat(memory: torch.UntypedStorage) -> torch.Tensor:

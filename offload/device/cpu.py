@@ -90,10 +90,7 @@ class CpuStream:
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
-        """Let work queued from now on start after ``event``.
-
-        Also if the work before the event has failed: the error is for the program, not for this stream's thread.
-        """
+        """Let work queued from now on start after ``event``, also after one that failed: the program gets the error."""
         self._worker.submit(event.wait, self._failures.errors)
 
     def synchronize(self) -> None:

@@ -44,11 +44,7 @@ class HostMemory:
         self._warned = False
 
     def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
-        """A buffer, or ``None`` if the bytes are to stay on the device.
-
-        Raises:
-            HostMemoryError: There is no room, and the user asked for an error.
-        """
+        """A buffer; without room ``None`` if the bytes are to stay on the device, or the error that the user chose."""
         try:
             return pool.take(nbytes, self._max_bytes)
         except HostMemoryError as error:

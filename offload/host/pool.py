@@ -121,11 +121,7 @@ class HostPool:
             ready[buffer.nbytes].append(buffer)
 
     def read(self, buffer: HostBuffer) -> None:
-        """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it.
-
-        Raises:
-            CaptureError: A capture would read what was copied to the host outside of any capture.
-        """
+        """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it."""
         capture = current_capture()
         if capture is not None:
             if buffer.arena is None:
@@ -136,12 +132,7 @@ class HostPool:
             buffer.arena.hold(capture)
 
     def reserve(self, nbytes: int) -> None:
-        """Pin now what is missing for ``nbytes`` bytes in total.
-
-        Raises:
-            CaptureError: A CUDA graph is being captured.
-            HostMemoryError: The system refused; what was pinned before that stays in the pool.
-        """
+        """Pin now what is missing for ``nbytes`` bytes in total; what was pinned before an error stays in the pool."""
         with self._lock:
             self._refusal = None
             missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)

@@ -69,11 +69,8 @@ class Move:
                 f"reload_num: int), got {entry!r}"
             )
         offload_fwd, offload_num, reload_fwd, reload_num = entry
-        return cls(
-            layer,
-            forward(offload_num) if offload_fwd else backward(offload_num),
-            forward(reload_num) if reload_fwd else backward(reload_num),
-        )
+        release = Point("F" if offload_fwd else "B", offload_num)
+        return cls(layer, release, Point("F" if reload_fwd else "B", reload_num))
 
     @property
     def entry(self) -> tuple[bool, int, bool, int]:
@@ -153,8 +150,7 @@ def _rules(move: Move) -> tuple[_Rule, ...]:
 def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     """An order of the points that honours every move: that of a model's layers if it does, else of microbatches.
 
-    Raises:
-        ValueError: No order honours them; the message names the entry that closes the contradiction.
+    If there is none, the ``ValueError`` names the entry that closes the contradiction.
     """
     model = _model_order(model_layers)
     position = {point: index for index, point in enumerate(model)}
@@ -179,8 +175,7 @@ def _model_order(model_layers: int) -> tuple[Point, ...]:
 def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
     """A sorter for what each point must follow: F(j-1) → Fj → Bj whatever the moves, and what the rules say.
 
-    Raises:
-        CycleError: No order honours them all.
+    If no order honours them all, it is a ``CycleError``.
     """
     sorter: TopologicalSorter[Point] = TopologicalSorter()
     for layer in range(model_layers):
