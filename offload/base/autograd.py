@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C._autograd import (
-    _get_sequence_nr,
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_get_disabled_error_message,
-    _top_saved_tensors_default_hooks,
-)
+from torch._C import _autograd
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -46,7 +40,7 @@ def in_backward() -> bool:
 
 def in_checkpoint() -> bool:
     """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
-    hooks = _top_saved_tensors_default_hooks(True)
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
@@ -67,11 +61,11 @@ def is_transformed() -> bool:
     return bool(kinds & _WITHOUT_MEMORY) and TransformType.Grad not in kinds
 
 
-why_no_hooks = _saved_tensors_hooks_get_disabled_error_message
+why_no_hooks = _autograd._saved_tensors_hooks_get_disabled_error_message
 """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
-push_hooks = _push_saved_tensors_default_hooks
+push_hooks = _autograd._push_saved_tensors_default_hooks
 """Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
-next_node = _get_sequence_nr
+next_node = _autograd._get_sequence_nr
 """The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
 
 
@@ -81,13 +75,13 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
     An interrupt can leave hooks that the layer itself has put above ours: they are not ours to take off.
     """
     above = []
-    while (hooks := _top_saved_tensors_default_hooks(True)) and hooks[0] != pack:
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) and hooks[0] != pack:
         above.append(hooks)
-        _pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     if hooks:
-        _pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     for left in reversed(above):
-        _push_saved_tensors_default_hooks(*left)
+        push_hooks(*left)
 
 
 def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:

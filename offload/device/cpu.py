@@ -7,6 +7,7 @@ which is why a wait on it blocks the caller.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -75,13 +76,9 @@ class CpuStream:
 
     def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work``; what it raises comes out where the program waits for it."""
-
-        def delayed() -> None:
-            if self.delay_s:
-                time.sleep(self.delay_s)
-            work()
-
-        self._worker.submit(delayed, self._failures.errors)
+        if self.delay_s:
+            self._worker.submit(functools.partial(time.sleep, self.delay_s), self._failures.errors)
+        self._worker.submit(work, self._failures.errors)
 
     def record_event(self) -> CpuEvent:
         """An event that is set when all work queued so far is done."""
