@@ -228,6 +228,7 @@ def test_the_seconds_of_weights_count_as_time_to_copy():
     assert plan.schedule.offloaded_layers == (0,)
     assert plan.step_s_without == 19.0
     assert plan.timeline.duration_s == 19.0
+    assert [span.label for span in plan.timeline.spans if span.kind == "other"] == ["2W0", "2W1"]
     costs[2] = StageProfile(1.0, 1.0, 1.0, 0)
     assert plan_pipeline(actions, costs, Link(1.0, 1.0, 2.0)).schedule.offloaded_layers == ()
 

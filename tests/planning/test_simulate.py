@@ -236,6 +236,12 @@ class TestRules:
             ("rest of the step", 6.5, 6.75),
         ]
 
+    def test_a_reload_before_the_last_backward_starts_after_the_loss(self):
+        schedule = Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 3)
+        layer = LayerProfile(1.0, 2.0, 10, (10,))
+        timeline = simulate(schedule, Profile((layer,) * 3, loss_s=0.5), self.LINK)
+        assert timeline.lane("h2d")[0].start_s == 3.5
+
     def test_workspace_counts_while_its_layer_runs(self):
         layer = LayerProfile(1.0, 2.0, 100, (100,), workspace_bytes=30)
         timeline = simulate(Schedule(3), Profile((layer,) * 3), self.LINK)
