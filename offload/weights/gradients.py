@@ -1,13 +1,9 @@
 """Gradients on their way to ``p.grad``: the d2h stream, pinned staging, and the worker that adds on the host.
 
-Where ``p.grad`` is ``None``, the first microbatch after ``zero_grad()``, the copy lands in it: nothing is staged,
-nothing is added, the host has nothing to do. Later microbatches are copied into staging and
-added to ``p.grad`` by a worker thread, so that no gradient goes up to the device again.
-
-Note:
-    Staging is bounded. If the worker is so far behind that all of it is taken, backward waits on the host for the
-    next buffer: a device cannot wait for a thread. The queue of the device still holds a layer's work by then. The
-    counter ``staging_waits`` tells how often that happened.
+Where ``p.grad`` is ``None``, the first microbatch after ``zero_grad()``, the copy lands in it, and the host has nothing
+to do. Later microbatches are copied into staging and added to ``p.grad`` by a worker thread, so that no gradient goes
+up to the device again. Staging is bounded. If the worker is so far behind that all of it is taken, backward waits on
+the host for the next buffer: a device cannot wait for a thread. Its queue still holds a layer's work by then.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ class GradientWriter:
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
         self._num_staging = num_staging
-        self._counters = counters
+        self.counters = counters
         self._flights: deque[_Flight] = deque()
         # Where p.grad lies, kept from step to step: page-locking stops the device.
         self._memory: dict[HostParameter, torch.Tensor] = {}
@@ -119,7 +115,7 @@ class GradientWriter:
         self._provide_memory([host for host in gradients if host.total is None and host.before is None])
         staged: list[_Staged] = []
         for host, gradient in gradients.items():
-            self._counters["gradient_bytes"] += host.nbytes
+            self.counters["gradient_bytes"] += host.nbytes
             first = host.total is None
             if host.total is None:
                 # .data: with a version of its own. What is there before is added at the end, out of ordinary memory.
@@ -145,7 +141,7 @@ class GradientWriter:
             sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
             if group:
                 flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
-                self._counters["gradient_host_bytes"] += len(flat)
+                self.counters["gradient_host_bytes"] += len(flat)
                 for host, memory in zip(group, flat.split(sizes), strict=True):
                     self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
 
@@ -162,7 +158,7 @@ class GradientWriter:
         def add() -> None:
             try:
                 for host, landed, target, first in additions:
-                    self._counters["added_bytes"] += host.nbytes
+                    self.counters["added_bytes"] += host.nbytes
                     target.copy_(landed) if first else target.add_(landed)
             finally:
                 self._staging.put(buffer)  # also after an error: backward may wait for a buffer
@@ -175,12 +171,12 @@ class GradientWriter:
         if self._staging.empty() and self._staging_made < self._num_staging:
             self._staging_made += 1
         else:
-            self._counters["staging_waits"] += self._staging.empty()
+            self.counters["staging_waits"] += self._staging.empty()
             buffer = self._staging.get()  # blocks until the worker has freed one: host memory is bounded
         if buffer is None or len(buffer) < nbytes:  # parameters may have been unfrozen since it was made
             trained = ([host for host in layer.parameters if host.parameter.requires_grad] for layer in self._layers)
             largest = max(nbytes, *(sum(aligned(host.nbytes) for host in hosts) for hosts in trained))
-            self._counters["staging_bytes"] += largest - (0 if buffer is None else len(buffer))
+            self.counters["staging_bytes"] += largest - (0 if buffer is None else len(buffer))
             buffer = page_locked(largest, self._backend)
         return buffer
 

@@ -15,37 +15,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from offload.base.checks import warn_caller
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
 from offload.weights.parameter import HostParameter
-from offload.weights.stats import WeightCounters
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 """Those of every part of an optimizer, and what parts are known by."""
 
 
 class LayerSteps:
-    """Splits one optimizer's step by layers."""
+    """Splits one optimizer's step by layers; does nothing before :meth:`use`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        layers: list[WeightLayer],
-        writer: GradientWriter,
-        counters: WeightCounters,
-    ) -> None:
-        _check_splittable(optimizer)
-        hosts = {host for layer in layers for host in layer.parameters}
-        streamed = {host.parameter for host in hosts}
-        if streamed.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
-            )
-        self._optimizer = optimizer
+    def __init__(self, layers: list[WeightLayer], writer: GradientWriter) -> None:
+        self._hosts = {host for layer in layers for host in layer.parameters}
         self._writer = writer
-        self._counters = counters
+        self.optimizer: torch.optim.Optimizer | None = None
         self.enabled = True  # not while gradients are still to be added to
         self._arriving: set[HostParameter] = set()  # whose gradients are on their way, and may not be all
         # Those that the worker was told to step in this backward; it has begun to when they are held no longer.
@@ -54,18 +41,28 @@ class LayerSteps:
         # Between reading parameter.grad and writing the sum there, such a gradient would be lost.
         self._beginning = threading.Lock()
         self._due = False  # whether backward has stepped layers, and optimizer.step() has not been called since
-        self._state = optimizer.state
+        self._state: object = None
         self._groups: list[dict[str, Any]] = []  # the hyperparameters that all steps of one backward use
         # The parameters that have been stepped: their names, and what they and their gradients were then.
         self._stepped: dict[torch.Tensor, tuple[str, object, object]] = {}
         self._late: set[torch.Tensor] = set()  # to which autograd has added a gradient since their steps began
-        self._rest_hook = optimizer.register_step_pre_hook(self._begin_rest)
+        self._hooks: list[RemovableHandle] = []
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with the user's optimizer, which has parameters of these layers, from now on."""
+        _check_splittable(optimizer)
+        streamed = {host.parameter for host in self._hosts}
+        if streamed.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "optimizer must have parameters of the streamed layers, got none of them; build it from the same model."
+            )
+        self.optimizer = optimizer
         self._hooks = [
-            self._rest_hook,
+            optimizer.register_step_pre_hook(self._begin_rest),
             optimizer.register_step_post_hook(self._end_rest),
             optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
         ]
-        for host in hosts:
+        for host in self._hosts:
             if host.accumulator is not None:
                 # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle
                 # through autograd's memory, where Python's collector does not look.
@@ -74,7 +71,7 @@ class LayerSteps:
 
     def check(self, layer: WeightLayer) -> None:
         """Raise if the layer, which is about to run forward or backward, may have been stepped already."""
-        if not self._announced.isdisjoint(layer.parameters):
+        if self._announced and not self._announced.isdisjoint(layer.parameters):
             raise RuntimeError(
                 f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
                 "the step; do not use step_in_backward with layers that are checkpointed twice per forward."
@@ -97,6 +94,8 @@ class LayerSteps:
 
     def collect(self, layer: WeightLayer) -> None:
         """The gradients that this layer has now are about to leave the device; more of them may come."""
+        if self.optimizer is None:
+            return
         if not self._due and not self._announced:
             self._forget_steps()  # that optimizer.step() failed to end: until here it could be called again
         self._arriving |= {host for host in layer.gradients if not host.shared}
@@ -109,11 +108,11 @@ class LayerSteps:
         """
         hosts = self._arriving.difference(() if entered is None else entered.parameters)
         self._arriving -= hosts
-        if hosts and self.enabled:
+        if hosts and self.enabled and self.optimizer is not None:
             self._announced |= hosts
-            self._writer.when_written(partial(self._step, hosts))
+            self._writer.when_written(partial(self._step, self.optimizer, hosts))
 
-    def _step(self, hosts: set[HostParameter]) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, hosts: set[HostParameter]) -> None:
         """Step parameters whose gradients are complete. Runs on the worker.
 
         Parameters that several layers share, or that the loss turns out to use by itself, are left to
@@ -121,20 +120,20 @@ class LayerSteps:
         """
         with self._beginning:
             complete = {host.parameter: host for host in hosts if not host.shared}
-            params = [[item for item in group["params"] if item in complete] for group in self._optimizer.param_groups]
+            params = [[item for item in group["params"] if item in complete] for group in optimizer.param_groups]
             if not any(params):
                 return
             if not self._due:
                 self._due = True
                 self._forget_steps()
-                self._state = self._optimizer.state
-                self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
+                self._state = optimizer.state
+                self._groups = [_hyperparameters(group) for group in optimizer.param_groups]
                 # The last of the hooks sees what the others change.
-                self._optimizer._optimizer_step_pre_hooks.move_to_end(self._rest_hook.id)  # type: ignore[attr-defined]
+                optimizer._optimizer_step_pre_hooks.move_to_end(self._hooks[0].id)  # type: ignore[attr-defined]
             for host in complete.values():
                 host.give_back_gradient()
         groups = [{**used, "params": mine} for used, mine in zip(self._groups, params, strict=False) if mine]
-        part = _part_of(self._optimizer, groups)
+        part = _part_of(optimizer, groups)
         step: Any = type(part).step
         try:
             getattr(step, "__wrapped__", step)(part)
@@ -144,7 +143,7 @@ class LayerSteps:
             raise
         for parameter in [item for mine in params for item in mine]:
             self._stepped[parameter] = (complete[parameter].name, _seen(parameter), _seen(parameter.grad))
-        self._counters["early_steps"] += 1
+        self._writer.counters["early_steps"] += 1
 
     def end_backward(self) -> None:
         """Backward has ended or failed; the next one may bring gradients of the same layers."""
@@ -169,7 +168,7 @@ class LayerSteps:
             elif added in self._announced:
                 self._late.add(added.parameter)
 
-    def _begin_rest(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _begin_rest(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Let ``optimizer.step()`` step what is left."""
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise RuntimeError(
@@ -178,7 +177,7 @@ class LayerSteps:
         self._due = False
         if not self._stepped:
             return None
-        changed = self._change()
+        changed = self._change(optimizer)
         if changed is not None:
             raise RuntimeError(
                 f"{changed} must stay as it was when backward made the step, but was changed before optimizer.step() "
@@ -203,14 +202,14 @@ class LayerSteps:
         self._stepped.clear()
         self._late.clear()
 
-    def _change(self) -> str | None:
+    def _change(self, optimizer: torch.optim.Optimizer) -> str | None:
         """The name of what a step after backward would use otherwise, if there is such a thing."""
-        if self._optimizer.state is not self._state:
+        if optimizer.state is not self._state:
             return "the optimizer's state"
-        if getattr(self._optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
+        if getattr(optimizer, "grad_scale", None) is not None:  # so a GradScaler tells fused optimizers
             return "the gradients' scale"
         # Groups that were added since have not been used.
-        for number, (used, group) in enumerate(zip(self._groups, self._optimizer.param_groups, strict=False)):
+        for number, (used, group) in enumerate(zip(self._groups, optimizer.param_groups, strict=False)):
             for key, value in _hyperparameters(group).items():
                 if key not in used or not _equal(used[key], value):
                     return f"{key} of param_groups[{number}]"

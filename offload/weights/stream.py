@@ -54,8 +54,7 @@ class StreamedLayer(LayerListener):
             return
         stream.enter_thread(threading.current_thread(), f"forward of {layer}")
         stream.drop_unfinished()
-        if stream.steps is not None:
-            stream.steps.check(layer)
+        stream.steps.check(layer)
         layer.check()
         layer.renew(stream.backend.compute_stream_id())
         stream.enter(layer, "forward", step=1)
@@ -112,8 +111,7 @@ class StreamedLayer(LayerListener):
 
     def before_state_dict(self) -> None:
         self._stream.give_up()
-        if self._stream.steps is not None:
-            self._stream.steps.warn_of_state_dict()
+        self._stream.steps.warn_of_state_dict()
 
     def before_load(self) -> None:
         self._stream.settle()
@@ -137,12 +135,12 @@ class WeightStream:
         self.parameters = {host.parameter for host in hosts}
         self.counters = WeightCounters(weight_bytes=sum(len(host.flat) for host in hosts))
         self.slots = WeightSlots(backend, layers, num_slots, self.counters)
-        self.steps: LayerSteps | None = None  # if layers are stepped as soon as their gradients are complete
         self.computes: WeightLayer | None = None  # whose stand-ins the modules hold now
         self.thread: threading.Thread | None = None  # that is in a layer's forward or in a backward
         self._what = ""  # what it does, for messages
         self._entering = threading.Lock()  # two threads may enter at the same moment
-        self.writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        self.steps = LayerSteps(layers, self._writer)
         self._compute = backend.compute_stream()  # what the layer that computes runs on
         # The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up.
         self._backward: Callable[[], _Backward | None] = lambda: None
@@ -201,13 +199,11 @@ class WeightStream:
                 "second backward would find other layers' weights."
             )
         self.enter_backward(forward.layer, forward)
-        if self.steps is not None:
-            self.steps.complete(forward.layer)
+        self.steps.complete(forward.layer)
 
     def enter_backward(self, layer: WeightLayer, forward: _Forward | None = None) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
-        if self.steps is not None:
-            self.steps.check(layer)
+        self.steps.check(layer)
         if forward is not None and forward.version != layer.version():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
@@ -235,12 +231,10 @@ class WeightStream:
     def end_backward(self) -> None:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
-        if self.steps is not None:
-            self.steps.complete(None)
+        self.steps.complete(None)
         self.slots.finish_loads()  # the program may change weights now, in a way that nobody sees
-        self.writer.finish()
-        if self.steps is not None:
-            self.steps.end_backward()
+        self._writer.finish()
+        self.steps.end_backward()
         self.thread = None
 
     def abort_backward(self) -> None:
@@ -251,11 +245,10 @@ class WeightStream:
             for layer in self.layers:
                 layer.gradients.clear()
             try:
-                self.writer.finish()
+                self._writer.finish()
             except Exception:
                 logger.exception("a gradient could not be added after backward had failed")
-            if self.steps is not None:
-                self.steps.end_backward()
+            self.steps.end_backward()
 
     def drop_unfinished(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
@@ -289,9 +282,8 @@ class WeightStream:
 
     def _write_back(self, layer: WeightLayer) -> None:
         """Send off ``layer.gradients``, to which nothing of this call is added any more; they are on the device."""
-        if self.steps is not None:
-            self.steps.collect(layer)
-        self.writer.write_back(layer)
+        self.steps.collect(layer)
+        self._writer.write_back(layer)
 
 
 class _Forward(NamedTuple):
@@ -309,13 +301,9 @@ class _Backward:
         self.stream: WeightStream | None = stream  # None if there is nothing to do any more
 
     def __call__(self) -> None:
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            try:
-                stream.end_backward()
-            except BaseException:
-                self.stream = stream  # an error or interrupt in here has left a part undone: __del__ ends it
-                raise
+        if self.stream is not None:
+            self.stream.end_backward()
+            self.stream = None  # if not reached, an error or interrupt has left a part undone: __del__ ends it
 
     def __del__(self) -> None:
         stream = self.stream

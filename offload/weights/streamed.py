@@ -1,4 +1,4 @@
-"""Stream the weights of a model that does not fit on the device, through module hooks: what the user calls and holds."""
+"""Stream the weights of a model that does not fit on the device, by module hooks: what the user calls and holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.stats import WeightStats
-from offload.weights.step import LayerSteps, is_part
+from offload.weights.step import is_part
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
@@ -66,18 +66,15 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
             RuntimeError: The handle was removed, or has an optimizer already. Forward and ``optimizer.step()`` raise it
                 where a loop does not keep to the above, and name what they have found.
         """
-        stream = self._alive()
-        if stream.steps is not None:
+        steps = self._alive().steps
+        if steps.optimizer is not None:
             raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
-        stream.steps = LayerSteps(optimizer, stream.layers, stream.writer, self._counters)
+        steps.use(optimizer)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
         """Inside the block, backward adds to gradients and steps nothing; see :meth:`step_in_backward`."""
         steps = self._alive().steps
-        if steps is None:
-            yield
-            return
         before, steps.enabled = steps.enabled, False
         try:
             yield
@@ -107,8 +104,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         if self._stream is None:
             return
         self._stream.settle()
-        if self._stream.steps is not None:
-            self._stream.steps.close()
+        self._stream.steps.close()
         self._attachment.remove()
         _move_buffers(self._buffers)
         self._stream = None

@@ -652,7 +652,7 @@ def test_a_gradient_that_comes_just_in_time_for_the_step_counts(device: torch.de
     plain, loop = (Loop(device, adam, in_backward=in_backward) for in_backward in (False, True))
     for one in (plain, loop):
         arrived = threading.Event()
-        writer: Any = one.streamed._alive().writer
+        writer: Any = one.streamed._alive()._writer
         writer._worker.submit(arrived.wait, [])
         backward_with_penalty(one, lambda: None, arrived.set)
         one.optimizer.step()
