@@ -92,7 +92,8 @@ class Attachment(AbstractContextManager["Attachment"]):
     def __init__(self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener]) -> None:
         self._attached = list(zip(layers, listeners, strict=True))
         for layer, listener in self._attached:
-            (_events_of(layer) or _LayerEvents(layer)).add(listener)
+            events = _events_of(layer) or _LayerEvents(layer)
+            events.listeners = sorted([*events.listeners, listener], key=lambda listener: listener.turn)
         forget_compiled()
 
     def remove(self) -> None:
@@ -174,9 +175,6 @@ class _LayerEvents:
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
         ]
         _wrap_checkpoint(layer, self)
-
-    def add(self, listener: LayerListener) -> None:
-        self.listeners = sorted([*self.listeners, listener], key=lambda listener: listener.turn)
 
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
         """Tell this listener nothing more; the hooks go with the last one."""

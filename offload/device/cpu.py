@@ -1,8 +1,7 @@
 """The CPU as a device: each stream is a worker thread with a queue, each event a real event.
 
-Copies are as asynchronous as a GPU's, so code that forgets a wait computes wrong numbers here
-too. Operations of the model itself run in the caller's thread; they are the compute stream,
-which is why a wait on it blocks the caller.
+Copies are as asynchronous as a GPU's, so code that forgets a wait computes wrong numbers here too. Operations of the
+model itself run in the caller's thread; they are the compute stream, which is why a wait on it blocks the caller.
 """
 
 from __future__ import annotations
@@ -22,21 +21,13 @@ from offload.base.worker import Worker
 from offload.device.backend import Backend, Event, Stream, Wait
 
 
-class _Failures:
-    """What the work of a device's streams has raised. Each error reaches the program once, where it waits next."""
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-        """Of the work that was queued since the program was last told; that work keeps this list."""
-
-
 class CpuEvent(threading.Event):
     """Set when the worker of its stream reaches it."""
 
-    def __init__(self, failures: _Failures) -> None:
+    def __init__(self, backend: CpuBackend) -> None:
         super().__init__()
-        self._failures = failures
-        self._errors = failures.errors
+        self._backend = backend
+        self._errors = backend.errors
         self.error: BaseException | None = None
         """The first error of the work before the event, whichever the stream. Without its traceback, which would keep
         the tensors of the copy alive as long as the event."""
@@ -57,8 +48,8 @@ class CpuEvent(threading.Event):
         """Block until the work before the event is done; raise a ``RuntimeError`` if it has failed."""
         self.wait()
         if self.error is not None:
-            if self._failures.errors is self._errors:
-                self._failures.errors = []  # the program knows, so they do not fail what it queues from now on
+            if self._backend.errors is self._errors:
+                self._backend.errors = []  # the program knows, so they do not fail what it queues from now on
             # A new error for each who waits, as raising it adds a traceback to it, and the event lives on.
             raise RuntimeError(f"a copy has failed: {type(self.error).__name__}: {self.error}") from self.error
 
@@ -66,29 +57,27 @@ class CpuEvent(threading.Event):
 class CpuStream:
     """A queue of work that a thread of its own runs in order."""
 
-    def __init__(self, name: str, failures: _Failures) -> None:
+    def __init__(self, name: str, backend: CpuBackend) -> None:
         self.delay_s = 0.0
         """Extra time before each piece of work, to make races visible in tests."""
-        # Of all streams of the device: an event after a failed copy fails too, whichever streams led from one to the
-        # other.
-        self._failures = failures
+        self._backend = backend
         self._worker = Worker(name)
 
     def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work``; what it raises comes out where the program waits for it."""
         if self.delay_s:
-            self._worker.submit(functools.partial(time.sleep, self.delay_s), self._failures.errors)
-        self._worker.submit(work, self._failures.errors)
+            self._worker.submit(functools.partial(time.sleep, self.delay_s), self._backend.errors)
+        self._worker.submit(work, self._backend.errors)
 
     def record_event(self) -> CpuEvent:
         """An event that is set when all work queued so far is done."""
-        event = CpuEvent(self._failures)
-        self._worker.submit(event.set, self._failures.errors)
+        event = CpuEvent(self._backend)
+        self._worker.submit(event.set, self._backend.errors)
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
         """Let work queued from now on start after ``event``, also after one that failed: the program gets the error."""
-        self._worker.submit(event.wait, self._failures.errors)
+        self._worker.submit(event.wait, self._backend.errors)
 
     def synchronize(self) -> None:
         """Block until all work queued so far is done; raise what it has raised."""
@@ -113,13 +102,16 @@ class CpuBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._failures = _Failures()
-        self._compute = ComputeStream("compute", self._failures)
+        self.errors: list[BaseException] = []
+        """What the work has raised that was queued since the program was last told, where it waited; that work keeps
+        this list. All streams share it: an event after a failed copy fails too, whichever streams lead from one to the
+        other."""
+        self._compute = ComputeStream("compute", self)
         # Weakly, as a stream's thread ends when nobody holds the stream; then it has nothing to do any more.
         self._streams: WeakSet[CpuStream] = WeakSet([self._compute])
 
     def new_stream(self, name: str) -> CpuStream:
-        stream = CpuStream(name, self._failures)
+        stream = CpuStream(name, self)
         self._streams.add(stream)
         return stream
 
@@ -137,7 +129,7 @@ class CpuBackend(Backend):
         if stream is not self._compute:
             return stream.record_event()
         # The caller's thread is the compute stream, so the event is reached now, whatever tests have queued.
-        reached = CpuEvent(self._failures)
+        reached = CpuEvent(self)
         reached.set()
         return reached
 

@@ -52,9 +52,8 @@ class HostMemory:
                 raise
             if not self._warned:
                 self._warned = True
-                kept = self._when_full == "keep"
-                instead = "stays on the device" if kept else "goes to pageable memory, which is slow"
-                warn_caller(f"{error} What finds no room {instead}.")
+                instead = {"keep": "stays on the device", "pageable": "goes to pageable memory, which is slow"}
+                warn_caller(f"{error} What finds no room {instead[self._when_full]}.")
         if self._when_full == "pageable":
             with contextlib.suppress(HostMemoryError):
                 # Not pooled: a copy of such memory does not outlast its call, and the buffer takes it along.

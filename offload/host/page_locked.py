@@ -1,9 +1,8 @@
 """Page-locked host memory of exactly the size that was asked for: mapped, touched, and locked by the backend.
 
-``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Here the
-pages come from an anonymous mapping, are touched by several threads at once (which is much of the time that
-page-locking takes) and are then locked as they are. The system takes them from the NUMA node that the touching
-threads run on.
+``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Here the pages come from an anonymous
+mapping, are touched by several threads at once (which is much of the time that page-locking takes) and are then locked
+as they are. The system takes them from the NUMA node that the touching threads run on.
 
 Linux promises more memory than there is, and kills a process that then touches it. So the library asks before how much
 there is: what the machine has, within what the control group may use.

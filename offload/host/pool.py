@@ -1,12 +1,12 @@
 """The pool: page-locked host memory for activations that travel, reused from step to step.
 
-The pool's size follows what is on the host: a request takes a free buffer of its size; else it
-is carved from free ranges, in several pieces where no single range is large enough; only what is
-missing then is newly pinned. So fragmentation never makes the pool grow. Where the system has refused
-to pin more, it is not asked again until somebody reserves or frees memory: asking takes time.
+The pool's size follows what is on the host: a request takes a free buffer of its size; else it is carved from free
+ranges, in several pieces where no single range is large enough; only what is missing then is newly pinned. So
+fragmentation never makes the pool grow. Where the system has refused to pin more, it is not asked again until somebody
+reserves or frees memory: asking takes time.
 
-A buffer that comes back carries the event after which it may be written again. Nobody
-waits for it until the next copy into the buffer does, on the device.
+A buffer that comes back carries the event after which it may be written again. Nobody waits for it until the next copy
+into the buffer does, on the device.
 
 Note:
     An interrupt (Ctrl-C) can come after any call, between a hand that gives and one that takes. So a giver forgets

@@ -1,12 +1,11 @@
 """When an activation set moves: schedules as data.
 
-A :class:`Schedule` is pure data and imports no torch. The same object is executed by the
-library, simulated by the planner, printed as a grid and drawn in the docs.
+A :class:`Schedule` is pure data and imports no torch. The same object is executed by the library, simulated by the
+planner, printed as a grid and drawn in the docs.
 
-A schedule speaks of *points* of the program, "before forward of layer 4" (``F4``) or "before
-backward of layer 0" (``B0``), and says for each offloaded layer at which point its device
-memory must have been released and at which point its reload starts. Copies to the host
-start earlier, when autograd saves each tensor.
+A schedule speaks of *points* of the program, "before forward of layer 4" (``F4``) or "before backward of layer 0"
+(``B0``), and says for each offloaded layer at which point its device memory must have been released and at which point
+its reload starts. Copies to the host start earlier, when autograd saves each tensor.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Schedule:
     Args:
         model_layers: Number of layers, N; layers are numbered 0 … N-1.
         moves: One :class:`Move` per offloaded layer, in any order.
-        order: The order in which the program reaches its 2N points. It is found from the moves if
-            left out. If the moves fit a model's layers, it is theirs: forwards in turn, then backwards,
-            later layers first. Else the layers are taken to be microbatches: backwards in turn too, each
-            as late as the moves allow, but at once when its reload has started.
+        order: The order in which the program reaches its 2N points. It is found from the moves if left out. If the
+            moves fit a model's layers, it is theirs: forwards in turn, then backwards, later layers first. Else the
+            layers are taken to be microbatches: backwards in turn too, each as late as the moves allow, but at once
+            when its reload has started.
 
     Raises:
-        ValueError: A layer is out of range or named twice, or no order of forwards and backwards
-            (or not the given one) lets a layer run forward, be released, be reloaded and run
-            backward in this sequence. The message names the entry and the reason.
+        ValueError: A layer is out of range or named twice, or no order of forwards and backwards (or not the given one)
+            lets a layer run forward, be released, be reloaded and run backward in this sequence. The message names the
+            entry and the reason.
     """
 
     model_layers: int
@@ -68,8 +67,8 @@ class Schedule:
     def default(cls, num_layers: int, model_layers: int) -> Schedule:
         """Offload the first k = ``num_layers`` of N = ``model_layers`` layers.
 
-        Layer i is released before layer N-k+i starts forward, and its reload starts when layer
-        N-k+i has finished backward, so that at most N-k activation sets are on the device.
+        Layer i is released before layer N-k+i starts forward, and its reload starts when layer N-k+i has finished
+        backward, so that at most N-k activation sets are on the device.
 
         Raises:
             ValueError: k is negative or larger than N-1.
@@ -99,15 +98,13 @@ class Schedule:
     ) -> Schedule:
         """Build a schedule from ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``.
 
-        The layer has been released before layer ``offload_num`` begins forward (``True``) or
-        backward (``False``), and its reload starts before layer ``reload_num`` begins forward or
-        backward.
+        The layer has been released before layer ``offload_num`` begins forward (``True``) or backward (``False``), and
+        its reload starts before layer ``reload_num`` begins forward or backward.
 
         Args:
             entries: The dictionary. A layer that is not in it stays on the device.
             model_layers: Number of layers.
-            order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, if it
-                should be checked too.
+            order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, to be checked too.
 
         Raises:
             ValueError: As the class; also an entry that is not a tuple of that form.
@@ -162,8 +159,8 @@ class Schedule:
     def __str__(self) -> str:
         """A grid: a column per point in program order, a row per layer.
 
-        ``F`` and ``B`` mark the layer's forward and backward, ``#`` a set that is on the device,
-        ``.`` one that is on the host, ``r`` one whose reload starts at this point.
+        ``F`` and ``B`` mark the layer's forward and backward, ``#`` a set that is on the device, ``.`` one that is on
+        the host, ``r`` one whose reload starts at this point.
         """
         columns = [repr(point) for point in self.order]
         width = max(map(len, columns))
