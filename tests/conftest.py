@@ -1,6 +1,7 @@
 """Skips tests that need more GPUs than the machine has; gives the others their device."""
 
 import fcntl
+import gc
 import os
 import re
 import tempfile
@@ -81,6 +82,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with turn_on_gpu(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_to_look_through() -> None:
+    """What tests import stays: without it in the way, a test's own garbage is collected at once."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from scripts import NO_GPU, run_scripts
 
 
 def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[Any, Any]]:
@@ -16,20 +15,11 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
     tests = Path(__file__).resolve().parent
     paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world), device, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
+    done = run_scripts(
+        [[str(worker), str(rank), str(world), device, str(folder)] for rank in range(world)],
+        folder,
+        environment | (NO_GPU if device == "cpu" else {}),
+        imported=("torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor"),
+    )
+    assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]

@@ -13,12 +13,15 @@ import doctest
 import io
 import os
 import re
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+if __name__ != "__main__":
+    from scripts import NO_GPU, run_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "index.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -98,16 +101,10 @@ PAGES_WITH_CODE = [page for page in PAGES if has_code(page)]
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, str(page)],
-        cwd=tmp_path,  # a block may write files
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = os.environ | NO_GPU | {"MPLBACKEND": "agg"}
+    # In a folder of its own: a block may write files.
+    [done] = run_scripts([[__file__, str(page)]], tmp_path, environment, imported=("torch", "pytest"), strict=True)
+    assert done.code == 0, done.output
 
 
 def test_pages_have_code():
@@ -162,4 +159,5 @@ def test_compares_output(tmp_path):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
     run_page(Path(sys.argv[1]))

@@ -5,17 +5,21 @@ An example that needs a GPU says so with a constant, ``REQUIRES = "cuda"``; all 
 
 import ast
 import os
-import subprocess
-import sys
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from scripts import NO_GPU, run_scripts
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2", "pipeline"}  # they use two GPUs, or none
+TORCH = ("torch", "torch._dynamo")  # which optimizers and determinism import
+TRAINED = {"hf_trainer", "lightning_trainer", "peft_lora", "trl_sft"}
+TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -28,24 +32,42 @@ def needs_cuda(example: Path) -> bool:
     return False
 
 
-def run(example: Path, folder: Path, **hidden: str) -> None:
+def run(example: Path, folder: Path, variables: dict[str, str], imported: Sequence[str] = ()) -> None:
+    """Run it as a script; without a GPU, with modules imported that it imports in any case."""
     outside = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    done = subprocess.run(
-        # What is imported for the first time is compiled, and some packages have escapes that Python 3.12 warns of.
-        [sys.executable, "-W", "error", "-W", "ignore::SyntaxWarning", str(example)],
-        cwd=folder,
-        env={**outside, "MPLBACKEND": "agg", **hidden},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = outside | {"MPLBACKEND": "agg"} | variables
+    [done] = run_scripts([[str(example)]], folder, environment, imported=imported, strict=True)
+    assert done.code == 0, done.output
 
 
-@pytest.mark.parametrize("example", [path for path in EXAMPLES if not needs_cuda(path)], ids=lambda path: path.name)
+ON_THE_CPU = [path for path in EXAMPLES if not needs_cuda(path) and path.stem not in RANKS - {"pipeline"}]
+
+
+@pytest.mark.parametrize("example", ON_THE_CPU, ids=lambda path: path.name)
 def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
-    run(example, tmp_path, CUDA_VISIBLE_DEVICES="")
+    run(example, tmp_path, NO_GPU, TRAINERS if example.stem in TRAINED else TORCH)
+
+
+@pytest.mark.parametrize("name", sorted(RANKS - {"pipeline"}))
+def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """As torchrun starts them; that the script can do so itself is what the example of a pipeline shows."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    starts = [os.environ | NO_GPU | ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    example = ROOT / "docs" / "examples" / f"{name}.py"
+    for done in run_scripts([[str(example)]] * 2, tmp_path, starts, imported=TORCH):
+        assert done.code == 0, done.output
+
+
+def test_all_start_their_ranks_alike() -> None:
+    def start(name: str) -> str:
+        text = (ROOT / "docs" / "examples" / f"{name}.py").read_text("utf-8")
+        [found] = [one for one in ast.parse(text).body if isinstance(one, ast.If) and "RANK" in ast.unparse(one.test)]
+        return ast.unparse(found)
+
+    assert "torch.distributed.run" in start("pipeline")
+    assert len({start(name) for name in RANKS}) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,7 +78,7 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
     ],
 )
 def test_on_gpus(example: Path, tmp_path: Path) -> None:
-    run(example, tmp_path)
+    run(example, tmp_path, {})
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *NOTEBOOKS], ids=lambda path: path.name)
