@@ -120,6 +120,23 @@ def test_gradients_in_float32(microbatches: int, device: torch.device) -> None:
         assert handle.stats().gradient_host_bytes >= 2 * sum(leaf.numel() * 2 for leaf in leaves)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_gradients_in_float32_of_a_shared_weight(microbatches: int, device: torch.device) -> None:
+    """What one backward gives is added up in float32, too, as autograd does where ``grad_dtype`` says so."""
+    torch.manual_seed(0)
+    shared = nn.Linear(WIDTH, WIDTH)
+    layers = nn.ModuleList(nn.Sequential(shared, nn.Tanh()) for _ in range(3))
+    layers, x = layers.to(torch.bfloat16), torch.randn(32, WIDTH).to(device, torch.bfloat16)
+    twin = copy.deepcopy(layers).to(device)
+    for parameter in twin.parameters():
+        parameter.grad_dtype = torch.float32
+    with stream_weights(layers, device, grad_dtype=torch.float32):
+        for model in (twin, layers):
+            for scale in range(microbatches):
+                loss_of(plain(model, x * (scale + 1))).backward()
+    assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
+
+
 def test_gradients_that_were_there_before(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     twin = copy.deepcopy(layers)
