@@ -17,7 +17,8 @@ def later():
     print("at the end", __name__, os.environ["SAID"])
 
 atexit.register(later)
-print(sys.argv[1:], __file__ == sys.argv[0], os.getcwd(), sys.path[0], repr(sys.stdin.read()), [name for name in globals() if name[0] != "_"])
+print(sys.argv[1:], __file__ == sys.argv[0], os.getcwd(), sys.path[0], repr(sys.stdin.read()))
+print([name for name in globals() if name[0] != "_"])
 if "warn" in sys.argv:
     warnings.warn("careful")
 threading.Timer(0.05, print, ["threads end first"]).start()
