@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripts import NO_GPU, run_scripts
+from scripts import NO_GPU, TORCH, run_scripts
 
 
 def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[Any, Any]]:
@@ -19,7 +19,7 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
         [[str(worker), str(rank), str(world), device, str(folder)] for rank in range(world)],
         folder,
         environment | (NO_GPU if device == "cpu" else {}),
-        imported=("torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor"),
+        imported=TORCH,
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]

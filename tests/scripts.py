@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,10 @@ from typing import Any, NamedTuple
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 # What is imported for the first time is compiled, and some packages have escapes that Python 3.12 warns of.
 STRICT = ["-W", "error", "-W", "ignore::SyntaxWarning"]
+
+
+TORCH = ("torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor")
+"""What training in several processes imports in any case, and much of it any optimizer."""
 
 
 class Done(NamedTuple):
@@ -70,6 +75,14 @@ def run_scripts(
         else:
             codes = _run_afresh(request, timeout_s)
         return [Done(code, Path(one["output"]).read_text("utf-8")) for code, one in zip(codes, request, strict=True)]
+
+
+def as_torchrun(environment: Mapping[str, str], ranks: int) -> list[dict[str, str]]:
+    """The variables of each rank, as torchrun sets them on one machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    same = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [{**environment, **same, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _run_afresh(request: list[dict[str, Any]], timeout_s: float) -> list[int]:

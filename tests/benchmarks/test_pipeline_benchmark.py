@@ -1,12 +1,12 @@
 import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from scripts import NO_GPU, TORCH, as_torchrun, run_scripts
 
 from benchmarks import pipeline
 from benchmarks.pipeline_case import steady_bytes_per_s
@@ -29,22 +29,11 @@ WAYS = [NOTHING, HALF, FREE, BOUND]
 def record_path(tmp_path_factory):
     """The record of a run of two processes on the CPU."""
     path = tmp_path_factory.mktemp("pipeline") / "record.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = [
-        "-m",
-        "benchmarks.pipeline",
-        "--small",
-        "--repeats",
-        "1",
-        "--out",
-        str(path),
-    ]
+    command = [str(ROOT / "benchmarks" / "pipeline.py"), "--small", "--repeats", "1", "--out", str(path)]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | NO_GPU | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for done in run_scripts([command] * 2, path.parent, as_torchrun(environment, 2), imported=TORCH):
+        assert done.code == 0, done.output
     return path
 
 

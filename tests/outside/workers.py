@@ -59,7 +59,8 @@ def run_cases(
 
 class _Worker:
     def __init__(self, function: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports PyTorch once
+        context.set_forkserver_preload(["torch"])
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, function), daemon=True)
         self._process.start()

@@ -5,19 +5,17 @@ An example that needs a GPU says so with a constant, ``REQUIRES = "cuda"``; all 
 
 import ast
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from scripts import NO_GPU, run_scripts
+from scripts import NO_GPU, TORCH, as_torchrun, run_scripts
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2", "pipeline"}  # they use two GPUs, or none
-TORCH = ("torch", "torch._dynamo")  # which optimizers and determinism import
 TRAINED = {"hf_trainer", "lightning_trainer", "peft_lora", "trl_sft"}
 TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -51,12 +49,8 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(RANKS - {"pipeline"}))
 def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
     """As torchrun starts them; that the script can do so itself is what the example of a pipeline shows."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    starts = [os.environ | NO_GPU | ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     example = ROOT / "docs" / "examples" / f"{name}.py"
-    for done in run_scripts([[str(example)]] * 2, tmp_path, starts, imported=TORCH):
+    for done in run_scripts([[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2), imported=TORCH):
         assert done.code == 0, done.output
 
 
