@@ -11,12 +11,12 @@ from offload.activations.handles import Handle, KeptHandle, MovedHandle, Subclas
 from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, KnownStorages, SavedStorage
-from offload.activations.transfers import Reload, Transfers
+from offload.activations.transfers import CopyBatch, Reload, Transfers
 from offload.activations.what_moves import SMALL, Rules, decide
 from offload.base import trace
-from offload.device.backend import Stream, Wait
+from offload.device.backend import Event, Stream, Wait
 
-_RESIDENT = OffloadState.RESIDENT
+_RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
 EVENT_BYTES = 1 << 24
 """Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
 
@@ -111,12 +111,12 @@ class ActivationSet:
             self.transfers.counters.skipped["small"] += self._small
         if not in_operation:
             self._end_operation()
-        if self.state is OffloadState.OFFLOADING:
+        if self.state is _OFFLOADING:
             self.transfers.end_batch()
 
     def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
-        if self.state is not OffloadState.OFFLOADING:
+        if self.state is not _OFFLOADING:
             return
         decision = decide(tensor, self._rules)
         if isinstance(decision, Parts):
@@ -191,25 +191,27 @@ class ActivationSet:
         """What the operation has saved is complete, with one event for all: what is to travel now is copied."""
         operation = self._operation
         saved, operation.saved = operation.saved, []
-        living = [(storage, owner) for reference, owner in saved if (storage := reference()) is not None]
-        if not living:
-            return
-        ready = operation.stream.record_event()
-        moving = living[0][1]
-        for storage, owner in living:
+        ready: Event | None = None
+        moving: ActivationSet | None = None
+        for reference, owner in saved:
+            storage = reference()
+            if storage is None:
+                continue
+            if ready is None:
+                ready = operation.stream.record_event()
             storage.complete(ready)
-            if owner is not moving:
+            if moving is not None and owner is not moving:
                 self.transfers.end_batch()  # else the release of the one would wait for copies of the other
-                moving = owner
+            moving = owner
             if storage.layer != owner.layer:
                 continue  # a later set has taken it over, and is an owner of it as well
             # What is saved while the set is on its way goes with it.
-            if owner.state is OffloadState.OFFLOADING:
+            if owner.state is _OFFLOADING:
                 storage.start_offload()
             elif owner.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
                 storage.start_offload()
                 owner._let_go([storage])
-        if moving.alive is None:
+        if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
 
     def start_offload(self, call: str | None = None) -> None:
@@ -237,11 +239,15 @@ class ActivationSet:
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
         moved = [storage for storage in storages if storage.state is LEAVING]
-        batches = [storage.batch for storage in moved if storage.batch is not None]
-        if not batches:
+        last: CopyBatch | None = None
+        for storage in moved:
+            batch = storage.batch
+            if batch is not None and (last is None or batch.number > last.number):
+                last = batch
+        if last is None:
             return
         # Copies run in order on one stream, so the batch that was queued last stands for all.
-        done = self.transfers.done(max(batches, key=lambda batch: batch.number))
+        done = self.transfers.done(last)
         trace.point("wait", self.layer)
         # Before the memory is free for compute's next operations, which the copies may still read.
         self.transfers.wait_for_copies(self._compute_stream, done, Wait.RELEASE)
@@ -310,5 +316,6 @@ class ActivationSet:
 
     def _live(self) -> list[SavedStorage]:
         """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""
-        living = (reference() for reference in self._storages)
-        return [storage for storage in living if storage is not None and storage.layer == self.layer]
+        layer = self.layer
+        living = [reference() for reference in self._storages]
+        return [storage for storage in living if storage is not None and storage.layer == layer]

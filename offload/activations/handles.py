@@ -70,31 +70,31 @@ class Handle:
 class KeptHandle(Handle):
     """A saved tensor that stays where it is."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor, token: Token) -> None:
         self.token = token
         self.version = tensor._version
         # A result of the operation that saves it would own itself through the graph: hold an alias.
-        self.tensor = self.versions = tensor if tensor.is_leaf else tensor.detach()
+        self.versions = tensor if tensor.is_leaf else tensor.detach()
 
     def unpack(self) -> torch.Tensor:
-        if self.versions._version != self.version:
-            self.check_version(self.tensor.dtype, self.tensor.size())
-        return self.tensor
+        tensor = self.versions
+        if tensor._version != self.version:
+            self.check_version(tensor.dtype, tensor.size())
+        return tensor
 
 
 class MovedHandle(Handle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
 
-    __slots__ = ("conj", "dtype", "neg", "size", "start", "storage", "stride", "view")
+    __slots__ = ("conj", "neg", "size", "start", "storage", "stride", "view")
 
     def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token
         self.version = tensor._version
         self.versions = version_counter(tensor)
         self.storage = storage
-        self.dtype = tensor.dtype
         self.start = tensor.storage_offset()
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -105,7 +105,7 @@ class MovedHandle(Handle):
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
-            self.check_version(self.dtype, self.size)
+            self.check_version(self.versions.dtype, self.size)
         storage = self.storage
         if storage.state is AWAY:
             self.token.reload_late(storage)

@@ -81,13 +81,9 @@ class Counters:
         self._warned = False
 
     def hold(self, nbytes: int) -> None:
-        """Device memory of an offloaded layer's activation set came into being."""
+        """So much more device memory is held by activation sets of offloaded layers; less, if negative."""
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
-
-    def drop(self, nbytes: int) -> None:
-        """Device memory of an offloaded layer's activation set was let go."""
-        self.resident_bytes -= nbytes
 
     def waste(self, nbytes: int, maker: type) -> None:
         """Bytes were copied, and freed no device memory; ``maker`` is the type of the node that made the tensor."""

@@ -240,7 +240,7 @@ class SavedStorage:
     def _uncount(self) -> None:
         if self.counted:
             self.counted = False
-            self.transfers.counters.drop(self.nbytes)
+            self.transfers.counters.hold(-self.nbytes)
 
     def _let_memory_go(self, state: StorageState) -> None:
         memory, self.memory, self.state = self.memory, None, state

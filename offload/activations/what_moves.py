@@ -7,8 +7,6 @@ whatever else looks into the same memory is recognised too.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -44,22 +42,8 @@ _excluded = _Exclusions()
 SMALL = "small"
 """Why a storage below ``min_bytes`` stays, in ``stats().skipped``."""
 
-_keys_of = torch._C._dispatch_keys
-_KEYS = torch._C.DispatchKey.__members__
-_DENSE: int = torch._C.DispatchKeySet(_KEYS["Dense"]).raw_repr()
-_STRANGE_KEYS = ~functools.reduce(
-    operator.or_,
-    (
-        torch._C.DispatchKeySet(key).raw_repr()
-        for name, key in _KEYS.items()
-        if name in ("Conjugate", "Negative", "ADInplaceOrView", "AutogradFunctionality") or name.startswith("Autocast")
-    ),
-    _DENSE | (_DENSE - 1),  # the bits below are those of the devices
-)
-"""All dispatch keys but those of tensors that are what their storage holds. Quantized and nested tensors are more than
-that, and zero tensors and wrappers such as functional tensors have a storage with a size and no memory. All of them say
-that they are strided, and only their keys tell."""
-
+_Tensor, _strided = torch.Tensor, torch.strided
+"""As every saved tensor is asked, however small."""
 _Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
 """What autocast does to a parameter."""
 _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
@@ -111,7 +95,7 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         the type of the autograd node that made its memory, which is that of ``None`` where there is no such node.
         The node itself would hold the tensor.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+    if type(tensor) is not _Tensor or tensor.layout is not _strided:
         return _decide_other(tensor)
     memory = tensor.untyped_storage()
     nbytes = memory.nbytes()
@@ -127,13 +111,21 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         return "pipeline"
     if tensor.device != rules.device:
         return "device"
-    if _keys_of(tensor).raw_repr() & _STRANGE_KEYS:
-        return "layout"
+    if tensor.is_quantized or tensor.is_nested or not _has_memory(memory):
+        return "layout"  # although they say that they are strided
     base = tensor._base
     maker = tensor.grad_fn if base is None else base.grad_fn
     if maker is None or type(maker) is _Cast:
         return _held_by_autograd(tensor, maker) or type(maker)
     return type(maker.next_functions[0][0]) if type(maker) is _Reshaped else type(maker)
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage with a size has memory: that of a zero tensor or of a wrapper has none."""
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:
+        return False
 
 
 def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
