@@ -1,9 +1,8 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
 from offload.activations.context import OffloadContext, start_offload
-from offload.activations.drop_in import get_cpu_offload_context
+from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offload_context
 from offload.activations.layers import OffloadedLayers, offload_layers
-from offload.activations.manual import ManualOffloadSynchronizer
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload

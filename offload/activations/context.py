@@ -74,13 +74,11 @@ class OffloadContext(ContextDecorator):
         host: HostMemory | None = None,
     ) -> None:
         backend = get_backend(device)
-        d2h_stream, h2d_stream = (copy_stream, copy_stream) if copy_stream is not None else backend.copy_streams
+        streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
         self.schedule = schedule
         self.model_layers = model_layers
         self._min_bytes = parse_min_bytes(min_bytes)
-        self._transfers = Transfers(
-            backend, get_host_pool(backend), d2h_stream, h2d_stream, Counters(), host or HostMemory()
-        )
+        self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
         self._round = self._new_round()
         self._first_node = 0
         """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
@@ -88,7 +86,6 @@ class OffloadContext(ContextDecorator):
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
-        self._ever_entered = False
         self._warned = False
         self.microbatch = -1
         """Number of the round that began last, counted from 0."""
@@ -101,7 +98,7 @@ class OffloadContext(ContextDecorator):
             self.enter()
             return self
         except BaseException:
-            self._leave(depth)  # nobody else will: an interrupt can come between here and the first line of the block
+            self.abort(depth)  # nobody else will: an interrupt can come between here and the first line of the block
             raise
 
     def __exit__(
@@ -127,7 +124,7 @@ class OffloadContext(ContextDecorator):
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if self.has_nothing_to_do():
             self._entered.append(None)
-            self._ever_entered = self.skipped = True
+            self.skipped = True
             return
         if self._open is not None:
             raise OffloadStateError(
@@ -137,11 +134,19 @@ class OffloadContext(ContextDecorator):
             )
         number = self._next_layer(layer)
         takes_all = not (self._round.passes_by(number) or autograd.in_checkpoint())
-        if takes_all:
-            _check_hooks_are_allowed(number)
+        if takes_all and (reason := autograd.why_no_hooks()) is not None:
+            raise RuntimeError(
+                f"layer {number} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch "
+                f"says: {reason} Take the derivative by torch.autograd, or run the layer without offloading: outside "
+                "of the context, or after handle.remove()."
+            )
         entered = len(self._entered)
         try:
-            opened = self._begin_layer(number)
+            if not self._round.sets:
+                self.microbatch += 1
+                self._first_node = autograd.next_node()
+            opened = self._round.begin_forward(number)
+            self._sets[self.microbatch, number] = opened
             # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
             self._entered.append(opened)
         except BaseException:
@@ -149,7 +154,6 @@ class OffloadContext(ContextDecorator):
             del self._entered[entered:]
             self._give_up_round()
             raise
-        self._ever_entered = True
         self.skipped = False
         _open_sets.append(opened)
         if takes_all:
@@ -181,9 +185,10 @@ class OffloadContext(ContextDecorator):
         if failed:
             self._give_up_round()
 
-    def abort(self) -> None:
-        """Leave a forward that was cut off without leaving the context, if there is one."""
-        self._leave(0)
+    def abort(self, depth: int = 0) -> None:
+        """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""
+        while len(self._entered) > depth:
+            self.exit(failed=True)
 
     def has_nothing_to_do(self) -> bool:
         """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
@@ -210,7 +215,7 @@ class OffloadContext(ContextDecorator):
                 f"the sync function was called inside the forward of layer {self._open.layer}; call it after the "
                 "with block, on the layer's output."
             )
-        if not self._ever_entered:
+        if self.microbatch < 0 and not self.skipped:
             raise OffloadStateError(
                 "the sync function was called before the offload context was entered; run the layer inside "
                 "`with context:` first."
@@ -243,12 +248,7 @@ class OffloadContext(ContextDecorator):
         Called inside of a layer's forward, this leaves it.
         """
         self.abort()
-        self._begin_round()
-
-    @property
-    def inside(self) -> bool:
-        """Whether a layer's forward runs now."""
-        return self._open is not None
+        self._give_up_round()
 
     def __repr__(self) -> str:
         what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"
@@ -259,11 +259,6 @@ class OffloadContext(ContextDecorator):
         """The set of the layer whose forward runs now."""
         return next((opened for opened in self._entered if opened is not None), None)
 
-    def _leave(self, depth: int) -> None:
-        """Leave as failed what was entered inside of the outermost ``depth`` levels."""
-        while len(self._entered) > depth:
-            self.exit(failed=True)
-
     def _next_layer(self, layer: int | None) -> int:
         """The number of the layer that begins now, in a new round if the current one is over."""
         last = self._round.last_layer
@@ -273,19 +268,8 @@ class OffloadContext(ContextDecorator):
             number = 0 if layer is None else layer
         return number
 
-    def _begin_layer(self, number: int) -> ActivationSet:
-        if not self._round.sets:
-            self.microbatch += 1
-            self._first_node = autograd.next_node()
-        opened = self._round.begin_forward(number)
-        self._sets[self.microbatch, number] = opened
-        return opened
-
     def _give_up_round(self) -> None:
         self._transfers.join()
-        self._begin_round()
-
-    def _begin_round(self) -> None:
         self._round = self._new_round()
         self._closed = None
 
@@ -326,13 +310,3 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
             raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
         if tensor is not None and _open_sets:
             _open_sets[-1].start_early(tensor)
-
-
-def _check_hooks_are_allowed(layer: int) -> None:
-    reason = autograd.why_no_hooks()
-    if reason is not None:
-        raise RuntimeError(
-            f"layer {layer} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: "
-            f"{reason} Take the derivative by torch.autograd, or run the layer without offloading: outside of the "
-            "context, or after handle.remove()."
-        )

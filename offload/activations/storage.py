@@ -71,27 +71,6 @@ class SavedStorage:
     """
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
-    __slots__ = (
-        "__weakref__",
-        "batch",
-        "changes",
-        "counted",
-        "host",
-        "layer",
-        "maker",
-        "memory",
-        "nbytes",
-        "original",
-        "ready",
-        "reload",
-        "state",
-        "stays",
-        "tensors",
-        "transfers",
-        "version",
-        "versions",
-    )
-
     def __init__(
         self, tensor: torch.Tensor, maker: type, transfers: Transfers, layer: int, *, stays: bool, changes: int
     ) -> None:
@@ -100,15 +79,15 @@ class SavedStorage:
         self.transfers = transfers
         self.counted = False
         """Whether the device memory is among the resident bytes of offloaded layers."""
-        self.host: HostBuffer | None = None
         self.reload: Reload | None = None
-        """The last copies back, which this one's was among; ``None`` while it is the program's own memory."""
+        """The copies back that this one's came with; ``None`` while the device memory is the program's own."""
+        self.host: HostBuffer | None = None
         self.memory: torch.UntypedStorage | None = None
         """The device memory."""
         self.original: Any = None
         """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
         self.batch: CopyBatch | None = None
-        """The copies to the host that the one into ``host`` was among."""
+        """The copies to the host that the one into ``host`` came with."""
         self.ready: Event | None = None
         """After it the device memory holds the bytes; ``None`` while the operation may write them."""
         self.maker = maker

@@ -89,7 +89,7 @@ def by_context(model: Model, device: torch.device) -> Iterator[Step]:
 
 def leave(offloaded: Offloading) -> None:
     """An interrupt may come before the first line of ``__exit__``; the next entry's error says to do this."""
-    if offloaded.context.inside:
+    if offloaded.context._open:
         offloaded.context.reset()
 
 
