@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 
 import torch
 from torch._C._autograd import _get_sequence_nr as next_node
@@ -10,8 +11,8 @@ from torch._C._autograd import _get_sequence_nr as next_node
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token
 from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
-from offload.activations.storage import AWAY, LEAVING, WRITTEN, KnownStorages, SavedStorage
-from offload.activations.transfers import CopyBatch, Reload, Transfers
+from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
+from offload.activations.transfers import Reload, Transfers
 from offload.activations.what_moves import SMALL, Rules, decide
 from offload.base import trace
 from offload.device.backend import Event, Stream, Wait
@@ -21,27 +22,26 @@ EVENT_BYTES = 1 << 24
 """Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
 
 
-class Operation:
-    """What the operation at work has saved, and for which sets: it is copied when the operation is over.
+class Saved(dict[int, "weakref.ref[SavedStorage]"]):
+    """What one microbatch has saved, by the storage's address, and what of it the operation at work has saved.
+
+    All of it weakly, as the graph's handles own it: what the graph has let go of is not copied any more.
 
     Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
     then, without a change of its version. So nothing is copied, and no ready event recorded, while the operation that
     saved may still have kernels to queue. It is over when a later one saves, when the layer's forward ends, or when the
     program asks.
-
-    Args:
-        stream: The compute stream.
     """
 
-    __slots__ = ("node", "saved", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self.saved: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
-        """Weakly: what the graph has let go of before the operation is over is not copied."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
+        """What the operation at work has saved, and for which sets."""
+        self.stream: Stream | None = None
+        """Where its kernels go, which need not be the stream of the operation after it."""
         self.node = -1
         """The number of the node that autograd makes next: it grows with each operation before that saves anything."""
-        self.stream = stream
-        """Where the operation's kernels go, which need not be the stream of the operation after it."""
+        watch(self)
 
 
 class ActivationSet:
@@ -54,27 +54,16 @@ class ActivationSet:
         layer: The layer's number.
         transfers: What the set moves with.
         rules: Which of the saved tensors travel.
-        known: The storages that the microbatch has saved so far.
-        operation: The microbatch's operation at work.
+        known: What the microbatch has saved so far.
         stays: Whether the set never leaves the device.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        transfers: Transfers,
-        rules: Rules,
-        known: KnownStorages,
-        operation: Operation,
-        *,
-        stays: bool,
-    ) -> None:
+    def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
         self.layer = layer
         self.state = OffloadState.RESIDENT
         self.transfers = transfers
         self._rules = rules
         self._known = known
-        self._operation = operation
         self._stays = stays
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
@@ -83,6 +72,7 @@ class ActivationSet:
         self._small = 0
         """Saved tensors below ``min_bytes``."""
         self.alive: Token | None = self._new_token()
+        """``None`` as soon as the layer saves no more."""
         # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
         self.in_graph = False
@@ -144,8 +134,8 @@ class ActivationSet:
             return KeptHandle(tensor, token)
         if isinstance(decision, Parts):
             return self._pack_parts(tensor, decision, token, changes)
-        operation = self._operation
-        if operation.saved and next_node() != operation.node:
+        known = self._known
+        if known.operation and next_node() != known.node:
             self._end_operation()
         if isinstance(decision, str):
             if self.state is not _RESIDENT:
@@ -157,10 +147,9 @@ class ActivationSet:
             self.transfers.counters.offloaded_tensors += 1
         if storage.state is not LEAVING and storage.state is not AWAY:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
-            if not operation.saved:
-                operation.node = next_node()
-                operation.stream = self.transfers.backend.compute_stream()
-            operation.saved.append((weakref.ref(storage), self))
+            if not known.operation:
+                known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
+            known.operation.append((weakref.ref(storage), self))
         return MovedHandle(tensor, token, storage)
 
     def _pack_parts(self, tensor: torch.Tensor, parts: Parts, token: Token, changes: int) -> SubclassHandle:
@@ -189,16 +178,16 @@ class ActivationSet:
 
     def _end_operation(self) -> None:
         """What the operation has saved is complete, with one event for all: what is to travel now is copied."""
-        operation = self._operation
-        saved, operation.saved = operation.saved, []
+        known = self._known
+        saved, known.operation = known.operation, []
         ready: Event | None = None
         moving: ActivationSet | None = None
         for reference, owner in saved:
             storage = reference()
-            if storage is None:
+            if storage is None or known.stream is None:
                 continue
             if ready is None:
-                ready = operation.stream.record_event()
+                ready = known.stream.record_event()
             storage.complete(ready)
             if moving is not None and owner is not moving:
                 self.transfers.end_batch()  # else the release of the one would wait for copies of the other
@@ -214,12 +203,10 @@ class ActivationSet:
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
 
-    def start_offload(self, call: str | None = None) -> None:
-        """Queue the copies of what was saved so far; what is saved from now on follows at once.
+    # The three verbs. ``call`` names what the user has called, for the error where the state does not allow it.
 
-        Raises:
-            OffloadStateError: The set is not RESIDENT.
-        """
+    def start_offload(self, call: str | None = None) -> None:
+        """Queue the copies of what was saved so far; what is saved from now on follows at once."""
         self.state = next_state("start_offload", self.layer, self.state, call=call)
         saved = self._live()
         for storage in saved:
@@ -229,25 +216,17 @@ class ActivationSet:
             self.transfers.end_batch()
 
     def release(self, call: str | None = None) -> None:
-        """Let the device memory go: the compute stream waits for the copies, then reuses the memory.
-
-        Raises:
-            OffloadStateError: The set is not OFFLOADING.
-        """
+        """Let the device memory go: the compute stream waits for the copies, then reuses the memory."""
         self.state = next_state("release", self.layer, self.state, call=call)
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
         moved = [storage for storage in storages if storage.state is LEAVING]
-        last: CopyBatch | None = None
-        for storage in moved:
-            batch = storage.batch
-            if batch is not None and (last is None or batch.number > last.number):
-                last = batch
-        if last is None:
+        batches = [storage.batch for storage in moved if storage.batch is not None]
+        if not batches:
             return
         # Copies run in order on one stream, so the batch that was queued last stands for all.
-        done = self.transfers.done(last)
+        done = self.transfers.done(max(batches, key=attrgetter("number")))
         trace.point("wait", self.layer)
         # Before the memory is free for compute's next operations, which the copies may still read.
         self.transfers.wait_for_copies(self._compute_stream, done, Wait.RELEASE)
@@ -255,11 +234,7 @@ class ActivationSet:
             storage.release()
 
     def start_reload(self, call: str | None = None) -> None:
-        """Queue the copies back to the device, last saved first, as backward will ask for them.
-
-        Raises:
-            OffloadStateError: The set is not OFFLOADED.
-        """
+        """Queue the copies back to the device, last saved first, as backward will ask for them."""
         self.state = next_state("start_reload", self.layer, self.state, call=call)
         self._reload()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from offload.activations.activation_set import ActivationSet, Operation
+from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.states import OffloadState
-from offload.activations.storage import KnownStorages
 from offload.activations.transfers import Transfers
 from offload.activations.what_moves import Rules
 from offload.base import trace
@@ -32,16 +31,12 @@ class Round:
         self.schedule = schedule
         self.transfers = transfers
         self.sets: dict[int, ActivationSet] = {}
+        self.last_layer = -1
+        """The layer whose forward began last."""
         self._min_bytes = min_bytes
-        self._known = KnownStorages()
-        self._operation = Operation(transfers.backend.compute_stream())
+        self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
-
-    @property
-    def last_layer(self) -> int:
-        """The layer whose forward began last, -1 before the first."""
-        return max(self.sets, default=-1)
 
     @property
     def abandoned(self) -> bool:
@@ -70,15 +65,11 @@ class Round:
         trace.point("forward", layer)
         # From the first layer on that stays, as all later ones do, only what earlier ones have saved as well matters.
         only = self._known if layer >= self._first_to_stay else None
-        opened = ActivationSet(
-            layer,
-            self.transfers,
-            Rules(self.transfers.backend.device, self._min_bytes, held, only),
-            self._known,
-            self._operation,
-            stays=self.schedule is not None and layer not in self._offloaded,
-        )
+        rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
+        stays = self.schedule is not None and layer not in self._offloaded
+        opened = ActivationSet(layer, self.transfers, rules, self._known, stays=stays)
         self.sets[layer] = opened
+        self.last_layer = layer
         if layer in self._offloaded:
             opened.start_offload()
         return opened
@@ -93,10 +84,8 @@ class Round:
         if self.schedule is None:
             return
         for layer in self.schedule.releases(point):
-            moving = self.sets.get(layer)
-            if moving is not None and moving.state is OffloadState.OFFLOADING:
-                moving.release()
+            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADING:
+                self.sets[layer].release()
         for layer in self.schedule.reloads(point):
-            moving = self.sets.get(layer)
-            if moving is not None and moving.state is OffloadState.OFFLOADED:
-                moving.start_reload()
+            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADED:
+                self.sets[layer].start_reload()

@@ -235,21 +235,19 @@ class SavedStorage:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
 
 
-class KnownStorages(dict[int, "weakref.ref[SavedStorage]"]):
-    """What one microbatch has saved, by the storage's address; weakly, as the graph's handles own it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _watched[id(self)] = self
-
-
 # Some programs free a saved tensor's memory by themselves, ``storage.resize_(0)``, and fill it again before backward,
 # as checkpoints that discard their output do. Autograd reads whatever the storage holds by then. PyTorch frees the
 # memory at once, while a copy may still read it, and calls nobody. So ``resize_`` itself is what gives notice.
 
+Known = dict[int, "weakref.ref[SavedStorage]"]
 # Weakly, as the graphs own the microbatches; by identity, as a dict cannot be hashed.
-_watched: weakref.WeakValueDictionary[int, KnownStorages] = weakref.WeakValueDictionary()
+_watched: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
 _resize = torch.UntypedStorage.resize_
+
+
+def watch(known: Known) -> None:
+    """Learn when a storage that is in ``known`` by then, by its address, is resized."""
+    _watched[id(known)] = known
 
 
 def _resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
