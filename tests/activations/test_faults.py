@@ -29,6 +29,7 @@ from torch import nn
 
 import offload
 
+_logger = logging.getLogger(__name__)
 EACH = os.environ.get("FAULTS", "")
 PART, PARTS = map(int, os.environ.get("FAULTS_PART", "0/1").split("/"))
 SEED = int(os.environ["OUTSIDE_SEED"])
@@ -192,9 +193,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.mark.timeout(0 if EACH else 300)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_fault(
-    way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-) -> None:
+def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.adverse()
     # pytest keeps what is logged, with all that the tracebacks hold.
     monkeypatch.setattr(logging.getLogger("offload.weights.stream"), "disabled", True)
@@ -206,7 +205,7 @@ def test_fault(
         if not EACH:
             moments = sorted(random.Random(SEED).sample(moments, min(SAMPLE, len(moments))))
         moments = moments[PART::PARTS]
-        record_property("moments", len(moments))
+        _logger.info("%s, %s: %d moments", way, fault, len(moments))
         for n in moments:
             try:
                 attempt(way, fault, n, lab)
