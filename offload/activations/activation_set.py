@@ -9,11 +9,10 @@ import torch
 from torch._C._autograd import _get_sequence_nr as next_node
 
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token
-from offload.activations.parts import Parts
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
 from offload.activations.transfers import Reload, Transfers
-from offload.activations.what_moves import SMALL, Rules, decide
+from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
 from offload.device.backend import Event, Stream, Wait
 
@@ -83,11 +82,6 @@ class ActivationSet:
     def gone(self) -> bool:
         """Whether the graph let go of everything that the layer saved."""
         return self.in_graph and self._graph() is None
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the graph that held this set has gone without a backward."""
-        return self.gone and not self.backward_begun
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.storage import AWAY, SavedStorage
-from offload.activations.versions import settled_version, version_counter, version_counter_of_wrapper
+from offload.activations.storage import (
+    AWAY,
+    SavedStorage,
+    settled_version,
+    version_counter,
+    version_counter_of_wrapper,
+)
+from offload.activations.what_moves import Rebuild
 
 
 class Token:
     """Held by every handle of a set, so that a weak reference to it tells whether the graph is gone.
 
-    Args:
-        layer: The set's layer.
-        reload_late: Brings a storage back that backward reads before its reload was started.
-        mark_read: Called when backward reads something that was reloaded.
+    ``reload_late`` brings a storage back that backward reads before its reload was started; ``mark_read`` is called
+    when it reads something that was reloaded.
     """
 
     __slots__ = ("__weakref__", "layer", "mark_read", "reload_late")
@@ -34,22 +38,16 @@ class Token:
 
 
 class Handle:
-    """A saved tensor."""
+    """A saved tensor, with its version when it was saved, and a tensor that tells its version now."""
 
     __slots__ = ("token", "version", "versions")
 
     token: Token
     version: int
-    """The tensor's when it was saved."""
     versions: torch.Tensor
-    """What tells the tensor's version now."""
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, on the device and ready for the current stream.
-
-        Raises:
-            RuntimeError: The tensor was changed in place after it had been saved.
-        """
+        """The tensor, on the device and ready for the current stream; an error if it was changed in place."""
         raise NotImplementedError
 
     def storages(self) -> Iterator[SavedStorage]:
@@ -57,7 +55,7 @@ class Handle:
         return iter(())
 
     def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
-        """Raise as autograd does without hooks, if the version is another one now."""
+        """Raise as autograd does without hooks, if the version is another one when no thread is probing."""
         now = settled_version(self.versions)
         if now != self.version:
             raise RuntimeError(
@@ -137,13 +135,7 @@ class SubclassHandle(Handle):
 
     __slots__ = ("dtype", "inner", "rebuild", "size")
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        token: Token,
-        inner: list[Handle],
-        rebuild: Callable[[list[torch.Tensor]], torch.Tensor],
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, token: Token, inner: list[Handle], rebuild: Rebuild) -> None:
         self.token = token
         self.version = tensor._version
         self.versions = version_counter_of_wrapper(tensor)

@@ -42,7 +42,7 @@ class Round:
     def abandoned(self) -> bool:
         """Whether the last layer's graph has gone without a backward."""
         last = self.sets.get(self.last_layer)
-        return last is not None and last.abandoned
+        return last is not None and last.gone and not last.backward_begun
 
     def passes_by(self, layer: int) -> bool:
         """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.

@@ -48,13 +48,7 @@ _REMEDY = {
 
 
 def next_state(verb: str, layer: int, state: OffloadState, *, call: str | None = None) -> OffloadState:
-    """The state that ``verb`` leads to.
-
-    Args:
-        verb: A key of :data:`TRANSITIONS`.
-        layer: The layer's number, for the error message.
-        state: The state that the layer's activation set is in.
-        call: The name of the function that the user called, for the error message.
+    """The state that ``verb``, a key of :data:`TRANSITIONS`, leads to; ``call`` is the function that the user called.
 
     Raises:
         OffloadStateError: The verb is not allowed in ``state``.

@@ -7,18 +7,25 @@ Note:
     An interrupt (Ctrl-C) can come after any call and before any line. So a transition that takes memory over ends in
     one assignment, of the state and the memory together: until then, all is as it was. Memory that is given away is
     forgotten first, so that it can be lost on the way, but never be given twice.
+
+Versions say whether a saved tensor was changed in place since it was saved. PyTorch counts the changes of a tensor and
+of all its views in one counter. Autograd compares it in backward, but not for tensors that hooks have taken, so the
+library does. What holds the counter must not hold the memory.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import weakref
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.activations.versions import shares_versions, version_counter
 from offload.base import trace
 from offload.device.backend import Wait
 from offload.host.limits import NO_HOST_MEMORY
@@ -233,6 +240,54 @@ class SavedStorage:
         host, self.host, self.state = self.host, None, state
         if host is not None and self.batch is not None:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
+
+
+_probing = threading.Lock()
+"""While a version is changed to see what else changes with it: another thread would take that for a change."""
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares the version counter of ``tensor`` and all its views."""
+    counter = tensor.detach()
+    counter.data = _nothing(tensor.dtype, tensor.device)
+    return counter
+
+
+def version_counter_of_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for a subclass, as a plain tensor: autograd gives the counter to what ``detach`` returns below it."""
+    with torch._C.DisableTorchFunctionSubclass(), _Nothing():
+        return torch.Tensor.detach(tensor)
+
+
+def settled_version(versions: torch.Tensor) -> int:
+    """The version, while no other thread is in :func:`shares_versions`."""
+    with _probing:
+        return versions._version
+
+
+def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a change of one counts as a change of the other.
+
+    It does for views. But ``torch.unsafe_chunk``, which the cells of RNNs use, and ``.data`` give tensors over one
+    storage that count for themselves.
+    """
+    with _probing, _unsafe_preserve_version_counter(versions):
+        before = tensor._version
+        torch.autograd.graph.increment_version(versions)
+        return tensor._version != before
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory, always the same."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class _Nothing(TorchDispatchMode):
+    """Lets every operation return a new tensor without memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        return torch.empty(0, device="cpu")
 
 
 # Some programs free a saved tensor's memory by themselves, ``storage.resize_(0)``, and fill it again before backward,

@@ -3,27 +3,35 @@
 Parameters stay: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
 autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that
 whatever else looks into the same memory is recognised too.
+
+Tensor subclasses travel by their inner tensors, each at its own size. Two protocols say what a subclass is made of.
+Transformer Engine's takes the tensors out of an object (``prepare_for_saving``) and puts them back
+(``restore_from_saved``). PyTorch's, that of traceable wrapper subclasses, names them (``__tensor_flatten__``) and makes
+a new object of them (``__tensor_unflatten__``). The first is preferred where a class has both: the object stays, with
+all of it that is no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.activations.parts import Parts, inner_tensors, parts_of
+Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
+"""It must not hold the tensors that were taken out of the object: they are to be freed meanwhile."""
 
 
-class _Exclusion(NamedTuple):
-    # While the weak reference lives, no other storage can have the same address.
-    storage: StorageWeakRef
-    reason: str
+class Parts(NamedTuple):
+    """What a subclass is made of, and what makes it of them again."""
+
+    inner: list[torch.Tensor]
+    rebuild: Rebuild
 
 
-class _Exclusions(dict[int, _Exclusion]):
-    """By the storage's address; what has died is dropped whenever the number has doubled."""
+class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
+    """The reasons, by the storage's address; what has died is dropped whenever the number has doubled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +39,11 @@ class _Exclusions(dict[int, _Exclusion]):
 
     def add(self, storage: torch.UntypedStorage, reason: str) -> None:
         if len(self) >= self._prune_at:
-            for key in [key for key, exclusion in self.items() if exclusion.storage.expired()]:
+            for key in [key for key, (_, known) in self.items() if known.expired()]:
                 del self[key]
             self._prune_at = 2 * len(self) + 1024
-        self[storage._cdata] = _Exclusion(StorageWeakRef(storage), reason)
+        # While the weak reference lives, no other storage can have the same address.
+        self[storage._cdata] = (reason, StorageWeakRef(storage))
 
 
 _excluded = _Exclusions()
@@ -70,8 +79,8 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
-        for inner in inner_tensors(tensor):
-            exclude(inner, "marked")
+        for storage in _storages_in(tensor):
+            _excluded.add(storage, "marked")
 
 
 class Rules(NamedTuple):
@@ -106,7 +115,7 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         return "unknown"
     exclusion = _excluded.get(key)
     if exclusion is not None:
-        return exclusion.reason
+        return exclusion[0]
     if key in rules.held:
         return "pipeline"
     if tensor.device != rules.device:
@@ -140,9 +149,7 @@ def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """The addresses of all storages that tensors are made of, as :attr:`Rules.held` wants them."""
-    return frozenset(
-        inner.untyped_storage()._cdata for tensor in tensors for inner in inner_tensors(tensor) if _has_storage(inner)
-    )
+    return frozenset(storage._cdata for tensor in tensors for storage in _storages_in(tensor))
 
 
 def _decide_other(tensor: torch.Tensor) -> str | Parts:
@@ -156,12 +163,7 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
 
 
 def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
-    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf.
-
-    Args:
-        tensor: The tensor.
-        maker: The node that made its memory, if any.
-    """
+    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
     if maker is not None:
         is_cast = type(maker) is _Cast and _is_parameter_of(maker.next_functions[0][0])
         return _remember_parameter(tensor) if is_cast else None
@@ -174,14 +176,10 @@ def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
 
 def _remember_parameter(tensor: torch.Tensor) -> str:
     """Whatever else looks into its memory is the parameter's too. Returns the reason for it to stay."""
-    for inner in inner_tensors(tensor):
-        if _has_storage(inner) and inner.untyped_storage()._cdata not in _excluded:
-            exclude(inner, "parameter")
+    for storage in _storages_in(tensor):
+        if storage._cdata not in _excluded:
+            _excluded.add(storage, "parameter")
     return "parameter"
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def _is_parameter_of(node: Any) -> bool:
@@ -197,5 +195,57 @@ def _is_inside_parameter(tensor: torch.Tensor) -> bool:
     parameter = getattr(node, "variable", None)
     if not isinstance(parameter, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
         return False
-    storage = tensor.untyped_storage()._cdata
-    return any(inner.untyped_storage()._cdata == storage for inner in inner_tensors(parameter))
+    return tensor.untyped_storage()._cdata in storages_of([parameter])
+
+
+def parts_of(tensor: torch.Tensor) -> Parts | None:
+    """The tensors that a subclass is made of, subclasses themselves perhaps; ``None`` if it does not tell."""
+    subclass: Any = tensor
+    if hasattr(subclass, "trigger_wait"):
+        # The result of a collective that may still run: whoever copies it has to wait for it as compute does.
+        return Parts([subclass.trigger_wait()], list.pop)
+    if hasattr(subclass, "prepare_for_saving"):
+        return _taken_out(subclass)
+    if hasattr(subclass, "__tensor_flatten__"):
+        return _flattened(subclass)
+    return None
+
+
+def _storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that a tensor is made of in the end: its own, unless it is a wrapper."""
+    parts = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else parts_of(tensor)
+    if parts is not None:
+        for inner in parts.inner:
+            yield from _storages_in(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+def _flattened(tensor: Any) -> Parts:
+    names, context = tensor.__tensor_flatten__()
+    stays = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too, which is no tensor
+    # A jagged tensor's ragged size is known by the very object that holds its offsets.
+    moves = ["_values"] if tensor.layout is torch.jagged else names
+    inner = {name: stays.pop(name) for name in moves if isinstance(stays[name], torch.Tensor)}
+    kind, taken, size, stride = type(tensor), list(inner), tensor.size(), tensor.stride()
+
+    def rebuild(tensors: list[torch.Tensor]) -> torch.Tensor:
+        attributes = stays | dict(zip(taken, tensors, strict=True))
+        rebuilt: torch.Tensor = kind.__tensor_unflatten__(attributes, context, size, stride)
+        return rebuilt
+
+    return Parts(list(inner.values()), rebuild)
+
+
+def _taken_out(tensor: Any) -> Parts:
+    # A detached object shares the tensors, so that the one in the program's hands keeps its own.
+    tensors, emptied = tensor.detach().prepare_for_saving()
+    present = [inner is not None for inner in tensors]
+
+    def refill(inner: list[torch.Tensor]) -> torch.Tensor:
+        left = iter(inner)
+        emptied.restore_from_saved([next(left) if there else None for there in present])
+        filled: torch.Tensor = emptied.detach()  # one per unpacking, as a graph may be retained
+        return filled
+
+    return Parts([inner for inner in tensors if inner is not None], refill)

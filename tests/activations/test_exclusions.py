@@ -8,8 +8,7 @@ from torch import nn
 
 from offload import mark_not_offload
 from offload.activations import what_moves as exclusions
-from offload.activations.parts import Parts
-from offload.activations.what_moves import Rules, decide
+from offload.activations.what_moves import Parts, Rules, decide
 
 CPU = torch.device("cpu")
 

@@ -27,8 +27,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 import offload
 from offload.activations import what_moves as exclusions
 from offload.activations.handles import SubclassHandle
-from offload.activations.parts import Parts
-from offload.activations.what_moves import Rules, decide
+from offload.activations.what_moves import Parts, Rules, decide
 from offload.pipelining.chunk import ChunkPass, unpack
 from offload.planning.measure import profile_layers
 
