@@ -35,7 +35,16 @@ settings.load_profile("any machine")
 
 
 # By how long they take, the longest first: processes that run side by side then end at about the same time.
-LONG_FILES = ("test_examples.py", "test_docs.py", "test_notebooks.py", "test_results.py", "test_pipelining.py")
+LONG_FILES = (
+    "test_notebooks.py",
+    "test_examples.py",
+    "test_docs.py",
+    "test_pipelining.py",
+    "test_pipeline_benchmark.py",
+    "test_operations.py",
+    "test_suite.py",
+    "test_results.py",
+)
 WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
