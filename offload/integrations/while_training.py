@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 import offload
@@ -33,7 +34,7 @@ class WhileTraining:
         self,
         num_layers: int = 4,
         *,
-        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
