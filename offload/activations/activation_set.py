@@ -47,14 +47,8 @@ class ActivationSet:
     """Everything that one layer of one microbatch saved for backward.
 
     It holds its storages weakly: the graph's handles own them. A storage that a later layer saves as well moves with
-    that layer's set, which backward needs first; a storage's ``layer`` says with which.
-
-    Args:
-        layer: The layer's number.
-        transfers: What the set moves with.
-        rules: Which of the saved tensors travel.
-        known: What the microbatch has saved so far.
-        stays: Whether the set never leaves the device.
+    that layer's set, which backward needs first; a storage's ``layer`` says with which. ``known`` is what the whole
+    microbatch has saved so far. A set that ``stays`` never leaves the device.
     """
 
     def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
@@ -86,8 +80,7 @@ class ActivationSet:
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
 
-        Args:
-            in_operation: The operation that saved last may still be at work, and goes on with another set.
+        With ``in_operation``, the operation that saved last may still be at work, and goes on with another set.
         """
         self.alive = None
         self._early.clear()
@@ -114,12 +107,7 @@ class ActivationSet:
             self._early.append(storage)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
-        """The pack hook: a handle for a tensor that autograd saves.
-
-        Args:
-            tensor: The tensor.
-            changes: How often wrappers around it were changed in place, which its own version does not tell.
-        """
+        """The pack hook: a handle for a tensor that autograd saves; ``changes`` as a storage counts them."""
         self.in_graph = True
         token = self.alive or self._new_token()
         decision = decide(tensor, self._rules)

@@ -7,7 +7,6 @@ that the context learns when the layer's backward begins.
 from __future__ import annotations
 
 from contextlib import ContextDecorator
-from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 from weakref import WeakValueDictionary
 
@@ -101,9 +100,7 @@ class OffloadContext(ContextDecorator):
             self.abort(depth)  # nobody else will: an interrupt can come between here and the first line of the block
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             self.exit(failed=kind is not None)
         except BaseException:
@@ -112,14 +109,9 @@ class OffloadContext(ContextDecorator):
 
     @interpreted
     def enter(self, layer: int | None = None) -> None:
-        """A layer's forward begins.
+        """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
 
-        Args:
-            layer: Its number, where the caller knows it; else the one after the last, or 0 in a new round.
-
-        Raises:
-            OffloadStateError: The context is already inside a layer's forward.
-            RuntimeError: PyTorch allows no hooks on saved tensors here. The context is as it was before.
+        Where PyTorch allows no hooks on saved tensors, the error leaves the context as it was before.
         """
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if self.has_nothing_to_do():
@@ -234,13 +226,9 @@ class OffloadContext(ContextDecorator):
         """A frozen snapshot of what has moved so far."""
         return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
 
-    def set_of(self, microbatch: int, layer: int) -> ActivationSet | None:
-        """The activation set of one layer of one round, unless it has gone with its graph."""
-        return self._sets.get((microbatch, layer))
-
-    def sets_of(self, layer: int) -> list[ActivationSet]:
-        """The activation sets of one layer that a graph still holds, oldest round first."""
-        return [found for (_, number), found in sorted(self._sets.items()) if number == layer and not found.gone]
+    def sets_of(self, layer: int) -> dict[int, ActivationSet]:
+        """The activation sets of one layer, unless they have gone with their graph, by round, the oldest first."""
+        return {microbatch: found for (microbatch, number), found in sorted(self._sets.items()) if number == layer}
 
     def reset(self) -> None:
         """Give up the current round: the next layer is layer 0. Graphs that exist stay valid.
@@ -279,10 +267,9 @@ class OffloadContext(ContextDecorator):
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters
         said = self._warned or NO_HOST_MEMORY in counters.skipped
-        if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves:
+        whole = len(self._round.sets) == self.model_layers  # else layers were skipped, perhaps those that offload
+        if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves or not whole:
             return
-        if len(self._round.sets) < self.model_layers:
-            return  # layers were skipped, perhaps those that offload
         self._warned = True
         reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
         warn_caller(

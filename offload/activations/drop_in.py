@@ -212,11 +212,12 @@ class ManualOffloadSynchronizer:
                 f"microbatch must be from 0 to {newest}, that of the last forward, got {microbatch!r}; note "
                 "synchronizer.microbatch when a forward has run"
             )
+        sets = self._context.sets_of(layer)
         if microbatch is None and needed is not None:
-            for moving in self._context.sets_of(layer):
-                if moving.state is needed:
+            for moving in sets.values():
+                if moving.state is needed and not moving.gone:
                     return moving
-        found = self._context.set_of(newest if microbatch is None else microbatch, layer)
+        found = sets.get(newest if microbatch is None else microbatch)
         if self._context.skipped and (found is None or microbatch is None or microbatch == newest):
             return None  # The forward that the caller speaks of ran without gradients.
         if found is None and microbatch in (None, newest):

@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.storage import (
-    AWAY,
-    SavedStorage,
-    settled_version,
-    version_counter,
-    version_counter_of_wrapper,
-)
+from offload.activations.storage import AWAY, SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 
 
@@ -29,8 +23,6 @@ class Token:
     when it reads something that was reloaded.
     """
 
-    __slots__ = ("__weakref__", "layer", "mark_read", "reload_late")
-
     def __init__(self, layer: int, reload_late: Callable[[SavedStorage], None], mark_read: Callable[[], None]) -> None:
         self.layer = layer
         self.reload_late = reload_late
@@ -39,8 +31,6 @@ class Token:
 
 class Handle:
     """A saved tensor, with its version when it was saved, and a tensor that tells its version now."""
-
-    __slots__ = ("token", "version", "versions")
 
     token: Token
     version: int
@@ -55,8 +45,9 @@ class Handle:
         return iter(())
 
     def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
-        """Raise as autograd does without hooks, if the version is another one when no thread is probing."""
-        now = settled_version(self.versions)
+        """Raise as autograd does without hooks, if the version is another one and no other thread is probing."""
+        with probing:
+            now = self.versions._version
         if now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -67,8 +58,6 @@ class Handle:
 
 class KeptHandle(Handle):
     """A saved tensor that stays where it is."""
-
-    __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor, token: Token) -> None:
         self.token = token
@@ -85,8 +74,6 @@ class KeptHandle(Handle):
 
 class MovedHandle(Handle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
-
-    __slots__ = ("conj", "neg", "size", "start", "storage", "stride", "view")
 
     def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token
@@ -133,12 +120,10 @@ class SubclassHandle(Handle):
     Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
     """
 
-    __slots__ = ("dtype", "inner", "rebuild", "size")
-
     def __init__(self, tensor: torch.Tensor, token: Token, inner: list[Handle], rebuild: Rebuild) -> None:
         self.token = token
         self.version = tensor._version
-        self.versions = version_counter_of_wrapper(tensor)
+        self.versions = version_counter(tensor)
         self.dtype, self.size = tensor.dtype, tensor.size()
         self.inner = inner
         self.rebuild = rebuild

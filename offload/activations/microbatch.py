@@ -16,13 +16,9 @@ from offload.schedule.schedule import Schedule
 class Round:
     """The activation sets of one microbatch, layers 0 to N-1.
 
-    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it.
-
-    Args:
-        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
-        transfers: What the sets move with.
-        min_bytes: Storages below this size stay on the device.
-        sees_all: Treat what layers save that never move as if it could, so that their sizes are known.
+    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
+    the manual synchronizer says what moves when. A round that ``sees_all`` treats what layers that never move save as
+    if it could, so that their sizes are known.
     """
 
     def __init__(
@@ -52,12 +48,7 @@ class Round:
         return layer > self._first_to_stay
 
     def begin_forward(self, layer: int, held: frozenset[int] = frozenset()) -> ActivationSet:
-        """The layer's forward begins: act on the schedule, then open its activation set.
-
-        Args:
-            layer: The layer's number.
-            held: Addresses of storages that somebody else keeps on the device until backward.
-        """
+        """The layer's forward begins: act on the schedule, then open its activation set; ``held`` as in its rules."""
         if not self.sets:
             self.transfers.counters.begin_round()
         for passed in range(self.last_layer + 1, layer + 1):

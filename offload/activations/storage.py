@@ -20,20 +20,17 @@ import sys
 import threading
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.activations.transfers import CopyBatch, Reload, Transfers
 from offload.base import trace
-from offload.device.backend import Wait
+from offload.device.backend import Event, Wait
+from offload.host.buffers import HostBuffer
 from offload.host.limits import NO_HOST_MEMORY
-
-if TYPE_CHECKING:
-    from offload.activations.transfers import CopyBatch, Reload, Transfers
-    from offload.device.backend import Event
-    from offload.host.buffers import HostBuffer
 
 RESIZED = "resized"
 """Why a storage stays on the device that the program has resized, in ``stats().skipped``."""
@@ -66,16 +63,7 @@ _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
 class SavedStorage:
-    """One storage that autograd saved, wherever its bytes are now.
-
-    Args:
-        tensor: A tensor that looks into it.
-        maker: The type of the autograd node that made it, or of ``None``.
-        transfers: What it moves with.
-        layer: The number of the layer that it moves with.
-        stays: Whether that layer is none that is offloaded.
-        changes: How often wrappers around the tensor were changed in place.
-    """
+    """One storage that autograd saved, wherever its bytes are now; ``tensor`` looks into it."""
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
     def __init__(
@@ -98,9 +86,13 @@ class SavedStorage:
         self.ready: Event | None = None
         """After it the device memory holds the bytes; ``None`` while the operation may write them."""
         self.maker = maker
+        """The type of the autograd node that made it, or of ``None``."""
         self.layer = layer
+        """That it moves with."""
         self.stays = stays
+        """Whether that layer is none that is offloaded."""
         self.changes = changes
+        """How often wrappers around the tensor were changed in place, which its own version does not tell."""
         self.tensors = 0
         """Saved tensors that look into it."""
         memory = tensor.untyped_storage()
@@ -138,15 +130,14 @@ class SavedStorage:
         if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None or self.ready is None:
             return
         self._count()
-        transfers, counters = self.transfers, self.transfers.counters
-        host = transfers.take_host(self.nbytes)
-        if host is None:
+        counters = self.transfers.counters
+        # The copy reads what compute has written by then. It need not wait for what the layer computes later.
+        queued = self.transfers.to_host(self.memory, self.nbytes, self.ready, self.layer)
+        if queued is None:
             counters.skipped[NO_HOST_MEMORY] += 1
             return
-        # The copy reads what compute has written by then. It need not wait for what the layer computes later.
-        batch = transfers.to_host(host, self.memory, self.ready, self.layer)
         # At once, and only now: what fails or is interrupted half-way stays on the device.
-        self.state, self.host, self.batch = LEAVING, host, batch
+        self.state, self.host, self.batch = LEAVING, *queued
         counters.offloaded_storages += 1
         counters.offloaded_bytes += self.nbytes
 
@@ -242,27 +233,19 @@ class SavedStorage:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
 
 
-_probing = threading.Lock()
+probing = threading.Lock()
 """While a version is changed to see what else changes with it: another thread would take that for a change."""
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that shares the version counter of ``tensor`` and all its views."""
-    counter = tensor.detach()
-    counter.data = _nothing(tensor.dtype, tensor.device)
-    return counter
-
-
-def version_counter_of_wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """The same for a subclass, as a plain tensor: autograd gives the counter to what ``detach`` returns below it."""
+    """A plain tensor without memory that shares the version counter of ``tensor`` and all its views."""
+    if type(tensor) is torch.Tensor:
+        counter = tensor.detach()
+        counter.data = _nothing(tensor.dtype, tensor.device)
+        return counter
+    # Of a subclass, autograd gives the counter to what ``detach`` returns below it.
     with torch._C.DisableTorchFunctionSubclass(), _Nothing():
         return torch.Tensor.detach(tensor)
-
-
-def settled_version(versions: torch.Tensor) -> int:
-    """The version, while no other thread is in :func:`shares_versions`."""
-    with _probing:
-        return versions._version
 
 
 def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -271,7 +254,7 @@ def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
     It does for views. But ``torch.unsafe_chunk``, which the cells of RNNs use, and ``.data`` give tensors over one
     storage that count for themselves.
     """
-    with _probing, _unsafe_preserve_version_counter(versions):
+    with probing, _unsafe_preserve_version_counter(versions):
         before = tensor._version
         torch.autograd.graph.increment_version(versions)
         return tensor._version != before

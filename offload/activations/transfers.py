@@ -19,8 +19,6 @@ from offload.host.pool import HostPool
 class CopyBatch:
     """Copies to the host that were queued one after the other, and the event after which all of them are done."""
 
-    __slots__ = ("event", "number")
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.event: Event | None = None
@@ -28,15 +26,10 @@ class CopyBatch:
 
 
 class Reload:
-    """Copies to the device that were queued one after the other, and who has waited for them.
+    """Copies to the device that were queued one after the other, the event after them, and who has waited for it.
 
-    Args:
-        done: After it, the device memory holds the bytes.
-        stream: The compute stream that the device memory belongs to.
-        home: What tells that stream from others.
+    The device memory belongs to the compute stream ``stream``, which ``home`` tells from others.
     """
-
-    __slots__ = ("awaited_by", "done", "home", "stream")
 
     def __init__(self, done: Event, stream: Stream, home: object) -> None:
         self.done = done
@@ -69,14 +62,6 @@ class Transfers:
         self.counters.expect_stall(self.backend, compute_stream, copied)
         self.backend.wait(compute_stream, copied, why)
 
-    def take_host(self, nbytes: int) -> HostBuffer | None:
-        """A host buffer to copy to; ``None`` where the bytes have to stay on the device."""
-        try:
-            return self.host.take(self.pool, nbytes)
-        except CaptureError:
-            self.join()  # else ending the capture fails as well, and hides what this error says
-            raise
-
     def join(self) -> None:
         """Let the compute stream wait for both copy streams, if a CUDA graph is being captured.
 
@@ -86,8 +71,17 @@ class Transfers:
             if is_capturing(stream):
                 self.backend.compute_stream().wait_event(stream.record_event())
 
-    def to_host(self, host: HostBuffer, memory: torch.UntypedStorage, ready: Event, layer: int) -> CopyBatch:
-        """Queue the copy of device ``memory``, written when ``ready`` is reached, into ``host``."""
+    def to_host(
+        self, memory: torch.UntypedStorage, nbytes: int, ready: Event, layer: int
+    ) -> tuple[HostBuffer, CopyBatch] | None:
+        """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it has to stay."""
+        try:
+            host = self.host.take(self.pool, nbytes)
+        except CaptureError:
+            self.join()  # else ending the capture fails as well, and hides what this error says
+            raise
+        if host is None:
+            return None
         wait, stream = self.backend.wait, self.d2h_stream
         if ready is not self._ready:
             # One wait holds for all that comes after it on the stream, and storages of one operation share an event.
@@ -101,7 +95,7 @@ class Transfers:
         if self._batch is None:
             self._batches += 1
             self._batch = CopyBatch(self._batches)
-        return self._batch
+        return host, self._batch
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""

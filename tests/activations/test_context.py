@@ -378,7 +378,7 @@ def test_a_forward_that_ends_among_layers_that_stay_does_not_shift_the_next(lab:
     offloaded = offloading(1, 5, lab.device)
     offloaded.forward(layers[:4], x)  # and nobody holds its graph
     loss = loss_of(offloaded.forward(layers, x))
-    assert [offloaded.context.set_of(1, layer) is not None for layer in range(5)] == [True] * 5
+    assert [offloaded.context.sets_of(layer).get(1) is not None for layer in range(5)] == [True] * 5
     loss.backward()
     assert offloaded.stats.late_reloads == 0
 

@@ -109,7 +109,7 @@ def test_states_are_those_of_the_grid(model, microbatches):
         seen.append(point)
         # The grid ends with a layer's backward; its set is held for as long as the round is.
         done = {int(past[1:]) for past in seen[:-1] if past[0] == "B"}
-        sets = {layer: context.set_of(0, layer) for layer in range(MICROBATCHES) if layer not in done}
+        sets = {layer: context.sets_of(layer).get(0) for layer in range(MICROBATCHES) if layer not in done}
         on_device = {layer for layer, moving in sets.items() if moving is not None and moving.state in ON_DEVICE}
         assert on_device == grid[point], point
 

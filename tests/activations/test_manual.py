@@ -227,7 +227,7 @@ def test_several_rounds_in_flight(layers, inputs):
     for microbatch, loss in enumerate(losses):
         for layer in reversed(range(LAYERS)):
             controller.start_reload_layer(layer)
-            assert context.set_of(microbatch, layer).state is OffloadState.RELOADING
+            assert context.sets_of(layer).get(microbatch).state is OffloadState.RELOADING
         loss.backward()
     assert_equal(gradients(layers), expected)
     assert context.stats().late_reloads == 0

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
-from offload.activations.storage import SavedStorage, _probing
+from offload.activations.storage import SavedStorage, probing
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
@@ -612,7 +612,7 @@ def test_backward_in_another_thread_while_versions_are_compared(lab: Lab, x: tor
             errors.append(error)
 
     thread = threading.Thread(target=backward)
-    with _probing, _unsafe_preserve_version_counter(saved):
+    with probing, _unsafe_preserve_version_counter(saved):
         torch.autograd.graph.increment_version(saved)
         thread.start()
         thread.join(0.1)

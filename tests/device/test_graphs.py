@@ -437,7 +437,7 @@ class TestJoin:
         compute = FakeStream("compute")
         moving = self.transfers(compute, FakeStream("d2h"), FakeStream("h2d"))
         with driver.capture(1), pytest.raises(CaptureError):
-            moving.take_host(KIB)
+            moving.to_host(torch.empty(KIB).untyped_storage(), KIB, "ready", layer=0)
         assert compute.waited == ["d2h"]
 
     @pytest.mark.parametrize("failing", [None, 1])
