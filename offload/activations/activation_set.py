@@ -8,12 +8,13 @@ from operator import attrgetter
 import torch
 from torch._C._autograd import _get_sequence_nr as next_node
 
-from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token
+from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token, unpack
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
 from offload.activations.transfers import Reload, Transfers
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
+from offload.base.autograd import pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 _RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
@@ -76,6 +77,14 @@ class ActivationSet:
     def gone(self) -> bool:
         """Whether the graph let go of everything that the layer saved."""
         return self.in_graph and self._graph() is None
+
+    def enter(self) -> None:
+        """The layer's forward begins: autograd hands over what it saves."""
+        push_hooks(self.pack, unpack)
+
+    def leave(self, *, failed: bool) -> None:
+        """It has ended, or ``failed``; this may be called for a forward that was cut off before :meth:`enter`."""
+        pop_hooks(self.pack)
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
@@ -176,14 +185,17 @@ class ActivationSet:
             moving = owner
             if storage.layer != owner.layer:
                 continue  # a later set has taken it over, and is an owner of it as well
-            # What is saved while the set is on its way goes with it.
-            if owner.state is _OFFLOADING:
-                storage.start_offload()
-            elif owner.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
-                storage.start_offload()
-                owner._let_go([storage])
+            owner._follow(storage)
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
+
+    def _follow(self, storage: SavedStorage) -> None:
+        """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""
+        if self.state is _OFFLOADING:
+            storage.start_offload()
+        elif self.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
+            storage.start_offload()
+            self._let_go([storage])
 
     # The three verbs. ``call`` names what the user has called, for the error where the state does not allow it.
 

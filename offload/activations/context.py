@@ -6,6 +6,7 @@ that the context learns when the layer's backward begins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import NamedTuple, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -13,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.handles import unpack
 from offload.activations.microbatch import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
@@ -25,6 +25,7 @@ from offload.device.backend import Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
+from offload.recompute.treatments import LayerTreatments
 from offload.schedule.schedule import Schedule
 
 Output = TypeVar("Output")
@@ -60,6 +61,7 @@ class OffloadContext(ContextDecorator):
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
+        treatments: What happens to the regions of each layer, if not the same to all.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class OffloadContext(ContextDecorator):
         device: torch.device | str | int | None = None,
         copy_stream: Stream | None = None,
         host: HostMemory | None = None,
+        treatments: Sequence[LayerTreatments] = (),
     ) -> None:
         backend = get_backend(device)
         streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
         self.schedule = schedule
+        self.treatments = treatments
         self.model_layers = model_layers
         self._min_bytes = parse_min_bytes(min_bytes)
         self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
@@ -149,7 +153,7 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         _open_sets.append(opened)
         if takes_all:
-            autograd.push_hooks(opened.pack, unpack)
+            opened.enter()
 
     @interpreted
     def exit(self, *, failed: bool = False) -> None:
@@ -159,7 +163,7 @@ class OffloadContext(ContextDecorator):
             del self._entered[-1:]
             return
         try:
-            autograd.pop_hooks(opened.pack)
+            opened.leave(failed=failed)
             if opened in _open_sets:
                 _open_sets.remove(opened)
             self._entered.pop()
@@ -262,7 +266,7 @@ class OffloadContext(ContextDecorator):
         self._closed = None
 
     def _new_round(self) -> Round:
-        return Round(self.schedule, self._transfers, self._min_bytes)
+        return Round(self.schedule, self._transfers, self._min_bytes, treatments=self.treatments)
 
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters

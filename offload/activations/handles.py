@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.storage import AWAY, SavedStorage, probing, version_counter
+from offload.activations.storage import AWAY, DROPPED, SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 
 
@@ -27,6 +27,19 @@ class Token:
         self.layer = layer
         self.reload_late = reload_late
         self.mark_read = mark_read
+
+
+def bring_back(storage: SavedStorage, token: Token) -> torch.UntypedStorage:
+    """Device memory that holds a storage's bytes, ready for the current stream."""
+    if storage.state is AWAY:
+        token.reload_late(storage)
+    elif storage.state is DROPPED:
+        storage.make_again()
+    reload = storage.reload
+    if reload is not None and storage.wait_for_reload(reload):
+        token.mark_read()
+    # Only a storage that is AWAY or DROPPED has no device memory, and that was brought back above.
+    return storage.memory  # type: ignore[return-value]
 
 
 class Handle:
@@ -92,21 +105,16 @@ class MovedHandle(Handle):
         if self.versions._version != self.version:
             self.check_version(self.versions.dtype, self.size)
         storage = self.storage
-        if storage.state is AWAY:
-            self.token.reload_late(storage)
-        reload = storage.reload
-        if reload is not None and storage.wait_for_reload(reload):
-            self.token.mark_read()
+        memory = bring_back(storage, self.token)
         if self.view is not None:
             return self.view
         view = self.versions.data
-        # Only a storage that is AWAY has no device memory, and that was brought back above.
-        view.set_(storage.memory, self.start, self.size, self.stride)  # type: ignore[arg-type]
+        view.set_(memory, self.start, self.size, self.stride)
         if self.conj:
             view = view.conj()
         if self.neg:
             view = torch._neg_view(view)
-        if reload is not None:
+        if storage.reload is not None:
             self.view = view
         return view
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +13,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.stats import OffloadStats
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
+from offload.recompute.treatments import LayerTreatments, Treatment, parse_treatments
 from offload.schedule.schedule import HasSchedule, Schedule
 
 
@@ -41,6 +42,10 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
         """A frozen snapshot of what has moved so far."""
         return self._context.stats()
 
+    def regions(self, layer: int = 0) -> dict[str, str]:
+        """What happens to the regions of a layer: treatments by the regions' names, once it has run forward."""
+        return self._context.treatments[layer].by_name() if self._context.treatments else {}
+
     def __exit__(self, *_: object) -> None:
         self.remove()
 
@@ -60,6 +65,7 @@ def offload_layers(
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
     when_host_full: WhenFull = "keep",
+    treatments: Mapping[str, Treatment | str] | None = None,
 ) -> OffloadedLayers:
     """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
@@ -83,6 +89,12 @@ def offload_layers(
             default.
         when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
             copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
+        treatments: What happens to the regions of each layer: patterns of their names (a module, and the operation that
+            it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
+            ``"recompute"``. The first pattern that matches decides; what none matches is kept. What is offloaded
+            travels in the first ``num_layers``, which may be 0, and stays in the others. What is recomputed is let go,
+            and the recorded operations that lead to it run once more in backward, those alone. In a layer's first
+            forward they run at once, and what does not come out bit by bit the same is kept.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -106,7 +118,9 @@ def offload_layers(
         parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
         device = next((parameter.device for parameter in parameters), None)
     host = HostMemory(max_host_bytes, when_host_full)
-    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host)
+    patterns = None if treatments is None else parse_treatments(treatments)
+    regions = [] if patterns is None else [LayerTreatments(patterns, layer) for layer in modules]
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, treatments=regions)
     return OffloadedLayers(modules, context)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from offload.activations.activation_set import ActivationSet, Saved
+from offload.activations.region_set import RegionSet
 from offload.activations.states import OffloadState
 from offload.activations.transfers import Transfers
 from offload.activations.what_moves import Rules
 from offload.base import trace
+from offload.recompute.treatments import LayerTreatments
 from offload.schedule.points import Point, backward, forward
 from offload.schedule.schedule import Schedule
 
@@ -18,11 +21,18 @@ class Round:
 
     The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
     the manual synchronizer says what moves when. A round that ``sees_all`` treats what layers that never move save as
-    if it could, so that their sizes are known.
+    if it could, so that their sizes are known. The ``treatments`` say what happens to the regions of each layer, if not
+    the same to all.
     """
 
     def __init__(
-        self, schedule: Schedule | None, transfers: Transfers, min_bytes: int, *, sees_all: bool = False
+        self,
+        schedule: Schedule | None,
+        transfers: Transfers,
+        min_bytes: int,
+        *,
+        treatments: Sequence[LayerTreatments] = (),
+        sees_all: bool = False,
     ) -> None:
         self.schedule = schedule
         self.transfers = transfers
@@ -32,7 +42,10 @@ class Round:
         self._min_bytes = min_bytes
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
-        self._first_to_stay = max(self._offloaded, default=-1) + 1 if schedule and not sees_all else math.inf
+        self._first_to_stay = (
+            max(self._offloaded, default=-1) + 1 if schedule and not (sees_all or treatments) else math.inf
+        )
+        self._treatments = treatments
 
     @property
     def abandoned(self) -> bool:
@@ -58,7 +71,11 @@ class Round:
         only = self._known if layer >= self._first_to_stay else None
         rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
         stays = self.schedule is not None and layer not in self._offloaded
-        opened = ActivationSet(layer, self.transfers, rules, self._known, stays=stays)
+        parts = (layer, self.transfers, rules, self._known)
+        if self._treatments:
+            opened: ActivationSet = RegionSet(*parts, stays=stays, treatments=self._treatments[layer])
+        else:
+            opened = ActivationSet(*parts, stays=stays)
         self.sets[layer] = opened
         self.last_layer = layer
         if layer in self._offloaded:

@@ -19,6 +19,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -49,11 +50,13 @@ class StorageState(Enum):
     """The host buffer holds them, and the device memory was let go."""
     BACK = "back"
     """New device memory holds them when the copy that is queued is done, and the host buffer went back to the pool."""
+    DROPPED = "dropped"
+    """Nobody holds them: they are computed again when backward asks."""
     GIVEN_UP = "given up"
     """The program has resized its memory, which holds what the program puts there. They do not move any more."""
 
 
-WRITTEN, COMPLETE, LEAVING, AWAY, BACK, GIVEN_UP = StorageState
+WRITTEN, COMPLETE, LEAVING, AWAY, BACK, DROPPED, GIVEN_UP = StorageState
 
 _ALONE = 2
 """References to what a variable and the function that counts them hold, and nobody else."""
@@ -85,6 +88,8 @@ class SavedStorage:
         """The copies to the host that the one into ``host`` came with."""
         self.ready: Event | None = None
         """After it the device memory holds the bytes; ``None`` while the operation may write them."""
+        self.again: Callable[[], torch.UntypedStorage] | None = None
+        """What computes the bytes again while it is DROPPED."""
         self.maker = maker
         """The type of the autograd node that made it, or of ``None``."""
         self.layer = layer
@@ -124,6 +129,26 @@ class SavedStorage:
         """WRITTEN to COMPLETE: the operation that saved it is over, and has written the bytes when ``ready`` is."""
         if self.state is WRITTEN:
             self.state, self.ready = COMPLETE, ready
+
+    def drop(self, again: Callable[[], torch.UntypedStorage]) -> None:
+        """COMPLETE to DROPPED: let the device memory go; ``again`` computes what it holds into other memory."""
+        if self.state is COMPLETE:
+            self.again = again
+            self._let_memory_go(DROPPED)
+
+    def make_again(self) -> None:
+        """DROPPED to BACK: compute it again, on the current stream."""
+        with self.transfers.lock:  # another thread may ask for it too
+            again = self.again
+            if self.state is not DROPPED or again is None:
+                return
+            memory = again()
+            backend = self.transfers.backend
+            compute = backend.compute_stream()
+            reload = Reload(compute.record_event(), compute, backend.compute_stream_id())
+            reload.awaited_by = reload.home
+            self.reload, self.ready = reload, reload.done
+            self.state, self.memory, self.again = BACK, memory, None
 
     def start_offload(self) -> None:
         """COMPLETE or BACK to LEAVING: queue the copy to the host. Without room there, all stays as it is."""
@@ -168,6 +193,9 @@ class SavedStorage:
     def move_with(self, layer: int, tensor: torch.Tensor, *, stays: bool) -> None:
         """Belong to a later layer from now on, which saves the storage once more, as ``tensor``."""
         self.layer, self.stays = layer, stays
+        if self.state is DROPPED:
+            # DROPPED to COMPLETE: so it does here. In that layer's backward, not all that it is computed from is there.
+            self.state, self.memory, self.again = COMPLETE, tensor.untyped_storage(), None
         if self.state is AWAY:
             # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
             self.state, self.memory = LEAVING, tensor.untyped_storage()
@@ -185,7 +213,7 @@ class SavedStorage:
         with transfers.lock:
             if self.state is GIVEN_UP or self.reload is not None:
                 return  # backward has begun, with memory of its own
-            if self.state is AWAY:
+            if self.state is AWAY or self.state is DROPPED:
                 self.memory = memory
             elif self.state is LEAVING and self.batch is not None:
                 # The memory is free for compute's next operation; the copy may still read it.

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.base.tensors import has_memory
+
 Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
 """It must not hold the tensors that were taken out of the object: they are to be freed meanwhile."""
 
@@ -120,21 +122,13 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         return "pipeline"
     if tensor.device != rules.device:
         return "device"
-    if tensor.is_quantized or tensor.is_nested or not _has_memory(memory):
+    if tensor.is_quantized or tensor.is_nested or not has_memory(memory):
         return "layout"  # although they say that they are strided
     base = tensor._base
     maker = tensor.grad_fn if base is None else base.grad_fn
     if maker is None or type(maker) is _Cast:
         return _held_by_autograd(tensor, maker) or type(maker)
     return type(maker.next_functions[0][0]) if type(maker) is _Reshaped else type(maker)
-
-
-def _has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage with a size has memory: that of a zero tensor or of a wrapper has none."""
-    try:
-        return bool(storage.data_ptr())
-    except RuntimeError:
-        return False
 
 
 def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch._C import _autograd
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
 
@@ -82,6 +83,16 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
         _autograd._pop_saved_tensors_default_hooks()
     for left in reversed(above):
         push_hooks(*left)
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, if it was entered, and first those inside of it that an interrupt has left there."""
+    stack = _get_current_dispatch_mode_stack()
+    if any(entered is mode for entered in stack):
+        for entered in reversed(stack):
+            entered.__exit__(None, None, None)
+            if entered is mode:
+                return
 
 
 def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:

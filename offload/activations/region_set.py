@@ -1,0 +1,267 @@
+"""The activation set of a layer whose regions are treated each in its own way: kept, offloaded, or computed again.
+
+What is saved is matched with what was computed. A storage is dropped, kept or left to travel when the operation that
+saved it is over. In a layer's first forward all of that waits for the forward's end: what is to be computed again is
+computed once, and compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.handles import Handle, MovedHandle, Token, bring_back
+from offload.activations.storage import DROPPED, GIVEN_UP, SavedStorage, version_counter
+from offload.activations.what_moves import decide
+from offload.base.autograd import leave_mode, next_node
+from offload.base.tensors import counting_versions
+from offload.recompute.costs import RegionProfile
+from offload.recompute.modules import CurrentModule
+from offload.recompute.proof import Original, calls_for, differing, seconds_of
+from offload.recompute.record import Value, make_again
+from offload.recompute.recorder import Recorder
+from offload.recompute.treatments import KEEP, RECOMPUTE, SOURCE, LayerTreatments, Region, region_of
+
+_logger = logging.getLogger(__name__)
+
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_MODES |= torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+class RegionSet(ActivationSet):
+    """What one layer of one microbatch saved, and what of it is computed again.
+
+    Args:
+        args: As an :class:`ActivationSet` takes them.
+        treatments: What happens to the layer's regions.
+        stays: Whether the set never leaves the device.
+    """
+
+    def __init__(self, *args: Any, treatments: LayerTreatments, stays: bool) -> None:
+        super().__init__(*args, stays=stays)
+        self._treatments = treatments
+        self._recorder: _LayerRecorder | None = None
+        """Sees the layer's forward, while that runs."""
+        self._values: dict[int, Value] = {}
+        """What is in saved storages whose operation is not over, by the storage's address."""
+        self._waiting: list[tuple[weakref.ref[SavedStorage], Value]] = []
+        """What a first forward has saved: all of that is treated at its end."""
+        self._sources: list[Value] = []
+        """What the layer was given, as far as it may travel."""
+        self._dropped: list[weakref.ref[Value]] = []
+
+    def enter(self) -> None:
+        layer = self._treatments.layer
+        module = CurrentModule(None if self._treatments.learned or layer is None else layer())
+        self._recorder = _LayerRecorder(self, module)
+        module.__enter__()
+        self._recorder.__enter__()
+        super().enter()
+
+    def leave(self, *, failed: bool) -> None:
+        super().leave(failed=failed)
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        leave_mode(recorder)
+        recorder.module.__exit__()
+        self._end_operation()
+        if not (self._treatments.learned or failed or self.transfers.backend.capturing):
+            self._learn()
+        for reference, value in self._waiting:
+            storage = reference()
+            if storage is not None and self._moves(storage, value):
+                super()._follow(storage)
+        for dropped in self._dropped:
+            value = dropped()
+            if value is not None and value.call is not None:
+                value.call.need()
+        for source in self._sources:
+            if source.uses and source.given is not None:
+                self._keep(source.given, source)
+        self._end_operation()
+        self._waiting, self._sources, self._dropped, self._values = [], [], [], {}
+
+    def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
+        recorder = self._recorder
+        if recorder is None or type(tensor) is not torch.Tensor:
+            return super().pack(tensor, changes)
+        with torch._C._ExcludeDispatchKeyGuard(_MODES):  # what is done to it here is not the layer's doing
+            handle = super().pack(tensor, changes)
+        if type(handle) is MovedHandle and handle.storage.original not in self._values:
+            value = self._values[handle.storage.original] = recorder.read(tensor)
+            if value.keeper is None:
+                value.keeper = _Keeper(handle.storage, handle.token, handle.version, handle.versions)
+        return handle
+
+    def _follow(self, storage: SavedStorage) -> None:
+        value = self._values.pop(storage.original, None)
+        if value is None:
+            super()._follow(storage)
+        elif not self._treatments.learned:
+            self._waiting.append((weakref.ref(storage), value))
+        elif self._moves(storage, value):
+            super()._follow(storage)
+
+    def _moves(self, storage: SavedStorage, value: Value) -> bool:
+        """Drop a storage if that is its treatment; whether it is left to move with the set."""
+        treatment = self._treatments.of(region_of(value))
+        if treatment is RECOMPUTE and self._treatments.learned and not value.empty and not value.overwritten:
+
+            def again() -> torch.UntypedStorage:
+                memory = make_again(value)
+                value.used()
+                return memory
+
+            value.uses += 1
+            storage.drop(again)
+            self._dropped.append(weakref.ref(value))
+            return False
+        return treatment is not KEEP
+
+    def given(self, tensor: torch.Tensor, value: Value) -> None:
+        """The layer has read a source."""
+        if isinstance(decide(tensor, self._rules), type):
+            self._sources.append(value)
+
+    def made(self, tensor: torch.Tensor, value: Value, module: CurrentModule, *, new: bool) -> None:
+        """The layer has computed a value."""
+        region = region_of(value)
+        if region is None:
+            return
+        if not self._treatments.learned:
+            self._treatments.name(region, module.name)
+        elif new and region in self._treatments.unsaved:
+            with counting_versions():
+                self._keep(tensor, value)
+
+    def _keep(self, tensor: torch.Tensor, value: Value) -> None:
+        """Keep in the set what recomputation reads, and autograd does not save."""
+        maker = decide(tensor, self._rules)
+        if not isinstance(maker, type):
+            return
+        if self._known.operation and next_node() != self._known.node:
+            self._end_operation()
+        storage = self._storage_of(tensor, maker, 0)
+        self._values[storage.original] = value
+        if not self._known.operation:
+            self._known.node, self._known.stream = next_node(), self.transfers.backend.compute_stream()
+        self._known.operation.append((weakref.ref(storage), self))
+        value.keeper = _Keeper(storage, self.alive or self._new_token(), tensor._version, version_counter(tensor))
+        value.hold()  # no handle does
+
+    def _learn(self) -> None:
+        """Prove what is to be computed again, and measure what it costs if that is asked for."""
+        treatments = self._treatments
+        there = {id(value): storage for reference, value in self._waiting if (storage := reference()) is not None}
+        saved = [value for _, value in self._waiting if id(value) in there]
+        made = [value for value in saved if value.call is not None and not value.empty and not value.overwritten]
+
+        def original(value: Value) -> torch.UntypedStorage | None:
+            storage = there.get(id(value))
+            return None if storage is None else storage.memory
+
+        wanted = made if treatments.measures else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
+        for value in differing(wanted, original):
+            region = region_of(value)
+            if region is not None:
+                treatments.differs(region)
+                _logger.info("%s comes out with other bits when it is computed again: kept", treatments.names[region])
+        if treatments.measures:
+            self._measure(saved, original)
+        treatments.learned = True
+        treatments.unsaved = self._unsaved(wanted, there)
+
+    def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
+        """What recomputation reads of what is to be kept, and autograd does not save by itself."""
+        of = self._treatments.of
+
+        def is_kept(value: Value) -> bool:
+            return value.call is not None and of(region_of(value)) is not RECOMPUTE
+
+        again = [value for value in wanted if of(region_of(value)) is RECOMPUTE]
+        read = (value for call in calls_for(again, is_kept) for value in call.reads())
+        regions = (region_of(value) for value in read if id(value) not in saved and is_kept(value))
+        return {region for region in regions if region is not None}
+
+    def _measure(self, saved: list[Value], original: Original) -> None:
+        """Tell what each region costs: those that autograd saves, and all that lead to them."""
+        treatments = self._treatments
+        calls = calls_for(saved, lambda _: False)
+        seconds = seconds_of(calls, original, self.transfers.backend)
+        kept = {id(value) for value in saved}
+        numbers: dict[int, int] = {}
+        costs: list[RegionProfile] = []
+
+        def add(value: Value, region: Region | None, took_s: float, reads: tuple[int, ...]) -> None:
+            numbers[id(value)] = len(costs)
+            treatments.order.append(region)
+            name = SOURCE if region is None else treatments.names[region]
+            again = region is not None and region not in treatments.differing and not value.empty
+            saved_too = id(value) in kept
+            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved=saved_too, recomputable=again))
+
+        for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
+            add(value, None, 0.0, ())
+        for call, took_s in zip(calls, seconds, strict=True):
+            reads = tuple(sorted(numbers[id(value)] for value in call.reads() if id(value) in numbers))
+            for later, value in enumerate(filter(None, (reference() for reference in call.makes))):
+                add(value, region_of(value), 0.0 if later else took_s, reads)
+                reads = (*reads, numbers[id(value)])  # one call makes all of its results
+        treatments.costs = tuple(costs)
+
+
+class _LayerRecorder(Recorder):
+    """The recorder of one layer's forward, which tells the layer's set."""
+
+    def __init__(self, owner: RegionSet, module: CurrentModule) -> None:
+        super().__init__()
+        self.module = module
+        self._owner = owner
+
+    def given(self, tensor: torch.Tensor, value: Value) -> None:
+        self._owner.given(tensor, value)
+
+    def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
+        self._owner.made(tensor, value, self.module, new=new)
+
+
+class _Keeper:
+    """A saved storage, as what keeps a value; weakly until somebody needs it held."""
+
+    __slots__ = ("_held", "_storage", "_token", "_version", "_versions")
+
+    def __init__(self, storage: SavedStorage, token: Token, version: int, versions: torch.Tensor) -> None:
+        self._storage = weakref.ref(storage)
+        self._token = token
+        self._version = version
+        self._versions = versions
+        self._held: SavedStorage | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._held is not None
+
+    def hold(self) -> bool:
+        storage = self._storage()
+        if storage is None or storage.state is DROPPED or storage.state is GIVEN_UP:
+            return False
+        self._held = storage
+        return True
+
+    def bytes_on_device(self) -> torch.UntypedStorage:
+        storage = self._held
+        if storage is None:
+            raise RuntimeError("a value that nobody holds was asked for its bytes; please report this.")
+        if self._versions._version != self._version:
+            raise RuntimeError(
+                "what recomputation reads must not be changed in place before backward, but a tensor of "
+                f"{storage.nbytes} bytes of layer {storage.layer} is at version {self._versions._version}; expected "
+                f"version {self._version}. Clone the tensor before you change it, or keep what is computed from it."
+            )
+        return bring_back(storage, self._token)

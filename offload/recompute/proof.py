@@ -1,0 +1,108 @@
+"""The proof that what is to be computed again comes out the same: in a layer's first forward, bit by bit.
+
+A kernel that PyTorch's dispatcher does not see may have written into memory that it did; one that adds in whatever
+order its threads arrive gives other bits each time. What does not come out the same is kept from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from offload.device.backend import Backend
+from offload.recompute.kinds import Kind, kind_of
+from offload.recompute.random import RandomState, default_generator
+from offload.recompute.record import Call, Value, below_autograd, whole
+
+POISON = 0xA5
+"""What is in new memory that nobody was seen to write: not what happens to lie there, which may be the right bits."""
+
+
+Original = Callable[[Value], torch.UntypedStorage | None]
+"""The memory of a value as the forward has computed it, if it is still there."""
+
+
+def differing(wanted: Iterable[Value], original: Original) -> list[Value]:
+    """Compute values again, and compare: those whose bits are others, or whose originals are not there."""
+    wanted = {id(value): value for value in wanted}
+    wrong = []
+
+    def compare(value: Value, again: torch.UntypedStorage) -> torch.UntypedStorage:
+        there = original(value)
+        if id(value) not in wanted or (there is not None and _same_bits(there, again)):
+            return again
+        wrong.append(value)
+        return again if there is None else there  # for what is computed from it
+
+    calls = calls_for(wanted.values(), lambda value: id(value) not in wanted and original(value) is not None)
+    _run(calls, original, compare, lambda _: nullcontext())
+    return wrong
+
+
+def seconds_of(calls: list[Call], original: Original, backend: Backend) -> list[float]:
+    """What calls take, one after the other, each with what the forward has given it."""
+    marks = []
+
+    @contextmanager
+    def marked(_: Call) -> Iterator[None]:
+        begin = backend.mark()
+        yield
+        marks.append((begin, backend.mark()))
+
+    _run(calls, original, lambda _, again: again, marked)
+    return backend.seconds(marks)
+
+
+def _run(
+    calls: list[Call],
+    original: Original,
+    made: Callable[[Value, torch.UntypedStorage], torch.UntypedStorage],
+    around: Callable[[Call], AbstractContextManager[None]],
+) -> None:
+    """Run calls in order without a trace: the record stays as it is, and so do the generators."""
+    memory: dict[int, torch.UntypedStorage] = {}
+    last_use = {id(value): call.number for call in calls for value in call.reads()}
+
+    def bytes_of(value: Value) -> torch.UntypedStorage:
+        if id(value) in memory:
+            return memory[id(value)]
+        there = original(value)
+        return value.bytes() if there is None else there
+
+    devices = {value.given.device for call in calls for value in call.reads() if value.given is not None}
+    generators = [RandomState(default_generator(device)) for device in devices | {torch.device("cpu")}]
+    with below_autograd():
+        for call in calls:
+            with around(call):
+                results = call.results(bytes_of)
+            if kind_of(call.function) is Kind.EMPTY:
+                for result in results:
+                    result.fill_(POISON)
+            for reference in call.makes:
+                value = reference()
+                if value is not None:
+                    memory[id(value)] = made(value, results[value.place])
+            del results
+            for value in call.reads():
+                if last_use[id(value)] == call.number:
+                    memory.pop(id(value), None)
+    for state in generators:  # a kernel that draws without saying so has moved them on
+        state.restore()
+
+
+def calls_for(wanted: Iterable[Value], is_there: Callable[[Value], bool]) -> list[Call]:
+    """The calls that lead to values, in the order of the forward."""
+    found: dict[int, Call] = {}
+    waiting = [value.call for value in wanted if value.call is not None]
+    while waiting:
+        call = waiting.pop()
+        if call.number not in found:
+            found[call.number] = call
+            waiting += [value.call for value in call.reads() if value.call is not None and not is_there(value)]
+    return [found[number] for number in sorted(found)]
+
+
+def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    return one.device == other.device and torch.equal(whole(one), whole(other))

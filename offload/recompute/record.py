@@ -1,0 +1,294 @@
+"""What a layer's forward has computed, as calls and the values that they read and made; and how one is made again.
+
+A value is what a storage holds between two writes into it. Views need no calls: a call knows how each tensor that it
+was given looks into its value. So the record is in single assignment form, whatever the layer does in place: a write
+makes a new value of the storage, and running it again writes into a copy of the old one.
+
+Who owns what: a saved tensor that is to be computed again holds its value, the value the call that made it, the call
+the values that it read. Nothing holds a call for its own sake, so what nobody needs is gone with the forward, and all
+of it with the graph. A call lets go of what it read as soon as it has run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.recompute.kinds import written_arguments
+from offload.recompute.random import RandomState
+
+
+class Keeper(Protocol):
+    """Who keeps a value's bytes until backward, on the device or on the host."""
+
+    held: bool
+    """Whether it does so for the calls that are to run again; else only as long as the graph wants them."""
+
+    def hold(self) -> bool:
+        """Keep the bytes for a call that is to run again; whether they are kept at all."""
+
+    def bytes_on_device(self) -> torch.UntypedStorage:
+        """Memory that holds them, for the current stream."""
+
+
+class Value:
+    """What a storage holds between two writes.
+
+    Args:
+        call: What has made it; ``None`` for a source, which the layer was given or nobody saw being made.
+        place: Of which of the call's results it is the memory.
+        nbytes: Of the storage.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "call",
+        "empty",
+        "given",
+        "keeper",
+        "memory",
+        "nbytes",
+        "overwritten",
+        "place",
+        "uses",
+        "version",
+    )
+
+    def __init__(self, call: Call | None, place: int, nbytes: int) -> None:
+        self.call = call
+        self.place = place
+        self.nbytes = nbytes
+        self.memory: torch.UntypedStorage | None = None
+        """Where it is, once it was made again, and while it is wanted."""
+        self.given: torch.Tensor | None = None
+        """Of a source: a tensor over the program's own memory, which tells whether that was changed since."""
+        self.keeper: Keeper | None = None
+        self.uses = 0
+        """How many have yet to read it: calls that are to run again, and a saved tensor that is it."""
+        self.empty = False
+        """Whether it is memory that nobody was seen to write: if it is read, somebody has."""
+        self.overwritten = False
+        """Whether the storage holds another value by now."""
+        self.version = 0
+        """Of :attr:`given`, when it was read."""
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody keeps the bytes for the calls that are to run again."""
+        return self.keeper is not None and self.keeper.held
+
+    def hold(self) -> bool:
+        """Let who keeps the bytes, if somebody does, keep them for a call that is to run again; whether one does."""
+        if self.keeper is None or self.overwritten or not self.keeper.hold():
+            return False
+        self.given = None  # the keeper may let the device memory go
+        return True
+
+    def bytes(self) -> torch.UntypedStorage:
+        """Memory that holds the value now.
+
+        Raises:
+            RuntimeError: It was changed in place since it was read.
+        """
+        if self.memory is not None:
+            return self.memory
+        if self.given is None:
+            return self.keeper.bytes_on_device()  # type: ignore[union-attr]  # only what is held is read
+        if self.given._version != self.version:
+            raise RuntimeError(
+                "what a layer's forward has read must not be changed in place before its backward if the layer is "
+                f"recomputed, but a tensor of {list(self.given.size())} is at version {self.given._version}, and was "
+                f"read at {self.version}; clone it before the change, or keep what is computed from it."
+            )
+        return self.given.untyped_storage()
+
+    def used(self) -> None:
+        """One of those who wanted it has read it."""
+        self.uses -= 1
+        if not self.uses:
+            self.memory = self.given = self.keeper = None
+
+
+class Look(NamedTuple):
+    """How a tensor that a call was given looks into a value."""
+
+    value: Value
+    dtype: torch.dtype
+    start: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    def into(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The same look into memory that holds the same value."""
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        view.set_(memory, self.start, self.size, self.stride)
+        if self.conj:
+            view = view.conj()
+        return torch._neg_view(view) if self.neg else view
+
+
+class Call:
+    """One operation of a layer's forward, with what it was given.
+
+    Args:
+        number: Which of the layer's calls it is.
+        time: Which call of the same operation it is in the layer, counted from 0.
+        function: The operation.
+        args: Its arguments, with a :class:`Look` for each tensor.
+        kwargs: Those that it was given by name, likewise.
+        random: The generator's state before it, if it draws random numbers.
+    """
+
+    __slots__ = ("args", "function", "kwargs", "makes", "needed", "number", "random", "time")
+
+    def __init__(
+        self,
+        number: int,
+        time: int,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        random: RandomState | None,
+    ) -> None:
+        self.number = number
+        self.time = time
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.random = random
+        self.makes: list[weakref.ref[Value]] = []
+        """The values of the results, and of what it writes. Each holds the call, so not the other way round."""
+        self.needed = False
+        """Whether it is to run again, and has not done so."""
+
+    def reads(self) -> list[Value]:
+        """The values that it reads, each once."""
+        return _values(_looks([*self.args, *self.kwargs.values()]))
+
+    def writes(self) -> list[Value]:
+        """The values that it overwrites, each once."""
+        given = (
+            self.kwargs.get(at) if isinstance(at, str) else self.args[at : at + 1]
+            for at in written_arguments(self.function)
+        )
+        return _values(_looks(list(given)))
+
+    def need(self) -> None:
+        """See that it can run again: hold what is kept of what it reads, and let what made the rest run again too."""
+        waiting = [self]
+        while waiting:
+            call = waiting.pop()
+            if call.needed:
+                continue
+            call.needed = True
+            for value in call.reads():
+                value.uses += 1
+                if not value.hold() and value.call is not None:
+                    waiting.append(value.call)
+
+    def before(self) -> list[Call]:
+        """It and the calls that have to run before it, in the order of the forward."""
+        found: dict[int, Call] = {}
+        waiting = [self]
+        while waiting:
+            call = waiting.pop()
+            if call.number not in found:
+                found[call.number] = call
+                waiting += [v.call for v in call.reads() if v.call is not None and v.memory is None and not v.held]
+        return [found[number] for number in sorted(found)]
+
+    def results(self, bytes_of: Callable[[Value], torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Run it again: the memory of what it makes, by :attr:`Value.place`."""
+        copies = {id(value): copy_of_storage(bytes_of(value)) for value in self.writes()}
+
+        def tensor(look: Look) -> torch.Tensor:
+            return look.into(copies[id(look.value)] if id(look.value) in copies else bytes_of(look.value))
+
+        with self.random or nullcontext():
+            result = self.function(*_map_looks(self.args, tensor), **_map_looks(self.kwargs, tensor))
+        return [*(tensor.untyped_storage() for tensor in tensors_of(result)), *copies.values()]
+
+    def run(self) -> None:
+        """Run it again, for the last time: what it makes has memory then, and what it has read may go."""
+        results = self.results(Value.bytes)
+        for reference in self.makes:
+            value = reference()
+            if value is not None:
+                value.memory = results[value.place]
+        reads = self.reads()
+        self.needed, self.args, self.kwargs = False, (), {}
+        for value in reads:
+            value.used()
+
+
+_running = threading.RLock()
+"""Autograd may ask in several threads for what one call makes."""
+
+
+def make_again(value: Value) -> torch.UntypedStorage:
+    """Memory that holds the value; the calls that lead to it are run, unless they were already."""
+    with _running:
+        if value.memory is None and value.call is not None:
+            with below_autograd():
+                for call in value.call.before():
+                    call.run()
+        return value.bytes()
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Calls were seen below autograd and autocast, and run there again; some kernels ask whether gradients are on."""
+    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
+        yield
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's results or arguments, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, list | tuple) else []
+
+
+def _looks(given: Any) -> Iterator[Look]:
+    if isinstance(given, Look):
+        yield given
+    elif isinstance(given, list | tuple):
+        for item in given:
+            yield from _looks(item)
+
+
+def _values(looks: Iterator[Look]) -> list[Value]:
+    return list({id(look.value): look.value for look in looks}.values())
+
+
+def _map_looks(given: Any, function: Callable[[Look], torch.Tensor]) -> Any:
+    if isinstance(given, Look):
+        return function(given)
+    if isinstance(given, dict):
+        return {name: _map_looks(item, function) for name, item in given.items()}
+    if isinstance(given, list | tuple):
+        return [_map_looks(item, function) for item in given]
+    return given
+
+
+def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
+    """New memory with the same bytes."""
+    return whole(memory).clone().untyped_storage()
+
+
+def whole(memory: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+for _name, _key in torch._C.DispatchKey.__members__.items():
+    if _name.startswith(("Autograd", "Autocast")) and _name != "AutogradFunctionality":
+        _ABOVE |= torch._C.DispatchKeySet(_key)

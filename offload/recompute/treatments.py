@@ -1,0 +1,146 @@
+"""What a user wants of a layer's regions: which are kept, which travel, which are computed again.
+
+A region is told by the operation that made it, by which of that operation's calls in the layer it was, and by which of
+its results it is. For a user it has a name: the module that ran the operation, and the operation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from offload.recompute.costs import RegionProfile, Treated
+from offload.recompute.record import Value
+
+
+class Treatment(Enum):
+    """What happens to a region's memory until backward."""
+
+    KEEP = "keep"
+    """It stays on the device."""
+    OFFLOAD = "offload"
+    """It travels with its layer; where the layer does not, it stays."""
+    RECOMPUTE = "recompute"
+    """It is let go, and computed again when backward asks for it."""
+
+
+KEEP, OFFLOAD, RECOMPUTE = Treatment
+
+
+class Region(NamedTuple):
+    """One result of one operation of a layer's forward."""
+
+    operation: Any
+    """As a dispatch mode is given it; ``None`` for what the layer was given, or nobody saw being computed."""
+    time: int
+    """Which call of this operation in the layer, counted from 0."""
+    place: int
+    """Which of its results."""
+
+
+def region_of(value: Value) -> Region | None:
+    """The region of what a call has made; ``None`` for a source."""
+    call = value.call
+    return None if call is None else Region(call.function, call.time, value.place)
+
+
+class LayerTreatments:
+    """What happens to the regions of one layer: learned from patterns in its first forward, looked up from then on.
+
+    Args:
+        patterns: Of regions' names; the first that matches decides.
+        layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
+        measures: Whether the first forward also measures what each region costs.
+    """
+
+    def __init__(
+        self, patterns: Mapping[str, Treatment], layer: nn.Module | None = None, *, measures: bool = False
+    ) -> None:
+        self.patterns = patterns
+        self.measures = measures
+        self.layer = None if layer is None else weakref.ref(layer)
+        self.learned = False
+        self.names: dict[Region, str] = {}
+        """Of the regions that were seen in the first forward."""
+        self.differing: set[Region] = set()
+        """Those that did not come out the same when they were computed again, and so are not."""
+        self.unsaved: set[Region] = set()
+        """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
+        self.costs: tuple[RegionProfile, ...] = ()
+        """What each region costs, where that was measured."""
+        self.order: list[Region | None] = []
+        """The regions of :attr:`costs`."""
+        self._known: dict[Region, Treatment] = {}
+        self._named: Counter[str] = Counter()
+
+    def of(self, region: Region | None) -> Treatment:
+        """What happens to a region. A source cannot be computed again; what the first forward did not do is kept."""
+        if region is None:
+            wanted = treatment_of(SOURCE, self.patterns)
+            return OFFLOAD if wanted is RECOMPUTE else wanted
+        return self._known.get(region, KEEP)
+
+    def by_name(self) -> dict[str, str]:
+        """What happens to each region, by its name."""
+        return {name: self._known[region].value for region, name in self.names.items()}
+
+    def name(self, region: Region, module: str) -> None:
+        """The module of this name has made the region."""
+        operation = region.operation._schema.name.removeprefix("aten::")
+        name = f"{module}: {operation}" if module else operation
+        self._named[name] += 1
+        times = f" #{self._named[name]}" if self._named[name] > 1 else ""
+        self.names[region] = name + times
+        self._known[region] = treatment_of(name, self.patterns)
+
+    def follow(self, treated: Treated) -> None:
+        """Treat the regions in this way from now on; those that are held travel where the layer does."""
+        self.unsaved = set()
+        for number, region in enumerate(self.order):
+            if region is not None:
+                self._known[region] = RECOMPUTE if number in treated.recomputed else OFFLOAD
+                if number in treated.held and not self.costs[number].saved:
+                    self.unsaved.add(region)
+
+    def differs(self, region: Region) -> None:
+        """It comes out with other bits: it travels with its layer, or is kept, and is not computed again."""
+        self.differing.add(region)
+        self._known[region] = OFFLOAD
+
+
+SOURCE = "input"
+"""The name of what a layer was given, and of what nobody saw being computed."""
+
+
+def parse_treatments(treatments: Mapping[str, Treatment | str]) -> dict[str, Treatment]:
+    """Patterns of regions' names, each with what is to happen to them.
+
+    Raises:
+        TypeError: ``treatments`` is no mapping of texts.
+        ValueError: It names no treatment there is.
+    """
+    if not isinstance(treatments, Mapping) or not all(isinstance(pattern, str) for pattern in treatments):
+        raise TypeError(
+            'treatments must map patterns of regions to treatments, such as {"*attention*": "offload", "*": '
+            f'"recompute"}}, got {treatments!r}'
+        )
+    try:
+        return {pattern: Treatment(treatment) for pattern, treatment in treatments.items()}
+    except ValueError as error:
+        known = ", ".join(repr(treatment.value) for treatment in Treatment)
+        raise ValueError(f"a treatment must be one of {known}, got {treatments!r}") from error
+
+
+def treatment_of(name: str, patterns: Mapping[str, Treatment]) -> Treatment:
+    """What the first pattern that matches a region's name, or its part after the module, says; else it is kept."""
+    operation = name.rpartition(": ")[2]
+    for pattern, treatment in patterns.items():
+        if fnmatchcase(name, pattern) or fnmatchcase(operation, pattern):
+            return treatment
+    return KEEP

@@ -1,0 +1,495 @@
+"""Regions of layers, each kept, offloaded or computed again: gradients are the same bits, and the memory is let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offload
+
+LAYERS = 4
+ALL = {"*": "recompute"}
+PRODUCTS = {"*mm": "offload", "*attention*": "offload", "convolution": "offload", "*": "recompute"}
+MIXED = {
+    "*norm*": "recompute",
+    "mul": "recompute",
+    "silu": "recompute",
+    "gelu": "recompute",
+    "mm": "keep",
+    "*": "offload",
+}
+TREATMENTS = {"all": ALL, "products travel": PRODUCTS, "mixed": MIXED}
+
+
+def offloaded(layers: Any, lab: Lab, treatments: dict[str, str] = ALL, num_layers: int = 0, **options: Any) -> Any:
+    return offload.offload_layers(
+        layers, num_layers, treatments=treatments, device=lab.device, **{"min_bytes": 0, **options}
+    )
+
+
+class Function(nn.Module):
+    """A layer that is one function of its input and a weight."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight)
+
+
+def functions(function: Callable[..., torch.Tensor], lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
+    return build(lambda: Function(function), LAYERS, lab.device)
+
+
+def assert_right(
+    function: Callable[..., torch.Tensor], lab: Lab, treatments: dict[str, str] = ALL, steps: int = 3
+) -> Any:
+    """Several steps over layers of a function, with everything computed again; returns the first layer's regions."""
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, treatments) as handle:
+        for _ in range(steps):
+            assert_same(expected, step_gradients(layers, x))
+        return handle.regions(0)
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=list(TREATMENTS))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_are_the_same_bits(block: str, treatments: dict[str, str], num_layers: int, lab: Lab) -> None:
+    layers, x = build(block, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, treatments, num_layers) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert "recompute" in handle.regions(0).values()
+        assert (handle.stats().offloaded_bytes > 0) == (num_layers > 0)
+
+
+def test_random_numbers_are_drawn_again_and_not_used_up(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: F.dropout(F.dropout(x @ w, 0.5).tanh() * x, 0.3), lab)
+
+    def state() -> torch.Tensor:
+        return torch.get_rng_state() if lab.device.type == "cpu" else torch.cuda.get_rng_state()
+
+    expected, after = step_gradients(layers, x), state()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+            assert torch.equal(after, state())
+
+
+def test_below_autocast(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x @ w).softmax(-1) * F.layer_norm(x, (WIDTH,)), lab)
+
+    def gradients_of_step() -> list[torch.Tensor]:
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return gradients(leaves_of(layers, x), lambda: loss_of(y).backward())
+
+    expected = gradients_of_step()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients_of_step())
+
+
+def _part_doubled(y: torch.Tensor) -> torch.Tensor:
+    y[..., : WIDTH // 2].mul_(2)
+    return y
+
+
+def _overwritten_after_reading(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    z = (y * 3).tanh()  # saves its result, which is computed from what y held
+    y.add_(1)
+    return z * y.sigmoid()
+
+
+def _into_a_list(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    made = [x @ w, x * 2]
+    torch._foreach_mul_(made, 3)
+    return made[0].tanh() * made[1].sigmoid()
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "over what was just made": lambda x, w: (x @ w).mul_(2).add_(x).relu_() * x,
+    "over a part": lambda x, w: _part_doubled(x @ w).tanh() * x,
+    "over what was read before": _overwritten_after_reading,
+    "into new memory": lambda x, w: torch.empty_like(x).copy_(x @ w).sigmoid_() * x,
+    "out of place into an argument": _into_a_list,
+}
+
+
+@pytest.mark.parametrize("function", IN_PLACE.values(), ids=list(IN_PLACE))
+def test_writing_in_place(function: Callable[..., torch.Tensor], lab: Lab) -> None:
+    assert "recompute" in assert_right(function, lab).values()
+
+
+def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab) -> None:
+    """What a layer was given is not made again, so the record keeps a copy."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).tanh()
+        with torch.no_grad():
+            x.data.add_(5)
+        return y @ w
+
+    layers, x = functions(lambda x, w: function(x.clone(), w), lab)
+    expected = step_gradients(layers, x)
+    inner = nn.ModuleList(Function(function) for _ in range(LAYERS)).to(lab.device)
+
+    def step() -> list[torch.Tensor]:
+        def forward() -> None:
+            y = x
+            for layer in inner:
+                y = layer(y.clone())
+            loss_of(y).backward()
+
+        return gradients(leaves_of(inner, x), forward)
+
+    with offloaded(inner, lab):
+        for _ in range(3):
+            assert_same(expected, step())
+
+
+def test_what_was_read_must_not_change_before_backward(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x * 2).tanh() @ w, lab)
+    with offloaded(layers, lab):
+        step_gradients(layers, x)
+        given = (x * 1).detach().requires_grad_()
+        loss = loss_of(layers[0](given))
+        with torch.no_grad():
+            given.add_(1)
+        with pytest.raises(RuntimeError, match="must not be changed in place"):
+            loss.backward()
+
+
+def test_running_statistics_change_once(lab: Lab) -> None:
+    layers, x = build("conv", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    statistics = [buffer.clone() for buffer in layers.buffers()]
+    layers, x = build("conv", LAYERS, lab.device)
+    with offloaded(layers, lab):
+        assert_same(expected, step_gradients(layers, x))
+        assert_same(statistics, list(layers.buffers()))
+
+
+def test_memory_is_let_go(lab: Lab) -> None:
+    """Of a chain of functions, nothing but the layers' inputs outlives the forward, with what is small."""
+    side = 256
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x.tanh() * 2
+        return x
+
+    layers, _ = functions(function, lab)
+    x = torch.rand(side, side, device=lab.device, requires_grad=True)
+
+    def peak_bytes() -> int:
+        """Of a forward, over what was there."""
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return meter.peak_bytes
+
+    one = side * side * 4
+    assert peak_bytes() > LAYERS * 7 * one
+    with offloaded(layers, lab):
+        peak_bytes()  # the first forward compares, and lets go at each layer's end
+        assert peak_bytes() < (LAYERS + 4) * one
+
+
+def count_in_backward(layers: nn.ModuleList, x: torch.Tensor) -> Counter[str]:
+    y = x
+    for layer in layers:
+        y = layer(y)
+    loss = loss_of(y)
+    with Seen() as seen:
+        loss.backward()
+    return seen.times
+
+
+def test_only_what_backward_needs_is_computed_again(lab: Lab) -> None:
+    """Not the last product, whose result nobody saves; nor products that are kept, saved by autograd or not."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    without = count_in_backward(layers, x)
+    with offloaded(layers, lab) as handle:
+        step_gradients(layers, x)
+        everything = count_in_backward(layers, x)
+        assert handle.regions(0)["down: mm"] == "recompute"
+    assert everything["mm"] - without["mm"] == 4 * LAYERS  # qkv, out, gate and up; not down
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        assert count_in_backward(layers, x)["mm"] == without["mm"]
+        assert count_in_backward(layers, x)["silu"] == LAYERS
+
+
+def test_what_no_pattern_names_is_kept(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    without = count_in_backward(layers, x)
+    with offloaded(layers, lab, {"silu": "recompute"}) as handle:
+        step_gradients(layers, x)
+        found = count_in_backward(layers, x)
+        assert set(handle.regions(0).values()) == {"keep", "recompute"}
+    assert found["silu"] == LAYERS
+    assert found["mm"] == without["mm"]
+
+
+def test_patterns_may_name_modules(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, {"norm?: *": "recompute", "gate: mm": "offload"}, 2) as handle:
+        step_gradients(layers, x)
+        regions = handle.regions(3)
+    assert regions["gate: mm"] == "offload"
+    assert regions["up: mm"] == "keep"
+    assert {treatment for name, treatment in regions.items() if name.startswith("norm")} == {"recompute"}
+
+
+class _Unseen(torch.autograd.Function):
+    """Writes by way of NumPy, as kernels write that are launched behind the dispatcher's back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.numpy()[:] += 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _Allocated(torch.autograd.Function):
+    """The same, into memory that was only allocated where the dispatcher sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        y.numpy()[:] = x.numpy() * 2 + 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("hidden", [_Unseen, _Allocated])
+def test_what_does_not_come_out_the_same_is_kept(hidden: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        lab = Lab(offload.device.select.get_backend("cpu"), patch)
+        regions = assert_right(lambda x, w: hidden.apply(x @ w).sigmoid() * x, lab)
+    assert regions["mm"] == "recompute"
+    if hidden is _Unseen:
+        assert regions["sigmoid"] == "offload"  # computed from what nobody saw
+
+
+@torch.library.custom_op("offload_tests::drawn", mutates_args=())
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers, and does not say so."""
+    return x + torch.rand_like(x)
+
+
+drawn.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_an_operation_that_draws_without_saying_so_is_kept(lab: Lab) -> None:
+    assert assert_right(lambda x, w: drawn(x @ w).tanh() * x, lab)["tanh"] == "offload"
+
+
+def test_another_way_than_the_first_time(lab: Lab) -> None:
+    """What the first forward has not done is kept; what runs again is what ran, whatever the program would do now."""
+    way = [0]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        for _ in range(way[0]):
+            y = (y @ w).relu() * y.sigmoid()
+        return y.tanh() * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab):
+        for way[0] in (1, 3, 0, 2):
+            found = step_gradients(layers, x)
+            plain, _ = functions(function, lab)
+            assert_same(step_gradients(plain, x), found)
+
+
+def test_graph_is_retained(lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    expected = gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x))
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x)))
+
+
+def _backward_twice(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    y = x
+    for layer in layers:
+        y = layer(y)
+    loss = loss_of(y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_second_derivative(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x @ w).tanh() * x.sigmoid(), lab)
+
+    def second() -> list[torch.Tensor]:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        (first,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), list(layers.parameters()))]
+
+    expected = second()
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, second())
+
+
+def test_microbatches_in_flight(lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    inputs = [x, (x * 2).detach().requires_grad_(), (x[:1] - 1).detach().requires_grad_()]
+
+    def step() -> None:
+        losses = []
+        for given in inputs:
+            y = given
+            for layer in layers:
+                y = layer(y)
+            losses.append(loss_of(y))
+        for loss in losses:
+            loss.backward()
+
+    expected = gradients(leaves_of(layers, *inputs), step)
+    lab.adverse()
+    with offloaded(layers, lab, PRODUCTS, 2):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, *inputs), step))
+
+
+def test_backward_in_another_thread(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        thread = threading.Thread(target=loss_of(y).backward)
+        thread.start()
+        thread.join()
+
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_beside_other_checkpointing(lab: Lab) -> None:
+    """A layer that is checkpointed as a whole saves nothing to treat; one inside of which something is, does."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).tanh() * x, x, use_reentrant=False)
+        return y.sigmoid() * x
+
+    assert_right(function, lab)
+
+
+def test_streamed_weights(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
+    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, PRODUCTS, 2):
+        lab.adverse()
+        for _ in range(3):
+            assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
+
+
+def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
+    broken = [True]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).tanh()
+        if broken[0]:
+            raise ValueError("broken")
+        return y.exp() * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab) as handle:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="broken"):
+                layers[0](x)
+        broken[0] = False
+        expected = step_gradients(functions(function, lab)[0], x)
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.regions(0)["exp"] == "recompute"
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_what_is_abandoned_is_freed(lab: Lab) -> None:
+    """By reference counts: no circle waits for the collector."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, PRODUCTS, 2) as handle:
+        step_gradients(layers, x)
+        gc.collect()
+        gc.disable()
+        try:
+            y = x
+            for layer in layers:
+                y = layer(y)
+            saved = [handle._context.sets_of(number)[0] for number in range(LAYERS)]
+            storages = [weakref.ref(storage) for kept in saved for storage in kept._live()]
+            del y, saved
+            assert storages
+            assert [storage for storage in storages if storage() is not None] == []
+            assert handle._context.sets_of(0) == []
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("treatments", "error", "words"),
+    [
+        ({"*": "forget"}, ValueError, "must be one of 'keep', 'offload', 'recompute'"),
+        ("recompute", TypeError, "must map patterns of regions to treatments"),
+        ({1: "keep"}, TypeError, "must map patterns of regions to treatments"),
+    ],
+)
+def test_bad_treatments(treatments: Any, error: type[Exception], words: str) -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(error, match=words):
+        offload.offload_layers(layers, 0, treatments=treatments)
