@@ -18,7 +18,7 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle, Token, bring_back
 from offload.activations.storage import DROPPED, GIVEN_UP, SavedStorage, version_counter
 from offload.activations.what_moves import decide
-from offload.base.autograd import leave_mode, next_node
+from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import CurrentModule
@@ -56,6 +56,7 @@ class RegionSet(ActivationSet):
         self._dropped: list[weakref.ref[Value]] = []
 
     def enter(self) -> None:
+        leave_modes(_LayerRecorder)  # of a forward that an interrupt has kept from leaving it
         layer = self._treatments.layer
         module = CurrentModule(None if self._treatments.learned or layer is None else layer())
         self._recorder = _LayerRecorder(self, module)
@@ -68,7 +69,7 @@ class RegionSet(ActivationSet):
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        leave_mode(recorder)
+        leave_modes(_LayerRecorder)
         recorder.module.__exit__()
         self._end_operation()
         if not (self._treatments.learned or failed or self.transfers.backend.capturing):
@@ -78,9 +79,9 @@ class RegionSet(ActivationSet):
             if storage is not None and self._moves(storage, value):
                 super()._follow(storage)
         for dropped in self._dropped:
-            value = dropped()
-            if value is not None and value.call is not None:
-                value.call.need()
+            wanted = dropped()
+            if wanted is not None and wanted.call is not None:
+                wanted.call.need()
         for source in self._sources:
             if source.uses and source.given is not None:
                 self._keep(source.given, source)

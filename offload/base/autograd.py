@@ -85,14 +85,12 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
         push_hooks(*left)
 
 
-def leave_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, if it was entered, and first those inside of it that an interrupt has left there."""
+def leave_modes(kind: type[TorchDispatchMode]) -> None:
+    """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
     stack = _get_current_dispatch_mode_stack()
-    if any(entered is mode for entered in stack):
-        for entered in reversed(stack):
-            entered.__exit__(None, None, None)
-            if entered is mode:
-                return
+    outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
+    for mode in reversed(stack[outermost:]):
+        mode.__exit__(None, None, None)
 
 
 def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:

@@ -26,17 +26,17 @@ Original = Callable[[Value], torch.UntypedStorage | None]
 
 def differing(wanted: Iterable[Value], original: Original) -> list[Value]:
     """Compute values again, and compare: those whose bits are others, or whose originals are not there."""
-    wanted = {id(value): value for value in wanted}
+    compared = {id(value): value for value in wanted}
     wrong = []
 
     def compare(value: Value, again: torch.UntypedStorage) -> torch.UntypedStorage:
         there = original(value)
-        if id(value) not in wanted or (there is not None and _same_bits(there, again)):
+        if id(value) not in compared or (there is not None and _same_bits(there, again)):
             return again
         wrong.append(value)
         return again if there is None else there  # for what is computed from it
 
-    calls = calls_for(wanted.values(), lambda value: id(value) not in wanted and original(value) is not None)
+    calls = calls_for(compared.values(), lambda value: id(value) not in compared and original(value) is not None)
     _run(calls, original, compare, lambda _: nullcontext())
     return wrong
 
@@ -79,7 +79,7 @@ def _run(
                 results = call.results(bytes_of)
             if kind_of(call.function) is Kind.EMPTY:
                 for result in results:
-                    result.fill_(POISON)
+                    whole(result).fill_(POISON)
             for reference in call.makes:
                 value = reference()
                 if value is not None:

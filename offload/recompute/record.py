@@ -26,8 +26,9 @@ from offload.recompute.random import RandomState
 class Keeper(Protocol):
     """Who keeps a value's bytes until backward, on the device or on the host."""
 
-    held: bool
-    """Whether it does so for the calls that are to run again; else only as long as the graph wants them."""
+    @property
+    def held(self) -> bool:
+        """Whether it does so for the calls that are to run again; else only as long as the graph wants them."""
 
     def hold(self) -> bool:
         """Keep the bytes for a call that is to run again; whether they are kept at all."""
@@ -119,7 +120,7 @@ class Look(NamedTuple):
 
     value: Value
     dtype: torch.dtype
-    start: int
+    start: int | torch.SymInt
     size: torch.Size
     stride: tuple[int, ...]
     conj: bool

@@ -144,10 +144,19 @@ def streamed_and_offloaded(model: Model, device: torch.device) -> Iterator[Step]
         yield model.step
 
 
+@contextmanager
+def by_regions(model: Model, device: torch.device) -> Iterator[Step]:
+    """Products travel, all else is computed again."""
+    treatments = {"addmm": "offload", "*": "recompute"}
+    with offload.offload_layers(model.layers, OFFLOADED, min_bytes=0, device=device, treatments=treatments):
+        yield model.step
+
+
 WAYS: dict[str, Callable[[Model, torch.device], AbstractContextManager[Step]]] = {
     "context": by_context,
     "hooks": by_hooks,
     "by hand": by_hand,
+    "regions": by_regions,
     "streamed": streamed,
     "streamed and offloaded": streamed_and_offloaded,
 }

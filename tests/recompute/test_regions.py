@@ -471,12 +471,12 @@ def test_what_is_abandoned_is_freed(lab: Lab) -> None:
             y = x
             for layer in layers:
                 y = layer(y)
-            saved = [handle._context.sets_of(number)[0] for number in range(LAYERS)]
+            saved = [next(iter(handle._context.sets_of(number).values())) for number in range(LAYERS)]
             storages = [weakref.ref(storage) for kept in saved for storage in kept._live()]
             del y, saved
             assert storages
             assert [storage for storage in storages if storage() is not None] == []
-            assert handle._context.sets_of(0) == []
+            assert all(found.gone for found in handle._context.sets_of(0).values())
         finally:
             gc.enable()
 

@@ -157,6 +157,7 @@ WINGS = (
 )
 SPINE = (
     ("activations", "what moves, and who says so"),
+    ("recompute", "what is computed again, instead of kept"),
     ("host", "how: page-locked memory"),
     ("device", "how: streams, events, copies"),
     ("schedule", "when: points and schedules, pure data"),
@@ -166,7 +167,7 @@ SPINE = (
 
 def rooms_figure() -> Figure:
     """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((7.2, 4.9))
+    figure = new_figure((7.2, 5.5))
     ax = figure.subplots()
     ax.set_axis_off()
     width, height, gap = 8.0, 0.62, 0.18
