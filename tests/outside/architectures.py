@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,13 @@ CHOSEN = {
     "clip": "vision and text",
 }
 """One of each kind, which run with the other tests."""
+
+OPERATIONS = (
+    "mm", "addmm", "bmm", "*attention*", "mul", "silu", "gelu", "add*", "*norm*", "*softmax", "*dropout", "*copy*",
+    "convolution", "index*", "*",
+)  # fmt: skip
+"""Kinds of operations that are treated alike."""
+TREATED = ("keep", "offload", "recompute", "recompute")
 
 # What configurations call the sizes that matter here.
 _SMALL: dict[str, Any] = {
@@ -238,11 +246,26 @@ def check(model_type: str, name: str) -> Report:
     report = Report(type(layers[0]).__name__, what_suits)
     with adverse():
         _compare(run, layers, "", report)
+        _compare_regions(run, layers, random.Random(model_type), report)
         if _checkpoint_layers(model):
             _compare(run, layers, "checkpointing ", report)
     if not report.offloaded_bytes and not report.different:
         report.skipped = "nothing was offloaded"
     return report
+
+
+def _compare_regions(run: Callable[[], Outcome], layers: list[nn.Module], draw: random.Random, report: Report) -> None:
+    """Everything computed again, then each kind of operation treated at random; a first step proves, others follow."""
+    expected = run()
+    changing = expected.differences(run())
+    for treatments in ({"*": "recompute"}, {kind: draw.choice(TREATED) for kind in OPERATIONS}):
+        with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, treatments=treatments):
+            for number in range(3):
+                different = expected.differences(run()) - changing
+                if different:
+                    names = ", ".join(sorted(different))
+                    report.different.append(f"regions, step {number}, {treatments}: {names}"[:300])
+        report.runs += 1
 
 
 def _checkpoint_layers(model: Any) -> bool:

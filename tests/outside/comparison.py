@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.device.select import get_backend
@@ -111,12 +112,36 @@ class Layer(nn.Module):
         return self.function(*inputs)
 
 
+class _Watch(TorchDispatchMode):
+    """Does nothing; but some functions of PyTorch take other kernels wherever a dispatch mode is active."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+def _watched(layer: nn.Module, inputs: Any) -> Any:
+    with _Watch():
+        return layer(*inputs)
+
+
+WITHOUT = {"context": "none", "hooks": "none", "regions": "watched"}
+"""What each way of offloading is compared with."""
+
+
 @contextlib.contextmanager
 def entry(way: str, layers: Sequence[nn.Module]) -> Iterator[tuple[Callable[[nn.Module, Any], Any], Any]]:
-    """How a layer is called: as it is, in the context, or with module hooks. Also what has the counters."""
+    """How a layer is called: as it is, watched, in the context, with hooks, or with everything computed again.
+
+    Also what has the counters.
+    """
     options: Any = {"min_bytes": 0, "device": "cpu"}
     if way == "none":
         yield lambda layer, inputs: layer(*inputs), None
+    elif way == "watched":
+        yield _watched, None
+    elif way == "regions":
+        with offload.offload_layers(layers, OFFLOADED, treatments={"*": "recompute"}, **options) as handle:
+            yield lambda layer, inputs: layer(*inputs), handle
     elif way == "context":
         context, sync = offload.get_cpu_offload_context(True, OFFLOADED, len(layers), **options)
 

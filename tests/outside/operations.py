@@ -19,15 +19,26 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .comparison import LAYERS, OFFLOADED, Layer, Outcome, adverse, entry, fill_new_memory, outcome_of, seed_all
+from .comparison import (
+    LAYERS,
+    OFFLOADED,
+    WITHOUT,
+    Layer,
+    Outcome,
+    adverse,
+    entry,
+    fill_new_memory,
+    outcome_of,
+    seed_all,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
 KINDS = ("operation", "module", "foreach", "custom", "function", "nested")
 
-# Each way of offloading, with and without recomputation. Half of the runs go on to the second derivative.
+# Each way of offloading, with and without checkpointing. Half of the runs go on to the second derivative.
 RUNS = (
-    (("context", "plain", True), ("hooks", "checkpoint", False)),
-    (("hooks", "plain", False), ("context", "checkpoint", True)),
+    (("context", "plain", True), ("hooks", "checkpoint", False), ("regions", "plain", False)),
+    (("hooks", "plain", False), ("context", "checkpoint", True), ("regions", "plain", True)),
 )
 """Samples take these in turn; the only sample of an operation takes both."""
 
@@ -194,27 +205,28 @@ def check(kind: str, name: str, dtype: str, seed: int = 0, most: int | None = No
 
 def _check_sample(sample: Sample, runs: tuple[tuple[str, str, bool], ...], report: Report) -> None:
     for number, (way, computed, double) in enumerate(runs):
-        expected = run(sample, "none", computed, double)
+        without = WITHOUT[way]
+        expected = run(sample, without, computed, double)
         found = run(sample, way, computed, double)
         report.runs += 1
         report.moved += found.offloaded_bytes > 0
         report.failed_without += bool(expected.error)
         different = expected.differences(found)
         # Each sample is repeated once, so that what is random is named also where it happens to be the same.
-        changing = _changing(sample, expected, computed, double, 2 if different else int(number == 0))
+        changing = _changing(sample, expected, without, computed, double, 2 if different else int(number == 0))
         if changing:
             report.unrepeatable.append(f"{sample.name} {computed}: {', '.join(sorted(changing))}")
         if different - changing:
             report.different.append(f"{sample.name} {way} {computed}: {', '.join(sorted(different - changing))}")
 
 
-def _changing(sample: Sample, expected: Outcome, computed: str, double: bool, times: int) -> set[str]:
+def _changing(sample: Sample, expected: Outcome, without: str, computed: str, double: bool, times: int) -> set[str]:
     """What is not the same each time without offloading, or depends on memory that nobody wrote."""
     changing: set[str] = set()
     try:
         for byte in (0xFF, 0x5A)[:times]:
             fill_new_memory(byte)
-            changing |= expected.differences(run(sample, "none", computed, double))
+            changing |= expected.differences(run(sample, without, computed, double))
     finally:
         fill_new_memory(0)
     return changing
