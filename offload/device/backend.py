@@ -103,6 +103,11 @@ class Backend:
     def page_unlock(self, address: int) -> None:
         """Undo :meth:`page_lock`, before the system gets the range back."""
 
+    def collective(self, stream: Stream, start: Callable[[], Any]) -> None:
+        """Queue what ``start`` queues on the current stream, and the collective that it returns, in order."""
+        with cast("torch.Stream", stream):
+            start().wait()
+
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -150,6 +150,12 @@ class CpuBackend(Backend):
                 recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))
 
         cast("CpuStream", stream).submit(run)
+
+    def collective(self, stream: Stream, start: Callable[[], Any]) -> None:
+        queue = cast("CpuStream", stream)
+        # By the caller, who starts all collectives in the order of the other ranks.
+        queue.synchronize()
+        queue.submit(start().wait)
 
     def synchronize(self) -> None:
         # wait(), as a failed copy is done too, and its error belongs to those who need its bytes.

@@ -9,7 +9,7 @@ the host for the next buffer: a device cannot wait for a thread. Its queue still
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -59,8 +59,11 @@ class GradientWriter:
         self._worker = Worker("host")
         self._errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
 
-    def write_back(self, layer: WeightLayer) -> None:
-        """Queue the copies of a layer's gradients, which compute has been told to write; the layer forgets them."""
+    def write_back(self, layer: WeightLayer, held: Iterable[torch.Tensor] = ()) -> None:
+        """Queue the copies of a layer's gradients, which compute has been told to write; the layer forgets them.
+
+        Device memory in ``held`` is not reused before they have arrived either.
+        """
         gradients = layer.gradients
         if not gradients:
             return
@@ -69,7 +72,7 @@ class GradientWriter:
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
         with trace.mark("d2h", layer.number):
             self._copy_out(gradients)
-        self._flights.append(_Flight(layer.number, list(gradients.values()), self._d2h_stream.record_event()))
+        self._flights.append(_Flight(layer.number, [*gradients.values(), *held], self._d2h_stream.record_event()))
         gradients.clear()  # the flight alone holds them now, and lets each go as soon as compute has waited
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
@@ -112,11 +115,13 @@ class GradientWriter:
 
     def _copy_out(self, gradients: Gradients) -> None:
         """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
-        self._provide_memory([host for host in gradients if host.total is None and host.before is None])
+        new = {host: gradient for host, gradient in gradients.items() if host.total is None and host.before is None}
+        self._provide_memory(new)
         staged: list[_Staged] = []
         for host, gradient in gradients.items():
-            self.counters["gradient_bytes"] += host.nbytes
-            first = host.total is None
+            self.counters["gradient_bytes"] += gradient.nbytes
+            first = host.total is None or host.replaces
+            host.replaces = False
             if host.total is None:
                 # .data: with a version of its own. What is there before is added at the end, out of ordinary memory.
                 host.total = self._memory[host].data if host.before is None else torch.empty_like(host.before)
@@ -127,17 +132,17 @@ class GradientWriter:
         if staged:
             self._stage(staged)
 
-    def _provide_memory(self, hosts: list[HostParameter]) -> None:
+    def _provide_memory(self, gradients: Gradients) -> None:
         """Make sure of memory for gradients that nobody else looks into, one piece for all that is missing."""
         missing = []
-        for host in hosts:
+        for host in gradients:
             memory = self._memory.get(host)
             # Once the user has let go of parameter.grad and all its views, the tensor kept here is the only owner.
             if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
                 missing.append(host)
         for landing in (True, False):
             # Pinned is only what copies land in; a conversion to another dtype is the worker's.
-            group = [host for host in missing if (host.gradient_dtype is host.parameter.dtype) is landing]
+            group = [host for host in missing if (host.gradient_dtype is gradients[host].dtype) is landing]
             sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
             if group:
                 flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
@@ -147,18 +152,18 @@ class GradientWriter:
 
     def _stage(self, staged: list[_Staged]) -> None:
         """Copy gradients into a staging buffer, from which the worker adds them."""
-        sizes = [aligned(host.nbytes) for host, *_ in staged]
+        sizes = [aligned(gradient.nbytes) for _, gradient, *_ in staged]
         buffer = self._take_buffer(sum(sizes))
-        additions: list[_Staged] = []
+        additions: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         for (host, gradient, target, first), memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
             landed = host.over(memory, gradient.dtype)
             self._backend.copy(self._d2h_stream, landed, gradient)
-            additions.append((host, landed, target, first))  # the worker does not hold device memory
+            additions.append((landed, target, first))  # the worker does not hold device memory
 
         def add() -> None:
             try:
-                for host, landed, target, first in additions:
-                    self.counters["added_bytes"] += host.nbytes
+                for landed, target, first in additions:
+                    self.counters["added_bytes"] += landed.nbytes
                     target.copy_(landed) if first else target.add_(landed)
             finally:
                 self._staging.put(buffer)  # also after an error: backward may wait for a buffer

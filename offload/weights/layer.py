@@ -94,13 +94,17 @@ class WeightLayer:
         """A number that grows when an in-place operation changes a parameter."""
         return sum([parameter._version for parameter in self._users])  # several times per layer and step
 
-    def check(self) -> None:
-        """Raise if the modules no longer hold the parameters that are streamed, or another has a hand in them."""
+    def check(self, *, averaged: bool) -> None:
+        """Raise if the modules no longer hold the parameters that are streamed, or another has a hand in them.
+
+        If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
+        """
         wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and not set(wrapper._module_parameters).isdisjoint(self._users):
+        if wrapper is not None and not (averaged and set(wrapper._module_parameters).isdisjoint(self._users)):
             raise RuntimeError(
-                f"{self} must not be a part of what DistributedDataParallel wraps, which reduces gradients before they "
-                "have arrived; wrap the rest of the model, and all-reduce p.grad of the streamed layers after backward."
+                f"{self} must be left alone by DistributedDataParallel, which reduces gradients before they have "
+                "arrived; write streamed = stream_weights(layers, device, process_group=torch.distributed.group.WORLD) "
+                "and then DistributedDataParallel(streamed.prepare_ddp(model)), in this order."
             )
         for host, places in zip(self.parameters, self._places, strict=True):
             if any(container[key] is not host.parameter for container, key in places):

@@ -46,6 +46,10 @@ class HostParameter:
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
         self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
         self.before: torch.Tensor | None = None  # what that sum is to be added to at the end, if it is one of its own
+        # In data parallelism, while parameter.grad is held: see begin_average().
+        self.averaged = False
+        self.used = False  # whether there is a gradient of this rank's in it
+        self.replaces = False  # whether the gradient that comes next replaces the total, which it contains
         gradient, parameter.grad = parameter.grad, None
         data = self.over(own_storage(flat[: self.nbytes]), parameter.dtype)
         data.copy_(parameter.data)
@@ -79,8 +83,25 @@ class HostParameter:
             self.before = self.parameter.grad
         else:
             self.total = self.parameter.grad
+        self.averaged = self.used = self.replaces = False
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
+
+    def begin_average(self, *, used: bool) -> torch.Tensor | None:
+        """A gradient, there if ``used``, is about to be averaged over ranks; returns what is to be averaged with it.
+
+        That is what ``parameter.grad`` was when backward began. Later averages of one backward are added.
+        """
+        self.hold_gradient()
+        self.used |= used
+        if self.averaged:
+            return None
+        self.averaged = True
+        if self.before is not None:
+            self.total, self.before = self.before, None
+        self.replaces = self.total is not None
+        self.used |= self.replaces
+        return self.total
 
     def give_back_gradient(self) -> None:
         """All has arrived: let ``parameter.grad`` be the sum.

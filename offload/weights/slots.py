@@ -19,13 +19,16 @@ from offload.weights.stats import WeightCounters
 class WeightWait(Enum):
     """The only places where weight streaming waits, and what would go wrong without.
 
-    The first four are waits of one stream for another. The last three are waits of the host: of the worker
+    The first seven are waits of one stream for another. The last three are waits of the host: of the worker
     that adds gradients, of ``backward()`` at its end, and of an optimizer at the start of its step.
     """
 
     LOADED = "compute reads a weight before its load has finished"
     SLOT = "a load overwrites weights that compute still reads"
     GRADIENT = "a copy to the host reads a gradient before compute has written it"
+    SUM_LANDING = "a load of what gradients are added to overwrites memory that compute still uses"
+    SUM = "a gradient is added to a sum that is still being copied to the device"
+    AVERAGED = "a copy to the host reads a gradient before the ranks have averaged it"
     RELEASE = "compute reuses the memory of a gradient that is still being copied to the host"
     STAGED = "the worker reads a gradient that has not arrived on the host"
     WRITTEN = "backward() returns before its last gradient has arrived in p.grad"

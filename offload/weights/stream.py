@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from offload.base import trace
 from offload.base.autograd import before_backward, in_backward, tensors_in
@@ -27,6 +28,7 @@ from offload.base.layer_events import LayerCall, LayerListener, Turn
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
+from offload.weights.reduce import GradientReducer
 from offload.weights.slots import WeightSlots, WeightWait
 from offload.weights.stats import WeightCounters
 from offload.weights.step import LayerSteps
@@ -55,7 +57,9 @@ class StreamedLayer(LayerListener):
         stream.enter_thread(threading.current_thread(), f"forward of {layer}")
         stream.drop_unfinished()
         stream.steps.check(layer)
-        layer.check()
+        layer.check(averaged=stream.grouped)
+        if stream.reducer is not None and (call.training or torch.is_grad_enabled()):
+            stream.reducer.see_forward()
         layer.renew(stream.backend.compute_stream_id())
         stream.enter(layer, "forward", step=1)
 
@@ -125,9 +129,17 @@ class WeightStream:
         layers: All layers with parameters, in the order of forward.
         num_slots: Of how many of them the device holds the weights.
         num_staging: Of how many the gradients may wait on the host to be added.
+        group: Over whose ranks gradients are averaged.
     """
 
-    def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, num_staging: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        layers: list[WeightLayer],
+        num_slots: int,
+        num_staging: int,
+        group: ProcessGroup | None = None,
+    ) -> None:
         hosts = {host for layer in layers for host in layer.parameters}
         self.device = backend.device
         self.backend = backend
@@ -150,6 +162,10 @@ class WeightStream:
         self._aborting = threading.RLock()
         for layer in layers:
             layer.renew(backend.compute_stream_id())
+        self.grouped = group is not None
+        self.reducer = (
+            GradientReducer(backend, layers, group, self.counters) if group is not None and group.size() > 1 else None
+        )
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread use the layers, to do ``what``, until :attr:`thread` is ``None`` again.
@@ -222,7 +238,7 @@ class WeightStream:
         if self.computes is not layer:
             self._leave_backward()
             self.enter(layer, "backward", step=-1)
-        elif forward is None or forward is not self._forward:
+        elif (forward is None or forward is not self._forward) and self._averaging() is None:
             # Another call of the same layer. Reentrant checkpoints add each call's gradient to p.grad by itself,
             # and a sum of both on the device would round otherwise.
             self._write_back(layer)
@@ -232,6 +248,10 @@ class WeightStream:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
         self.steps.complete(None)
+        reducer = self._averaging()
+        if reducer is not None:
+            self._average(reducer, None)
+            reducer.finish()
         self.slots.finish_loads()  # the program may change weights now, in a way that nobody sees
         self._writer.finish()
         self.steps.end_backward()
@@ -244,6 +264,8 @@ class WeightStream:
             self.leave()
             for layer in self.layers:
                 layer.gradients.clear()
+            if self.reducer is not None:
+                self.reducer.reset()
             try:
                 self._writer.finish()
             except Exception:
@@ -283,7 +305,20 @@ class WeightStream:
     def _write_back(self, layer: WeightLayer) -> None:
         """Send off ``layer.gradients``, to which nothing of this call is added any more; they are on the device."""
         self.steps.collect(layer)
-        self._writer.write_back(layer)
+        reducer = self._averaging()
+        if reducer is not None and layer.gradients:
+            self._average(reducer, layer)
+        else:
+            self._writer.write_back(layer)
+
+    def _average(self, reducer: GradientReducer, layer: WeightLayer | None) -> None:
+        """Send off what all ranks have, of all layers down to ``layer``."""
+        for due in reducer.due(layer):
+            self._writer.write_back(due, reducer.average(due))
+
+    def _averaging(self) -> GradientReducer | None:
+        """What averages the gradients of the backward that runs."""
+        return self.reducer if self.reducer is not None and self.reducer.averages else None
 
 
 class _Forward(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import format_bytes, is_int
@@ -18,6 +20,7 @@ from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
+from offload.weights.reduce import check_group
 from offload.weights.stats import WeightStats
 from offload.weights.step import is_part
 from offload.weights.stream import StreamedLayer, WeightStream
@@ -81,6 +84,54 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         finally:
             steps.enabled = before
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block, gradients stay each rank's own; the first backward outside averages their sums.
+
+        As with ``DistributedDataParallel.no_sync()``, which does the same, forward belongs into the block, too.
+        """
+        reducer = self._alive().reducer
+        before = reducer is not None and reducer.enabled
+        try:
+            if reducer is not None:
+                reducer.enabled = False
+            yield
+        finally:
+            if reducer is not None:
+                reducer.enabled = before
+
+    def prepare_ddp(self, model: nn.Module) -> nn.Module:
+        """Let ``DistributedDataParallel``, which is to wrap ``model``, leave the streamed parameters alone.
+
+        Write ``DistributedDataParallel(streamed.prepare_ddp(model))``. A model that has no other parameters that are
+        trained needs no wrapper: the layers' gradients are averaged without it.
+
+        Args:
+            model: The model that the streamed layers are a part of, not wrapped yet.
+
+        Returns:
+            The same model.
+
+        Raises:
+            TypeError: ``model`` is not a module, or it is wrapped already.
+            ValueError: It does not hold the layers.
+            RuntimeError: The layers were streamed without ``process_group``, or the handle was removed.
+        """
+        stream = self._alive()
+        if not stream.grouped:
+            raise RuntimeError(
+                "layers must be streamed with a process_group for prepare_ddp(); pass it to stream_weights."
+            )
+        if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+            raise TypeError(f"model must be a module that is not wrapped yet, got {type(model).__name__}")
+        named = dict(model.named_parameters(remove_duplicate=False))
+        if not stream.parameters <= set(named.values()):
+            raise ValueError(f"model must hold the streamed layers, got a {type(model).__name__} without some of them")
+        names = {name for name, parameter in named.items() if parameter in stream.parameters}
+        names.update(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        return model
+
     def synchronize(self) -> None:
         """Block until no copy reads the host's weights; the next forward loads them anew.
 
@@ -105,6 +156,8 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
             return
         self._stream.settle()
         self._stream.steps.close()
+        if self._stream.reducer is not None:
+            self._stream.reducer.close()
         self._attachment.remove()
         _move_buffers(self._buffers)
         self._stream = None
@@ -131,6 +184,7 @@ def stream_weights(
     num_slots: int = 2,
     grad_dtype: torch.dtype | None = None,
     num_staging: int = 3,
+    process_group: ProcessGroup | None = None,
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory and bring each layer's to the device when it computes.
 
@@ -158,14 +212,20 @@ def stream_weights(
             ``p.grad``; ``None`` for each parameter's own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
         num_staging: How many layers' gradients may wait on the host to be added, from the second
             microbatch on; a buffer each. When all are taken, backward waits for the host.
+        process_group: Data parallelism: each layer's gradients are averaged over the ranks of this group, on the
+            device, beside backward. All its ranks must call this, with the same layers, which begin with the weights
+            of its first rank; see :meth:`StreamedWeights.prepare_ddp` for what is outside the layers. ``None`` leaves
+            gradients to each process.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules, or a parameter is of a kind that cannot be streamed.
+        TypeError: ``layers`` does not hold modules, a parameter is of a kind that cannot be streamed, or
+            ``process_group`` is no process group that this rank is in.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
-            parameter cannot be streamed, or a number is out of its range. Nothing has been changed then.
+            parameter cannot be streamed, a number is out of its range, or the process group cannot communicate on the
+            device or has other layers on another rank. Nothing has been changed then.
         HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
             page-lock it.
     """
@@ -179,9 +239,11 @@ def stream_weights(
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     check_room(missing_bytes(modules))
     backend = get_backend(device)
+    if process_group is not None:
+        check_group(process_group, backend.device, modules)
     known: dict[nn.Parameter, HostParameter] = {}
     found = [WeightLayer(number, module, backend, known, grad_dtype) for number, module in enumerate(modules)]
-    stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging)
+    stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging, process_group)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers()
     _streams.add(stream)

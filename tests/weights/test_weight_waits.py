@@ -7,15 +7,18 @@ forget that one wait and checks that they are wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lab import Lab
 from models import WIDTH, build, loss_of
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload import stream_weights
 from offload.device.cpu import ComputeStream, CpuStream
@@ -183,10 +186,85 @@ def read_late(lab: Lab, weight: torch.Tensor, seen: list[torch.Tensor], delay_s:
         seen.append(weight.clone())
 
 
+@contextmanager
+def two_ranks() -> Iterator[dist.ProcessGroup]:
+    """A group whose other rank sends nothing: sums are what this one has."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The other rank has the same gradients, which come when the copy to the host could have been over."""
+    all_reduce = dist.all_reduce
+
+    class Late:
+        def __init__(self, numbers: torch.Tensor) -> None:
+            self.numbers = numbers
+
+        def wait(self) -> None:
+            if lab.device.type == "cpu":
+                time.sleep(LATE_S)
+            else:
+                torch.cuda._sleep(int(LATE_S * 2e9))
+            self.numbers.mul_(2)
+
+    def late(numbers: torch.Tensor, *options: Any, **named: Any) -> Any:
+        return Late(numbers) if numbers.is_floating_point() else all_reduce(numbers, *options, **named)
+
+    layers, x = build(Linear, LAYERS, lab.device)
+    expected = [gradient.cpu() for gradient in step(layers, x)]
+    with two_ranks() as group, stream_weights(layers, lab.device, process_group=group), monkeypatch.context() as patch:
+        patch.setattr(dist, "all_reduce", late)
+        found = step(layers, x)
+        lab.drain()
+    return all(map(torch.equal, expected, found))
+
+
+def averaged_with_sums(lab: Lab, prepare: Callable[[], object]) -> bool:
+    """The second microbatch's backward brings up what the first has left."""
+    layers, x = build(Linear, LAYERS, lab.device)
+    expected = [(gradient / 2 + gradient).cpu() / 2 for gradient in step(layers, x)]
+    with two_ranks() as group, stream_weights(layers, lab.device, process_group=group):
+        step(layers, x)
+        before = [parameter.grad for parameter in layers.parameters()]
+        prepare()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss_of(y).backward()
+        lab.slow()
+        lab.drain()
+    found = [parameter.grad for parameter in layers.parameters()]
+    assert all(one is other for one, other in zip(before, found, strict=True))
+    return all(map(torch.equal, expected, found))
+
+
+def slow_sums(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What gradients are added to is long on its way."""
+    return averaged_with_sums(lab, lambda: (lab.poison_new(), lab.slow(h2d_s=LATE_S)))
+
+
+def sums_land_early(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compute still writes to the memory that a sum lands in."""
+    empty = lab.backend.empty
+
+    def written_late(nbytes: int) -> torch.Tensor:
+        memory = empty(nbytes)
+        lab.write_late(memory, 0xFF, LATE_S)
+        return memory
+
+    with monkeypatch.context() as patch:
+        return averaged_with_sums(lab, lambda: patch.setattr(lab.backend, "empty", written_late))
+
+
 SCENARIOS: dict[WeightWait, Scenario] = {
     WeightWait.LOADED: slow_loads,
     WeightWait.SLOT: late_compute,
     WeightWait.GRADIENT: late_gradient,
+    WeightWait.SUM_LANDING: sums_land_early,
+    WeightWait.SUM: slow_sums,
+    WeightWait.AVERAGED: averages_are_late,
     WeightWait.RELEASE: slow_gradients,
     WeightWait.STAGED: slow_second_microbatch,
     WeightWait.WRITTEN: last_gradient_is_late,

@@ -1,0 +1,168 @@
+"""Gradients averaged over the ranks of a process group, on a stream beside compute, before they go to the host.
+
+What is averaged is what ``DistributedDataParallel`` would average: the gradient of this backward, added to what earlier
+microbatches have left in ``p.grad``, which comes up from the host for it. The average replaces ``p.grad`` on all ranks.
+
+All ranks must start the same collectives in the same order. So every backward averages every layer, the last one first,
+and all of a layer's trained parameters at once, with zeros for those that have no gradient on this rank. At the end the
+ranks tell each other which parameters have one at all.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from offload.base import trace
+from offload.device.backend import Backend
+from offload.weights.layer import WeightLayer
+from offload.weights.parameter import HostParameter, aligned
+from offload.weights.slots import WeightWait
+from offload.weights.stats import WeightCounters
+
+
+class GradientReducer:
+    """Averages the gradients of one layer after the other, while compute goes on.
+
+    To make one is a collective, too: all ranks get the weights that the group's first rank has.
+    """
+
+    def __init__(
+        self, backend: Backend, layers: list[WeightLayer], group: dist.ProcessGroup, counters: WeightCounters
+    ) -> None:
+        self.enabled = True  # not while gradients are still to be added to
+        self.averages = False  # whether backward does; its forward decides
+        self._backend = backend
+        self._layers = layers
+        self._group = group
+        self._counters = counters
+        self._d2h_stream, self._h2d_stream = backend.copy_streams
+        self._stream = backend.new_stream("reduce")
+        self._left = len(layers)  # of this backward: the first so many layers have not been averaged
+        self._hooks: list[RemovableHandle] = []
+        for target, source in [pair for layer in layers for pair in layer.copies]:
+            target.copy_(source)  # by way of the slots, which are empty
+            dist.broadcast(target, group=group, group_src=0)
+            source.copy_(target)
+        for host in {host for layer in layers for host in layer.parameters if host.accumulator is not None}:
+            self._hooks.append(host.accumulator.register_prehook(partial(_refuse_outside, host.name)))
+
+    def see_forward(self) -> None:
+        """A forward runs: whether its backward averages is decided now, as ``DistributedDataParallel`` does."""
+        wrapper = DistributedDataParallel._active_ddp_module
+        self.averages = self.enabled and (wrapper is None or wrapper.require_backward_grad_sync)
+
+    def due(self, layer: WeightLayer | None) -> list[WeightLayer]:
+        """What to average when backward leaves ``layer``, or ends if that is ``None``: also what it has skipped."""
+        first = 0 if layer is None else layer.rank
+        layers = self._layers[first : self._left][::-1]
+        self._left = min(self._left, first)
+        return layers if layer is None or layers else [layer]
+
+    def average(self, layer: WeightLayer) -> list[torch.Tensor]:
+        """Let ``layer.gradients`` be the averages over all ranks, of all the layer's trained parameters.
+
+        The d2h stream waits for them. Returns what else must be held until they have left the device.
+        """
+        trained = [host for host in layer.parameters if host.parameter.requires_grad]
+        held = []
+        for dtype in dict.fromkeys(host.gradient_dtype for host in trained):
+            held += self._average(layer, [host for host in trained if host.gradient_dtype is dtype], dtype)
+        return held
+
+    def finish(self) -> None:
+        """All layers have been averaged: let go of the averages of parameters that no rank has a gradient of."""
+        hosts = list(dict.fromkeys(host for layer in self._layers for host in layer.parameters if host.averaged))
+        used = torch.tensor([host.used for host in hosts], dtype=torch.int32, device=self._backend.device)
+        self._backend.wait(self._stream, self._backend.compute_stream().record_event(), WeightWait.GRADIENT)
+        reduce = partial(dist.all_reduce, used, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._backend.collective(self._stream, reduce)
+        self._backend.wait_on_host(self._stream.record_event(), WeightWait.WRITTEN)
+        for host, anywhere in zip(hosts, used.tolist(), strict=True):
+            if not anywhere:
+                host.total = None
+        self.reset()
+
+    def reset(self) -> None:
+        """The next backward begins anew."""
+        self._left = len(self._layers)
+
+    def close(self) -> None:
+        """Let gradients come from anywhere again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _average(self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        backend, compute = self._backend, self._backend.compute_stream()
+        sizes = [aligned(host.parameter.numel() * dtype.itemsize) for host in hosts]
+        # Compute gathers: copies on the device are quick, and the gradients themselves go at once.
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=backend.device)
+        sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for host, memory in zip(hosts, flat.split(sizes), strict=True):
+            average, gradient = host.over(memory, dtype), layer.gradients.get(host)
+            average.zero_() if gradient is None else average.copy_(gradient)
+            layer.gradients[host] = average
+            before = host.begin_average(used=gradient is not None)
+            if before is not None:
+                sums.append((average, before, host.over(backend.empty(len(memory)), dtype)))
+        gathered = compute.record_event()
+        if sums:
+            backend.wait(self._h2d_stream, gathered, WeightWait.SUM_LANDING)
+            with trace.mark("h2d", layer.number):
+                for _, before, landed in sums:
+                    backend.copy(self._h2d_stream, landed, before)
+                    self._counters["loaded_bytes"] += landed.nbytes
+            backend.wait(self._stream, self._h2d_stream.record_event(), WeightWait.SUM)
+        backend.wait(self._stream, gathered, WeightWait.GRADIENT)
+
+        def start() -> dist.Work | None:
+            for average, _, landed in sums:
+                average.add_(landed)
+            numbers = flat.view(dtype)
+            numbers.mul_(1 / self._group.size())  # before the sum, where low precision could overflow
+            work: dist.Work | None = dist.all_reduce(numbers, group=self._group, async_op=True)
+            return work
+
+        backend.collective(self._stream, start)
+        backend.wait(self._d2h_stream, self._stream.record_event(), WeightWait.AVERAGED)
+        return [landed for *_, landed in sums]
+
+
+def check_group(group: object, device: torch.device, modules: list[nn.Module]) -> None:
+    """Raise if this is no process group that reduces on ``device``, or its ranks stream other layers than this one."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup that this rank is in, got {type(group).__name__}; "
+            "pass torch.distributed.group.WORLD after init_process_group, or what get_group() of a mesh returns."
+        )
+    kinds = dist.get_backend_config(group)
+    if f"{device.type}:" not in kinds:
+        raise ValueError(
+            f"process_group must have a backend for {device.type}, where the layers compute, got {kinds!r}; make it "
+            f"with {'gloo' if device.type == 'cpu' else 'nccl'}."
+        )
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    mine = [len(modules), sum(parameter.nbytes for parameter in parameters), trained]
+    largest = torch.tensor([*mine, *(-number for number in mine)], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    most, least = largest[:3].tolist(), (-largest[3:]).tolist()
+    if most != least:
+        raise ValueError(
+            "layers must be the same on all ranks of process_group, got {} to {} layers of {} to {} bytes, of which {} "
+            "to {} are trained.".format(*(number for pair in zip(least, most, strict=True) for number in pair))
+        )
+
+
+def _refuse_outside(name: str, gradients: tuple[torch.Tensor | None]) -> None:
+    """Autograd is about to add to ``parameter.grad`` by itself; ``None`` if all of the gradient was taken off."""
+    if gradients[0] is not None:
+        raise RuntimeError(
+            f"{name} must get its gradient from its layer alone if process_group is given, but it has a hook, or the "
+            "loss uses it by itself, and that gradient is this rank's own; change p.grad after backward instead."
+        )

@@ -1,0 +1,255 @@
+"""One rank of the models that ``test_data_parallel.py`` trains, with and without streamed weights.
+
+Run as ``python data_parallel_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leaves its findings in ``FOLDER/RANK.pt``.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import WIDTH
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from offload import stream_weights
+from offload.device.select import get_backend
+
+LAYERS = 4
+STEPS = 3
+TOKENS = 8
+
+
+class Block(nn.Module):
+    """Several experts, of which a row's sign picks one; and a parameter that nothing uses."""
+
+    def __init__(self, experts=1):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, expert=0):
+        return x + self.out(torch.tanh(self.experts[expert](self.norm(x))))
+
+
+class Model(nn.Module):
+    """Parameters outside the layers before and behind them; which layers and experts run is told with each batch."""
+
+    def __init__(self, experts=1, shared=False, checkpoints=None):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(experts) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.checkpoints = checkpoints
+        if shared:
+            self.layers[2].out = self.layers[0].out
+
+    def forward(self, x, skipped=(), expert=0):
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            if number in skipped:
+                continue
+            if self.checkpoints is None:
+                x = layer(x, expert)
+            else:
+                x = checkpoint(layer, x, expert, use_reentrant=self.checkpoints)
+        return self.head(x)
+
+
+class Setting:
+    """This rank's device and group."""
+
+    def __init__(self, rank, world, device):
+        self.rank, self.world, self.device = rank, world, device
+
+    def build(self, dtype=torch.float32, **options):
+        """A model whose weights differ from rank to rank until they are made equal."""
+        torch.manual_seed(self.rank)
+        return Model(**options).to(self.device, dtype)
+
+    def batches(self, count, dtype=torch.float32):
+        torch.manual_seed(100 + self.rank)
+        return [torch.randn(TOKENS, WIDTH, dtype=dtype).to(self.device) for _ in range(count)]
+
+    def wrap(self, model, *, static=False):
+        return DistributedDataParallel(model, find_unused_parameters=not static, static_graph=static)
+
+    def stream(self, model, *, own_group=False, static=False, **options):
+        group = dist.new_group() if own_group else dist.group.WORLD
+        streamed = stream_weights(model.layers, self.device, process_group=group, **options)
+        return streamed, self.wrap(streamed.prepare_ddp(model), static=static)
+
+    def train(
+        self,
+        model,
+        streamed=None,
+        *,
+        microbatches=1,
+        syncs="last",
+        optimizer=torch.optim.SGD,
+        in_backward=False,
+        told=lambda step, rank: {},
+        dtype=torch.float32,
+    ):
+        """The losses, the gradients of each step, and what the parameters are in the end, all on the CPU."""
+        # A power of two, so that it makes no difference which device rounds the update.
+        stepping = optimizer(model.parameters(), lr=2**-6)
+        if in_backward:
+            streamed.step_in_backward(stepping)
+        found = []
+        for step in range(STEPS):
+            for number, x in enumerate(self.batches(microbatches, dtype)):
+                last = number == microbatches - 1
+                with contextlib.ExitStack() as stack:
+                    if not last and syncs == "last":
+                        stack.enter_context(model.no_sync())
+                    if not last and in_backward:
+                        stack.enter_context(streamed.no_step())
+                    loss = model(x, **told(step, self.rank)).float().square().mean() / microbatches
+                    loss.backward()
+                found.append(loss.item())
+            found += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
+            stepping.step()
+            stepping.zero_grad()
+        return found + [p.detach().cpu().clone() for p in model.parameters()]
+
+    def compare(self, *, stream=None, build=None, **options):
+        """What training gives with plain DDP, and with streamed weights."""
+        stream, build = stream or {}, build or {}
+        dtype = build.get("dtype", torch.float32)
+        plain = self.wrap(self.build(**build), static=stream.get("static", False))
+        expected = self.train(plain, dtype=dtype, **{**options, "in_backward": False})
+        streamed, model = self.stream(self.build(**build), **stream)
+        with streamed:
+            found = self.train(model, streamed, dtype=dtype, **options)
+            stats = streamed.stats()
+        return {"expected": expected, "found": found, "stats": stats}
+
+
+def skipping(step, rank):
+    """Rank 0 leaves out the last layer, rank 1 the second; none runs the first one in the last step."""
+    return {"skipped": [3 if rank == 0 else 1, *([0] if step == STEPS - 1 else [])]}
+
+
+CASES = {
+    "one microbatch": {},
+    "AdamW": {"optimizer": torch.optim.AdamW},
+    "bfloat16": {"build": {"dtype": torch.bfloat16}},
+    "no_sync": {"microbatches": 3},
+    "no_sync in bfloat16": {"microbatches": 3, "build": {"dtype": torch.bfloat16}},
+    "every microbatch": {"microbatches": 3, "syncs": "each"},
+    "three slots": {"microbatches": 2, "stream": {"num_slots": 3}},
+    "step in backward": {"microbatches": 2, "in_backward": True},
+    "AdamW in backward": {"in_backward": True, "optimizer": torch.optim.AdamW},
+    "experts": {"build": {"experts": 3}, "told": lambda step, rank: {"expert": (rank + step // 2) % 3}},
+    "experts, none of a rank's own": {"build": {"experts": 3}, "told": lambda step, rank: {"expert": step % 2}},
+    "skipped layers": {"told": skipping, "microbatches": 2, "stream": {"own_group": True}},
+    "checkpoints": {"build": {"checkpoints": False}, "microbatches": 2},
+    "reentrant checkpoints": {"build": {"checkpoints": True}, "stream": {"static": True}},
+}
+# Each layer's part of a shared weight's gradient is averaged by itself, and so rounded.
+ROUNDED = {"shared weights": {"build": {"shared": True}, "microbatches": 2}}
+
+
+def without_wrapper(setting):
+    """The layers alone: nothing else is trained, and nothing wraps them. Counts collectives per microbatch."""
+    torch.manual_seed(setting.rank)
+    layers = nn.ModuleList(Block() for _ in range(LAYERS)).to(setting.device)
+    all_reduce, reduced = dist.all_reduce, []
+
+    def counting(numbers, *options, **named):
+        reduced.append(numbers.numel())
+        return all_reduce(numbers, *options, **named)
+
+    with stream_weights(layers, setting.device, process_group=dist.group.WORLD) as streamed:
+        weights = [parameter.detach().clone() for parameter in layers.parameters()]
+        dist.all_reduce = counting
+        one, other = setting.batches(2)
+        with streamed.no_sync():
+            backward(layers, one)
+        local = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+        inside = len(reduced)
+        backward(layers, other)
+        dist.all_reduce = all_reduce
+        both = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+    return {"weights": weights, "local": local, "both": both, "inside": inside, "outside": len(reduced) - inside}
+
+
+def in_float32(setting):
+    """Gradients of bfloat16 weights, added up and averaged in float32; and each rank's own, in bfloat16."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block() for _ in range(LAYERS)).to(setting.device, torch.bfloat16)
+    batches = setting.batches(2, torch.bfloat16)
+    own = []
+    for x in batches:
+        layers.zero_grad()
+        backward(layers, x)
+        own.append([None if p.grad is None else p.grad.cpu() for p in layers.parameters()])
+    layers.zero_grad()
+    with stream_weights(layers, setting.device, grad_dtype=torch.float32, process_group=dist.group.WORLD) as streamed:
+        with streamed.no_sync():
+            backward(layers, batches[0])
+        backward(layers, batches[1])
+        return {"own": own, "found": [p.grad for p in layers.parameters()]}
+
+
+def other_layers(setting):
+    """The error where ranks differ in their layers; the layers stay usable."""
+    layers = nn.ModuleList(Block() for _ in range(2 + setting.rank)).to(setting.device)
+    try:
+        stream_weights(layers, setting.device, process_group=dist.group.WORLD)
+    except ValueError as error:
+        backward(layers, setting.batches(1)[0])
+        return str(error)
+
+
+def from_outside(setting):
+    """The error where a gradient does not come from its layer; the next backward works."""
+    layers = nn.ModuleList(Block() for _ in range(LAYERS)).to(setting.device)
+    [x] = setting.batches(1)
+    with stream_weights(layers, setting.device, process_group=dist.group.WORLD):
+        hook = layers[1].out.weight.register_hook(lambda gradient: gradient)
+        try:
+            backward(layers, x)
+        except RuntimeError as error:
+            hook.remove()
+            layers.zero_grad()
+            backward(layers, x)
+            return str(error), [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+
+
+def backward(layers, x):
+    for layer in layers:
+        x = layer(x)
+    x.float().square().mean().backward()
+
+
+def main(rank, world, device, folder):
+    torch.set_num_threads(1)
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
+        torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=rank, world_size=world)
+    backend = get_backend(device)
+    backend.poison = True
+    if on_cpu:
+        for stream in backend.copy_streams:
+            stream.delay_s = 0.0002
+    setting = Setting(rank, world, device)
+    found = {name: setting.compare(**case) for name, case in (CASES | ROUNDED).items()}
+    found |= {check.__name__: check(setting) for check in (without_wrapper, in_float32, other_layers, from_outside)}
+    dist.barrier()
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
