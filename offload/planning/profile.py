@@ -7,10 +7,15 @@ written by hand, to ask what another model or machine would do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from offload.base.checks import format_bytes, format_s
+from offload.planning.as_json import read_json, to_json
+from offload.recompute.costs import RegionProfile
 
 UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
@@ -27,9 +32,12 @@ class LayerProfile:
         tensors: The bytes of each tensor of the set in the order of saving; equal pieces if left out.
         workspace_bytes: What else is on the device while the layer runs forward or backward:
             temporary tensors, gradients.
+        regions: What its operations make, in the order of forward; the layer is one region if left out. The saved
+            ones are its activation set, and the list of tensors.
 
     Raises:
-        ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
+        ValueError: A value is negative or not finite, the tensors or the saved regions do not add up to
+            ``saved_bytes``, or a region reads one that is not before it.
     """
 
     forward_s: float
@@ -37,10 +45,13 @@ class LayerProfile:
     saved_bytes: int
     tensors: tuple[int, ...] = ()
     workspace_bytes: int = 0
+    regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
             _check_not_negative(name, getattr(self, name))
+        if self.regions:
+            self._check_regions()
         for nbytes in self.tensors:
             _check_not_negative("each of tensors", nbytes)
         if self.tensors and sum(self.tensors) != self.saved_bytes:
@@ -48,6 +59,51 @@ class LayerProfile:
                 f"tensors must add up to saved_bytes = {self.saved_bytes}, got {self.tensors} with sum "
                 f"{sum(self.tensors)}; give one of the two"
             )
+
+    @classmethod
+    def from_regions(
+        cls, regions: Iterable[RegionProfile], forward_s: float, backward_s: float, *, workspace_bytes: int = 0
+    ) -> LayerProfile:
+        """The profile of a layer whose regions are known: what it saves is what they save."""
+        regions = tuple(regions)
+        saved_bytes = sum(region.nbytes for region in regions if region.saved)
+        return cls(forward_s, backward_s, saved_bytes, workspace_bytes=workspace_bytes, regions=regions)
+
+    def _check_regions(self) -> None:
+        for number, region in enumerate(self.regions):
+            _check_not_negative("seconds of a region", region.seconds)
+            _check_not_negative("nbytes of a region", region.nbytes)
+            if not all(0 <= read < number for read in region.reads):
+                raise ValueError(
+                    f"region {number}, {region.name!r}, must read regions before it, got {region.reads}; list the "
+                    "regions in the order of forward."
+                )
+        saved = tuple(region.nbytes for region in self.regions if region.saved)
+        if sum(saved) != self.saved_bytes:
+            raise ValueError(
+                f"the saved regions must add up to saved_bytes = {self.saved_bytes}, got {sum(saved)}; make the "
+                "profile with LayerProfile.from_regions"
+            )
+        object.__setattr__(self, "tensors", saved)  # the way to fill a frozen dataclass
+
+    def scaled(self, ratio: float) -> LayerProfile:
+        """The layer with ``ratio`` times the tokens; see :meth:`Profile.scaled`."""
+        regions = tuple(
+            replace(one, nbytes=round(one.nbytes * ratio), seconds=one.seconds * _growth(one.name, ratio))
+            for one in self.regions
+        )
+        before_s = sum(region.seconds for region in self.regions)
+        growth = sum(region.seconds for region in regions) / before_s if before_s else ratio
+        tensors = () if regions else tuple(round(nbytes * ratio) for nbytes in self.tensors)
+        kept = tuple(region.nbytes for region in regions if region.saved) or tensors
+        return LayerProfile(
+            self.forward_s * growth,
+            self.backward_s * growth,
+            sum(kept) if kept else round(self.saved_bytes * ratio),
+            tensors,
+            round(self.workspace_bytes * ratio),
+            regions=regions,
+        )
 
     def pieces(self) -> tuple[int, ...]:
         """The bytes of each tensor in the order of saving; stand-ins of equal size if they are not listed."""
@@ -86,6 +142,55 @@ class Profile:
         """Seconds of a step that never waits."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
 
+    def scaled(self, tokens_ratio: float) -> Profile:
+        """What the same model costs with another number of tokens, as far as that can be told.
+
+        Bytes and seconds grow with the tokens, and those of a region that has ``attention`` in its name with their
+        square: all tokens are taken to be one sequence. A layer's backward grows as its forward does. ``other_s``
+        stays, since it is the optimizer's in the main.
+
+        Raises:
+            ValueError: ``tokens_ratio`` is not a positive, finite number.
+        """
+        if not (tokens_ratio > 0 and math.isfinite(tokens_ratio)):
+            raise ValueError(f"tokens_ratio must be a positive, finite number, got {tokens_ratio!r}")
+        layers = tuple(layer.scaled(tokens_ratio) for layer in self.layers)
+        return Profile(layers, self.loss_s * tokens_ratio, self.other_s)
+
+    def to_json(self) -> str:
+        """The profile as text, for :meth:`from_json`."""
+        return to_json("profile", asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The profile that :meth:`to_json` made a text of.
+
+        Raises:
+            ValueError: ``text`` is something else.
+        """
+        return read_json("profile", text, cls._from_values)
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Profile:
+        layers = []
+        for layer in values["layers"]:
+            regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
+            layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
+        return cls(tuple(layers), values["loss_s"], values["other_s"])
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
     def __str__(self) -> str:
         lines = [f"{'layer':>5}{'forward':>11}{'backward':>11}{'saved':>12}{'tensors':>9}"]
         for index, layer in enumerate(self.layers):
@@ -121,6 +226,11 @@ class StageProfile:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _check_not_negative(name, value)
+
+
+def _growth(name: str, ratio: float) -> float:
+    """How many times the seconds a region takes with so many times the tokens."""
+    return ratio**2 if "attention" in name.lower() else ratio
 
 
 def _check_not_negative(name: str, value: float) -> None:

@@ -1,0 +1,37 @@
+"""Plans and profiles as text: JSON that says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+VERSION = 1
+"""Of the texts. One that is written by a later version of the library may have a higher one, and is refused."""
+
+T = TypeVar("T")
+
+
+def to_json(kind: str, values: dict[str, Any]) -> str:
+    """``values`` as text that says of which kind it is."""
+    return json.dumps({"offload": kind, "version": VERSION} | values, indent=1)
+
+
+def read_json(kind: str, text: str, make: Callable[[dict[str, Any]], T]) -> T:
+    """What ``make`` makes of the values of a text that :func:`to_json` has made.
+
+    Raises:
+        ValueError: The text is of another kind or version, or no such text at all.
+    """
+    needed = f"text must be a {kind} of version {VERSION} as its to_json() makes it"
+    try:
+        values = json.loads(text)
+        found = (values.pop("offload"), values.pop("version"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{needed}, got {text[:40]!r}") from error
+    if found != (kind, VERSION):
+        raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
+    try:
+        return make(values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
