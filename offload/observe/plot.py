@@ -24,11 +24,12 @@ INK = "#7b7b7b"
 COLORS: dict[Kind, str] = {
     "forward": "#0072b2",
     "backward": "#cc79a7",
+    "recompute": "#a67c00",
     "other": "#8c8c8c",
     "offload": "#d55e00",
     "reload": "#009e73",
 }
-"""Okabe and Ito's palette for colour-blind readers, without the colours too pale for white."""
+"""Okabe and Ito's palette for colour-blind readers, without the colours too pale for white, and their orange darker."""
 
 LANE_NAMES = {"compute": "compute", "d2h": "d2h\ndevice → host", "h2d": "h2d\nhost → device"}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -138,7 +139,10 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
     numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
-    letters = ["" if box.layer is None else {"forward": "F", "backward": "B"}.get(box.kind, "") for box in boxes]
+    letters = [
+        "" if box.layer is None else {"forward": "F", "backward": "B", "recompute": "R"}.get(box.kind, "")
+        for box in boxes
+    ]
     names = [letter + number for letter, number in zip(letters, numbers, strict=True)]
     longest_name, longest_number = (0.66 * max(map(len, texts), default=0) for texts in (names, numbers))
     points_per_unit = ax.get_window_extent().width / ax.figure.dpi * 72 / end

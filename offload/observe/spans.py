@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Lane = Literal["compute", "d2h", "h2d"]
-Kind = Literal["forward", "backward", "other", "stall", "offload", "reload"]
+Kind = Literal["forward", "backward", "recompute", "other", "stall", "offload", "reload"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
@@ -20,8 +20,8 @@ class Span:
 
     Args:
         lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
-        kind: ``"forward"``, ``"backward"``, ``"other"`` or ``"stall"`` on the compute stream,
-            ``"offload"`` or ``"reload"`` on the copy streams.
+        kind: ``"forward"``, ``"backward"``, ``"recompute"``, ``"other"`` or ``"stall"`` on the compute
+            stream, ``"offload"`` or ``"reload"`` on the copy streams.
         start_s: Seconds since the timeline's start.
         end_s: Not before ``start_s``.
         label: A few words for people.

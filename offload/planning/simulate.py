@@ -10,7 +10,7 @@ come to that point, the tensor saved last first. Backward waits for one tensor a
 frees each when it is done with it. While both directions are busy they share the duplex bandwidth.
 
 Note:
-    A profile says how many tensors a layer saves, not when. The n-th of m is taken to be ready
+    A profile without regions says how many tensors a layer saves, not when. The n-th of m is taken to be ready
     after the fraction n/m of the forward, and to be used in the mirrored part of the backward.
 """
 
@@ -25,6 +25,7 @@ from typing import NamedTuple
 from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
+from offload.planning.passes import LayerTreatment, Passes, passes_of
 from offload.planning.profile import LayerProfile, Profile
 from offload.schedule.points import Point, backward
 from offload.schedule.schedule import HasSchedule, Schedule
@@ -37,30 +38,58 @@ class Interlude(NamedTuple):
     duration_s: float
 
 
-def simulate(schedule: Schedule | HasSchedule, profile: Profile, link: Link, *, title: str | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule | HasSchedule,
+    profile: Profile,
+    link: Link,
+    *,
+    treatments: Sequence[LayerTreatment | None] | None = None,
+    title: str | None = None,
+) -> Timeline:
     """One microbatch's step, as ``schedule`` would run it.
 
     Args:
         schedule: A :class:`Schedule`, or a plan.
         profile: What the layers cost.
         link: How fast copies are.
+        treatments: What happens to the regions of each layer; those of the plan if left out. Where there is none, all
+            that a layer saves is treated alike.
         title: The timeline's title; how many layers are offloaded, if left out.
 
     Raises:
-        ValueError: The profile has another number of layers than the schedule.
+        ValueError: The profile has another number of layers than the schedule or the treatments, or not the regions
+            that are treated.
     """
     if not isinstance(schedule, Schedule):
+        if treatments is None:
+            treatments = getattr(schedule, "treatments", None)
         schedule = schedule.schedule
     if len(profile.layers) != schedule.model_layers:
         raise ValueError(
             f"profile must have as many layers as the schedule, {schedule.model_layers}, got "
             f"{len(profile.layers)}; profile the layers that the schedule speaks of."
         )
+    treatments = treatments or (None,) * schedule.model_layers
+    _check_treatments(treatments, profile)
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
     steps.insert(steps.index(backward(schedule.model_layers - 1)), Interlude("loss", profile.loss_s))
-    return Simulation(schedule, profile.layers, link).run(steps, title)
+    return Simulation(schedule, profile.layers, link, treatments).run(steps, title)
+
+
+def _check_treatments(treatments: Sequence[LayerTreatment | None], profile: Profile) -> None:
+    if len(treatments) != len(profile.layers):
+        raise ValueError(
+            f"treatments must be one for each of the {len(profile.layers)} layers, got {len(treatments)}; give None "
+            "for a layer whose regions are treated alike."
+        )
+    for number, (treatment, layer) in enumerate(zip(treatments, profile.layers, strict=True)):
+        if treatment is not None and not treatment.kept <= set(range(len(layer.regions))):
+            raise ValueError(
+                f"the treatment of layer {number} must name some of its {len(layer.regions)} regions, got "
+                f"{sorted(treatment.kept)}; plan with the same profile."
+            )
 
 
 @dataclass(eq=False)
@@ -85,10 +114,20 @@ class _Task:
 class Simulation:
     """What the three streams do: compute its steps, the others what a schedule moves before each of its points."""
 
-    def __init__(self, schedule: Schedule, layers: Sequence[LayerProfile], link: Link) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        layers: Sequence[LayerProfile],
+        link: Link,
+        treatments: Sequence[LayerTreatment | None] | None = None,
+    ) -> None:
         self._schedule = schedule
-        self._layers = layers
         self._link = link
+        moving = set(schedule.offloaded_layers)
+        self._passes: list[Passes] = [
+            passes_of(layer, treatment, travels=number in moving)
+            for number, (layer, treatment) in enumerate(zip(layers, treatments or (None,) * len(layers), strict=True))
+        ]
         self._tasks: dict[Lane, list[_Task]] = {lane: [] for lane in LANES}
         self._copies: dict[int, list[_Task]] = {layer: [] for layer in schedule.offloaded_layers}
         """Per offloaded layer the copies of its tensors in the order of saving: to the host, later back."""
@@ -100,10 +139,10 @@ class Simulation:
                 self._add(_Task("compute", "other", step.duration_s, step.label))
                 continue
             for layer in self._schedule.releases(step):
-                self._hold(-self._layers[layer].saved_bytes, after=next(reversed(self._copies[layer]), None))
+                self._hold(-self._passes[layer].travelling_bytes, after=next(reversed(self._copies[layer]), None))
             for layer in self._schedule.reloads(step):
                 self._reload(layer)
-            workspace_bytes = self._layers[step.layer].workspace_bytes
+            workspace_bytes = self._passes[step.layer].workspace_bytes
             self._hold(workspace_bytes)
             if step.phase == "F":
                 self._forward(step)
@@ -122,30 +161,33 @@ class Simulation:
         return self._add(_Task("compute", "other", 0.0, after=after, taken_bytes=nbytes))
 
     def _forward(self, point: Point) -> None:
-        layer = self._layers[point.layer]
-        pieces = layer.pieces()
-        for nbytes in pieces or (0,):
-            seconds = layer.forward_s / max(1, len(pieces))
-            piece = self._add(_Task("compute", "forward", seconds, repr(point), point.layer, taken_bytes=nbytes))
-            if pieces and point.layer in self._copies:
-                copy = _Task("d2h", "offload", nbytes, f"offload {point.layer}", point.layer, piece)
+        for piece in self._passes[point.layer].forward:
+            task = _Task("compute", "forward", piece.seconds, repr(point), point.layer)
+            task.taken_bytes, task.freed_bytes = piece.taken_bytes, piece.freed_bytes
+            self._add(task)
+            if piece.travels:
+                copy = _Task("d2h", "offload", piece.taken_bytes, f"offload {point.layer}", point.layer, task)
                 self._copies[point.layer].append(self._add(copy))
 
     def _reload(self, layer: int) -> None:
-        pieces = self._layers[layer].pieces()
-        here = self._hold(sum(pieces))
-        copies = [_Task("h2d", "reload", nbytes, f"reload {layer}", layer, here) for nbytes in pieces]
+        travelling = self._passes[layer].travelling
+        here = self._hold(sum(travelling))
+        copies = [_Task("h2d", "reload", nbytes, f"reload {layer}", layer, here) for nbytes in travelling]
         for copy in reversed(copies):
             self._add(copy)
         self._copies[layer] = copies
 
     def _backward(self, point: Point) -> None:
-        layer = self._layers[point.layer]
-        pieces = layer.pieces() or (0,)
-        seconds = layer.backward_s / len(pieces)
-        copies = [*self._copies.get(point.layer, ())] or [None] * len(pieces)
-        for nbytes, copy in zip(reversed(pieces), reversed(copies), strict=True):
-            self._add(_Task("compute", "backward", seconds, repr(point), point.layer, copy, freed_bytes=nbytes))
+        for piece in self._passes[point.layer].backward:
+            after = None if piece.awaits is None else self._copies[point.layer][piece.awaits]
+            if piece.taken_bytes or piece.recompute_s:
+                again = _Task("compute", "recompute", piece.recompute_s, f"R{point.layer}", point.layer, after)
+                again.taken_bytes, again.freed_bytes = piece.taken_bytes, piece.passing_bytes
+                self._add(again)
+                after = None
+            task = _Task("compute", "backward", piece.seconds, repr(point), point.layer, after)
+            task.freed_bytes = piece.freed_bytes
+            self._add(task)
 
     def _play(self) -> None:
         """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
