@@ -1,47 +1,69 @@
-"""How many layers to offload: the fewest with which the step fits into a memory budget.
+"""What to keep, to offload and to compute again, so that the step fits into a memory budget and takes the least time.
 
-Each candidate schedule is simulated, so what is chosen is what the executor is going to do, stalls
-included, and the prediction comes with a timeline to look at.
+Where the layers' regions are not known, layers are offloaded as they are, as few as are enough. What is chosen is
+simulated, stalls included, so the prediction comes with a timeline to look at.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
+from offload.planning.as_json import read_json, to_json
+from offload.planning.choices import Choices
 from offload.planning.link import Link
+from offload.planning.passes import LayerTreatment, Passes, passes_of
 from offload.planning.profile import Profile
+from offload.planning.search import Search
 from offload.planning.simulate import simulate
+from offload.planning.table import region_table
 from offload.schedule.schedule import Schedule
+
+MORE = 1.25
+"""How much more of something :attr:`Plan.helps` asks for."""
+
+NAMES = {"device": "device memory", "link": "the link", "host": "host memory"}
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A schedule that meets a memory budget, and what to expect of it.
+    """A schedule and treatments that meet a memory budget, and what to expect of them.
 
     Args:
         schedule: Which layers are offloaded, and when they move.
         profile: What the layers cost.
         link: The link that was planned for.
         memory_budget: Bytes.
+        treatments: What happens to the regions of each layer; ``None`` for one that is treated as a whole.
+        max_host_bytes: Most bytes on the host, if that is limited.
     """
 
     schedule: Schedule
     profile: Profile
     link: Link
     memory_budget: int
+    treatments: tuple[LayerTreatment | None, ...] = ()
+    max_host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        treatments = tuple(self.treatments) or (None,) * len(self.profile.layers)
+        object.__setattr__(self, "treatments", treatments)  # the way to fill a frozen dataclass
 
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted step."""
-        return simulate(self.schedule, self.profile, self.link)
+        return simulate(self.schedule, self.profile, self.link, treatments=self.treatments)
 
     @cached_property
     def without(self) -> Timeline:
-        """The predicted step with every layer on the device."""
+        """The predicted step with everything on the device."""
         return simulate(Schedule(self.schedule.model_layers), self.profile, self.link)
 
     @property
@@ -62,15 +84,124 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the offloaded sets need, all of them on the host at once."""
-        return sum(self.profile.layers[layer].saved_bytes for layer in self.schedule.offloaded_layers)
+        return sum(layer.travelling_bytes for layer in self._passes)
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds of a step that compute again what was not kept."""
+        return sum(layer.recompute_s for layer in self._passes)
+
+    @cached_property
+    def helps(self) -> dict[str, float]:
+        """Predicted seconds of a step with a quarter more of what the keys name.
+
+        ``"device"`` stands for its memory, ``"link"`` for its speed, and ``"host"`` for its memory if that is limited.
+        """
+        budget, link, host = self.memory_budget, self.link, self.max_host_bytes
+        faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
+        asked: dict[str, tuple[int, Link, int | None]] = {
+            "device": (round(MORE * budget), link, host),
+            "link": (budget, faster, host),
+        }
+        if host is not None:
+            asked["host"] = (budget, link, round(MORE * host))
+        return {
+            what: plan(self.profile, budget, link, max_host_bytes=host).step_s
+            for what, (budget, link, host) in asked.items()
+        }
+
+    @property
+    def binds(self) -> str:
+        """Of what more would help most: ``"device"``, ``"link"`` or ``"host"``; ``"compute"`` if none of them would."""
+        least = min(self.helps, key=self.helps.__getitem__)
+        return least if self.helps[least] < 0.999 * self.step_s else "compute"
+
+    def to_json(self) -> str:
+        """The plan as text, with profile and link, for :meth:`from_json`."""
+        schedule = self.schedule
+        return to_json(
+            "plan",
+            {
+                "model_layers": schedule.model_layers,
+                "moves": [[move.layer, move.entry] for move in schedule.moves],
+                "order": [repr(point) for point in schedule.order],
+                "treatments": [
+                    treatment and {"kept": sorted(treatment.kept), "travelling": sorted(treatment.travelling)}
+                    for treatment in self.treatments
+                ],
+                "memory_budget": self.memory_budget,
+                "max_host_bytes": self.max_host_bytes,
+                "link": asdict(self.link),
+                "profile": json.loads(self.profile.to_json()),
+            },
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` made a text of.
+
+        Raises:
+            ValueError: ``text`` is something else.
+        """
+        return read_json("plan", text, cls._from_values)
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Plan:
+        entries = {layer: tuple(entry) for layer, entry in values["moves"]}
+        return cls(
+            Schedule.from_synchronization_dict(entries, values["model_layers"], values["order"]),
+            Profile.from_json(json.dumps(values["profile"])),
+            Link(**values["link"]),
+            values["memory_budget"],
+            tuple(
+                one and LayerTreatment(frozenset(one["kept"]), frozenset(one["travelling"]))
+                for one in values["treatments"]
+            ),
+            values["max_host_bytes"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __repr__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"
         layers = f"{self.num_layers} of {self.schedule.model_layers} layers"
-        return f"<Plan: offload {layers}, step {format_s(self.step_s)}, {peak}>"
+        again = f", recompute {format_s(self.recompute_s)}" if self.recompute_s else ""
+        return f"<Plan: offload {layers}{again}, step {format_s(self.step_s)}, {peak}>"
 
     def __str__(self) -> str:
-        """A row per layer, and the prediction beside that of keeping everything."""
+        """A row per layer, or per region where they are known, and the prediction beside that of keeping everything."""
+        step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
+        peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
+        budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
+        if not any(layer.regions for layer in self.profile.layers):
+            lines = self._layer_table()
+            lines.append(f"step {step}, without offloading {step_without}")
+            lines.append(f"peak {peak}, without offloading {peak_without}")
+            lines.append(f"budget {budget}, host memory {host}")
+            return "\n".join(lines)
+        lines = [*region_table(self.profile, self.treatments, self.schedule.offloaded_layers)]
+        lines.append(
+            f"step {step}, of which {format_s(self.recompute_s)} computing again and {format_s(self.timeline.stall_s)} "
+            f"waiting for copies; {step_without} if all is kept"
+        )
+        most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
+        lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
+        more = ", ".join(f"{NAMES[what]} {format_s(step_s)}" for what, step_s in self.helps.items())
+        lines += [f"bound by {NAMES.get(self.binds, self.binds)}", f"step with a quarter more of {more}"]
+        return "\n".join(lines)
+
+    def _layer_table(self) -> list[str]:
         offloaded = self.schedule.offloaded_layers
         stalls = [span for span in self.timeline.lane("compute") if span.kind == "stall"]
         lines = [f"{'layer':>5}{'saved':>12}  {'what':<8}{'waits for it':>14}"]
@@ -79,51 +210,62 @@ class Plan:
             stall_s = sum(span.duration_s for span in stalls if span.layer == index)
             waits = format_s(stall_s) if index in offloaded else ""
             lines.append(f"{index:>5}{format_bytes(layer.saved_bytes):>12}  {what:<8}{waits:>14}".rstrip())
-        step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
-        peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
-        budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
-        lines.append(f"step {step}, without offloading {step_without}")
-        lines.append(f"peak {peak}, without offloading {peak_without}")
-        lines.append(f"budget {budget}, host memory {host}")
-        return "\n".join(lines)
+        return lines
+
+    @cached_property
+    def _passes(self) -> list[Passes]:
+        moving = set(self.schedule.offloaded_layers)
+        layers = zip(self.profile.layers, self.treatments, strict=True)
+        return [passes_of(*layer, travels=number in moving) for number, layer in enumerate(layers)]
 
 
-def plan(profile: Profile, memory_budget: int | str, link: Link | None = None) -> Plan:
-    """The default schedule with the fewest offloaded layers whose peak stays within the budget.
+def plan(
+    profile: Profile, memory_budget: int | str, link: Link | None = None, *, max_host_bytes: int | str | None = None
+) -> Plan:
+    """What to keep, offload and compute again, so that the peak stays within the budget and the step is the shortest.
+
+    Where layers have regions, each region of each layer is kept, travels or is computed again. The step is never longer
+    than with all kept, with whole layers offloaded, or with all computed again, the layers' inputs on the device or
+    travelling, as far as these fit. Where no layer has regions, it is the default schedule with the fewest offloaded
+    layers that fit.
 
     Args:
         profile: What the layers cost, from :func:`~offload.profile_layers` or written by hand.
         memory_budget: Device memory for what a step adds to parameters and optimizer state: bytes,
             or a text such as ``"40GiB"``.
         link: Measured now if left out.
+        max_host_bytes: The most host memory; bytes or a text.
 
     Raises:
-        ValueError: Not even the most layers that can be offloaded meet the budget; the message
-            names the least peak. Or the budget is a text of another form.
-        TypeError: The budget is neither an int nor a str.
+        ValueError: Nothing meets the budget; the message names the least one that can be met. Or a number of bytes is a
+            text of another form.
+        TypeError: A number of bytes is neither an int nor a str.
     """
     budget = parse_bytes(memory_budget, "memory_budget")
+    host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     if link is None:
         from offload.planning.measure import measure_link  # The only part of planning that needs torch.
 
         link = measure_link()
-    model_layers = len(profile.layers)
-    if not model_layers:
+    if not profile.layers:
         raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
-    peaks = []
-    for num_layers in range(model_layers):
-        with warnings.catch_warnings():
-            # That k = N-1 cannot overlap is part of the prediction.
-            warnings.simplefilter("ignore", UserWarning)
-            schedule = Schedule.default(num_layers, model_layers)
-        found = Plan(schedule, profile, link, budget)
-        if found.peak_bytes <= budget:
-            return found
-        peaks.append(found.peak_bytes)
-    least = min(peaks)
-    raise ValueError(
-        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that "
-        f"offloading reaches, with {peaks.index(least)} of {model_layers} layers, got {budget} bytes "
-        f"({format_bytes(budget)}); raise it, use smaller microbatches, or recompute in the layers "
-        "(torch.utils.checkpoint)."
-    )
+    choices = Choices(profile, link)
+    search = Search(choices, budget, math.inf if host is None else host)
+    regions = any(layer.regions for layer in profile.layers)
+    choice = search.best() if regions else search.fewest()
+    if choice is None:
+        least, choice = search.least_peak()
+        how = "offloading and recomputing reach" if regions else "offloading reaches"
+        offloaded = " offloaded" if regions else ""
+        within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
+        recompute = "" if regions else ", or recompute in the layers (torch.utils.checkpoint)"
+        raise ValueError(
+            f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that {how}{within}, "
+            f"with {choice.num_layers} of {choices.count} layers{offloaded}, got {budget} bytes "
+            f"({format_bytes(budget)}); raise it{',' if recompute else ' or'} use smaller microbatches{recompute}."
+        )
+    with warnings.catch_warnings():
+        # That k = N-1 cannot overlap is part of the prediction.
+        warnings.simplefilter("ignore", UserWarning)
+        schedule = Schedule.default(choice.num_layers, choices.count)
+    return Plan(schedule, profile, link, budget, choices.treatments(choice), host)

@@ -1,0 +1,109 @@
+"""What the planner may choose, and what a choice comes to in seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.planning.estimate import peak_bytes, step_s
+from offload.planning.ladder import ladder_of
+from offload.planning.link import Link
+from offload.planning.passes import LayerTreatment, Passes, passes_of
+from offload.planning.profile import LayerProfile, Profile
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with each layer.
+
+    Args:
+        num_layers: How many layers travel, the first ones.
+        rungs: On which rung of its kind each layer stands.
+    """
+
+    num_layers: int
+    rungs: tuple[int, ...]
+
+
+class Choices:
+    """The choices for one profile and link.
+
+    Three numbers make most of them: how many layers travel, the position of those, and that of the others. A position
+    is a level of the ladder, times the number of layers, and how many layers have gone up to the next level.
+    """
+
+    def __init__(self, profile: Profile, link: Link) -> None:
+        self.profile = profile
+        self.link = link
+        self.ladder = ladder_of(profile)
+        self.count = len(profile.layers)
+        self.highest = (len(self.ladder.levels) - 1) * self.count
+        """The position where all layers stand on the highest level."""
+        kinds = self.ladder.kinds
+        self._rungs = [tuple(level[kind] for kind in kinds) for level in self.ladder.levels]
+        """Of each level, the rung of each layer."""
+        first: dict[LayerProfile, int] = {}
+        self._alike = [first.setdefault(layer, number) for number, layer in enumerate(profile.layers)]
+        """Of each layer, the first one that costs the same."""
+        self._passes: dict[tuple[int, int, bool], Passes] = {}
+        self._last: tuple[Choice | None, list[Passes]] = (None, [])
+        """The choice that was asked for last, as it is asked for several times."""
+
+    def of(self, num_layers: int, travelling: int, staying: int) -> Choice:
+        """The choice that these three numbers make.
+
+        Of those that travel, the first layers go up first; they are away for longest. Of those that stay, the last
+        do: their backward is over first. The last layer of all keeps all, since its backward follows at once.
+        """
+        level, more = divmod(travelling, self.count)
+        here, above = self._rungs[level], self._rungs[min(level + 1, len(self._rungs) - 1)]
+        edge = min(more, num_layers)
+        rungs = above[:edge] + here[edge:num_layers]
+        level, more = divmod(staying, self.count)
+        here, above = self._rungs[level], self._rungs[min(level + 1, len(self._rungs) - 1)]
+        edge = min(max(self.count - more, num_layers), self.count - 1)
+        return Choice(num_layers, rungs + here[num_layers:edge] + above[edge:-1] + self._rungs[-1][-1:])
+
+    def treatments(self, choice: Choice) -> tuple[LayerTreatment | None, ...]:
+        """What happens to the regions of each layer."""
+        return tuple(
+            self._treatment(number, rung, travels=number < choice.num_layers)
+            for number, rung in enumerate(choice.rungs)
+        )
+
+    def rungs_of(self, number: int) -> int:
+        """How many rungs a layer has."""
+        return len(self.ladder.rungs[self.ladder.kinds[number]])
+
+    def passes(self, choice: Choice) -> list[Passes]:
+        """Forward and backward of each layer."""
+        if choice is not self._last[0]:
+            known, travelling = self._passes, choice.num_layers
+            keys = [
+                (alike, rung, number < travelling)
+                for number, (alike, rung) in enumerate(zip(self._alike, choice.rungs, strict=True))
+            ]
+            self._last = (choice, [known.get(key) or self._new(*key) for key in keys])
+        return self._last[1]
+
+    def host_bytes(self, choice: Choice) -> int:
+        """What travels; all of it is on the host at once."""
+        return sum(layer.travelling_bytes for layer in self.passes(choice))
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """The most on the device."""
+        return peak_bytes(self.passes(choice), choice.num_layers)
+
+    def step_s(self, choice: Choice) -> float:
+        """Seconds of the step."""
+        between_s, other_s = self.profile.loss_s, self.profile.other_s
+        return step_s(self.passes(choice), choice.num_layers, self.link, between_s) + other_s
+
+    def _new(self, number: int, rung: int, travels: bool) -> Passes:
+        treatment = self._treatment(number, rung, travels=travels)
+        passes = passes_of(self.profile.layers[number], treatment, travels=travels)
+        self._passes[number, rung, travels] = passes
+        return passes
+
+    def _treatment(self, number: int, rung: int, *, travels: bool) -> LayerTreatment | None:
+        treatment = self.ladder.rungs[self.ladder.kinds[number]][rung]
+        return treatment if travels or treatment is None else LayerTreatment(treatment.kept)

@@ -1,0 +1,539 @@
+"""Planning by region: what the simulator plays of it, and that the search finds what brute force finds."""
+
+from itertools import chain, combinations, product
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import default, links
+
+from offload.observe.timeline import Timeline
+from offload.planning.estimate import peak_bytes, step_s
+from offload.planning.link import Link
+from offload.planning.passes import LayerTreatment, passes_of
+from offload.planning.plan import Plan, plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.recompute.costs import RegionProfile, Treated
+from offload.schedule.schedule import Schedule
+
+MIB, GIB = 1 << 20, 1 << 30
+PCIE = Link(55e9, 55e9, 101e9)
+
+
+def region(
+    name: str, mib: float, ms: float, *reads: int, saved: bool = True, recomputable: bool = True
+) -> RegionProfile:
+    return RegionProfile(
+        name=name, nbytes=round(mib * MIB), seconds=ms / 1e3, reads=reads, saved=saved, recomputable=recomputable
+    )
+
+
+DECODER = LayerProfile.from_regions(
+    [
+        region("input", 64, 0, recomputable=False),
+        region("norm1", 64, 0.1, 0),
+        region("qkv", 192, 1.15, 1),
+        region("attention", 64, 0.55, 2),
+        region("o_proj", 64, 0.4, 3, saved=False),
+        region("residual", 64, 0.1, 0, 4),
+        region("norm2", 64, 0.1, 5),
+        region("gate", 172, 1.05, 6),
+        region("up", 172, 1.05, 6),
+        region("silu", 172, 0.25, 7),
+        region("product", 172, 0.3, 8, 9),
+    ],
+    0.0059,
+    0.012,
+    workspace_bytes=300 * MIB,
+)
+"""A decoder layer as measured on an H200."""
+REFERENCE = Profile((DECODER,) * 20, other_s=0.026)
+"""It takes 384 ms if all is kept."""
+
+
+def numbers(*names: str) -> frozenset[int]:
+    return frozenset(number for number, one in enumerate(DECODER.regions) if one.name in names)
+
+
+def treatment(layer: LayerProfile, kept: frozenset[int], *, travels: bool = False) -> LayerTreatment:
+    held = Treated(layer.regions, kept).held
+    return LayerTreatment(held, held if travels else frozenset())
+
+
+def fits(found: Plan, budget: int, host: float = float("inf")) -> bool:
+    return found.peak_bytes <= budget and found.host_bytes <= host
+
+
+@st.composite
+def region_layers(draw, most: int = 6) -> LayerProfile:
+    """A layer that is given something, and computes from it."""
+    regions = [region("input", draw(st.integers(0, 100)), 0, recomputable=False)]
+    for number in range(1, draw(st.integers(2, most))):
+        reads = draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=2))
+        saved, recomputable = draw(st.booleans()), draw(st.integers(0, 4)) > 0
+        nbytes, ms = draw(st.integers(0, 100)), draw(st.integers(0, 50)) / 10
+        regions.append(region(f"r{number}", nbytes, ms, *sorted(reads), saved=saved, recomputable=recomputable))
+    workspace_bytes = draw(st.integers(0, 50)) * MIB
+    forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
+    return LayerProfile.from_regions(regions, forward_s, backward_s, workspace_bytes=workspace_bytes)
+
+
+@st.composite
+def profiles(draw) -> Profile:
+    """One or two kinds of layers, in any order."""
+    kinds = draw(st.lists(region_layers(), min_size=1, max_size=2))
+    layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
+    return Profile(tuple(layers), draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)))
+
+
+@st.composite
+def treated_steps(draw) -> tuple[Schedule, Profile, Link, list[LayerTreatment]]:
+    profile = draw(profiles())
+    treatments = []
+    for layer in profile.layers:
+        everything = st.sets(st.integers(0, len(layer.regions) - 1))
+        held = Treated(layer.regions, frozenset(draw(everything))).held
+        treatments.append(LayerTreatment(held, held & frozenset(draw(everything))))
+    count = len(profile.layers)
+    return default(draw(st.integers(0, count - 1)), count), profile, draw(links), treatments
+
+
+class TestSimulation:
+    @given(treated_steps())
+    def test_memory_ends_at_zero_and_is_never_negative(self, step):
+        schedule, profile, link, treatments = step
+        held = [nbytes for _, nbytes in simulate(schedule, profile, link, treatments=treatments).memory]
+        assert held[-1] == 0
+        assert min(held) == 0
+
+    @given(treated_steps())
+    def test_compute_is_what_it_was_and_what_is_computed_again(self, step):
+        schedule, profile, link, treatments = step
+        timeline = simulate(schedule, profile, link, treatments=treatments)
+        layers = zip(profile.layers, treatments, strict=True)
+        again_s = sum(Treated(layer.regions, treated.kept).recompute_s for layer, treated in layers)
+        recomputed = [span.duration_s for span in timeline.spans if span.kind == "recompute"]
+        assert sum(recomputed) == pytest.approx(again_s)
+        assert timeline.busy_s("compute") == pytest.approx(profile.compute_s + again_s)
+
+    @given(treated_steps())
+    def test_what_travels_goes_out_and_comes_back(self, step):
+        schedule, profile, link, treatments = step
+        timeline = simulate(schedule, profile, link, treatments=treatments)
+        for number, (layer, treated) in enumerate(zip(profile.layers, treatments, strict=True)):
+            away = treated.travelling if number in schedule.offloaded_layers else ()
+            for kind in ("offload", "reload"):
+                spans = [span for span in timeline.spans if (span.kind, span.layer) == (kind, number)]
+                assert sum(span.nbytes for span in spans) == sum(layer.regions[one].nbytes for one in away)
+
+    @given(treated_steps())
+    def test_estimate_is_the_simulation(self, step):
+        """The planner ranks by the estimate, so whatever it leaves out would be planned wrong."""
+        schedule, profile, link, treatments = step
+        layers = list(zip(profile.layers, treatments, strict=True))
+        num_layers = len(schedule.offloaded_layers)
+        passes = [passes_of(*layer, travels=number < num_layers) for number, layer in enumerate(layers)]
+        timeline = simulate(schedule, profile, link, treatments=treatments)
+        assert peak_bytes(passes, num_layers) == timeline.peak_bytes
+        predicted_s = step_s(passes, num_layers, link, profile.loss_s) + profile.other_s
+        assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
+
+    @given(treated_steps())
+    def test_without_treatments_all_that_is_saved_is_treated_alike(self, step):
+        schedule, profile, link, _ = step
+        saved = [
+            treatment(layer, frozenset(n for n, one in enumerate(layer.regions) if one.saved), travels=True)
+            for layer in profile.layers
+        ]
+        assert simulate(schedule, profile, link) == simulate(schedule, profile, link, treatments=saved)
+
+    def step(self, num_layers: int, kept: set[int], **more: float) -> Timeline:
+        """Three layers: 1 s for each region but the input, 2 s of their backward, 100 bytes/s, 10 bytes a region."""
+        regions = [
+            RegionProfile(name="input", nbytes=10, seconds=0.0, recomputable=False),
+            RegionProfile(name="middle", nbytes=10, seconds=1.0, reads=(0,), saved=False),
+            RegionProfile(name="output", nbytes=10, seconds=1.0, reads=(1,)),
+        ]
+        layer = LayerProfile.from_regions(regions, 2.0, 4.0)
+        treatments = [treatment(layer, frozenset(kept), travels=number < num_layers) for number in range(3)]
+        profile = Profile((layer,) * 3)
+        return simulate(default(num_layers, 3), profile, Link(100, 100, 200), treatments=treatments, **more)
+
+    def test_what_was_let_go_is_computed_when_backward_asks_for_it(self):
+        spans = [(span.label, span.start_s, span.end_s) for span in self.step(0, {0}).spans if span.layer == 2]
+        # The backward of "output" asks first, and what leads to it runs in one go.
+        assert spans == [("F2", 4.0, 6.0), ("R2", 6.0, 8.0), ("B2", 8.0, 12.0)]
+
+    def test_what_is_computed_again_is_on_the_device_while_backward_runs(self):
+        timeline = self.step(0, {0})
+        samples = dict(timeline.memory)
+        assert samples[6.0] == 50  # three inputs; and "middle" and "output" while they are computed
+        assert samples[8.0] == 40  # "middle" is gone
+        assert samples[10.0] == 30  # and "output" after its backward
+        assert timeline.peak_bytes == 50
+
+    def test_what_recomputing_reads_is_kept_although_autograd_does_not_save_it(self):
+        timeline = self.step(0, {1})
+        assert [span.duration_s for span in timeline.spans if span.kind == "recompute"] == [1.0, 1.0, 1.0]
+        assert timeline.peak_bytes == 70  # input and "middle" of each, and one "output"
+
+    def test_computing_again_waits_for_what_it_reads(self):
+        timeline = self.step(1, {0})
+        (back,) = timeline.lane("h2d")
+        slow = simulate(
+            default(1, 3),
+            Profile((LayerProfile.from_regions(timeline_regions(), 2.0, 4.0),) * 3),
+            Link(100, 1, 101),
+            treatments=[LayerTreatment(frozenset({0}), frozenset({0}))] * 3,
+        )
+        assert back.nbytes == 10
+        (again,) = [span for span in slow.spans if span.kind == "recompute" and span.layer == 0]
+        (arrived,) = slow.lane("h2d")
+        assert again.start_s == arrived.end_s
+
+    def test_reference_workload(self):
+        """Measured on an H200, of 20 layers: seconds within 3%, bytes within 0.4 GiB."""
+        everything = numbers(*(one.name for one in DECODER.regions if one.saved))
+        measured = [
+            (everything, 0.384, 24.08),
+            (numbers("input"), 0.480, 2.76),
+            (numbers("input", "attention"), 0.469, 3.71),
+            (numbers("input", "qkv", "attention", "o_proj", "gate", "up"), 0.391, 14.97),
+        ]
+        for kept, seconds, gib in measured:
+            timeline = simulate(Schedule(20), REFERENCE, PCIE, treatments=[treatment(DECODER, kept)] * 20)
+            assert timeline.duration_s == pytest.approx(seconds, rel=0.03)
+            assert timeline.peak_bytes / GIB == pytest.approx(gib, abs=0.4)
+
+
+def timeline_regions() -> list[RegionProfile]:
+    return [
+        RegionProfile(name="input", nbytes=10, seconds=0.0, recomputable=False),
+        RegionProfile(name="output", nbytes=10, seconds=1.0, reads=(0,)),
+    ]
+
+
+def simple_ways(profile: Profile, link: Link) -> list[Plan]:
+    """Nothing; whole layers; all computed again, with inputs that stay, and that travel."""
+    count = len(profile.layers)
+    found = []
+    for num_layers in range(count):
+        schedule = default(num_layers, count)
+        found.append(Plan(schedule, profile, link, 0))
+        again = tuple(
+            treatment(layer, frozenset(), travels=number < num_layers) for number, layer in enumerate(profile.layers)
+        )
+        found.append(Plan(schedule, profile, link, 0, again))
+    return found
+
+
+def least_budget(profile: Profile, link: Link) -> int:
+    """The one that the error names, if there is an error."""
+    try:
+        plan(profile, 0, link)
+    except ValueError as error:
+        return int(str(error).split()[5])
+    return 0
+
+
+class TestPlan:
+    @given(profiles(), links, st.floats(0, 1.2), st.none() | st.floats(0, 1))
+    def test_within_the_budget_and_never_slower_than_the_simple_ways(self, profile, link, part, host_part):
+        everything = simulate(Schedule(len(profile.layers)), profile, link).peak_bytes
+        budget = round(part * everything)
+        host = None if host_part is None else round(host_part * profile.saved_bytes)
+        most = float("inf") if host is None else host
+        fitting = [way for way in simple_ways(profile, link) if fits(way, budget, most)]
+        try:
+            found = plan(profile, budget, link, max_host_bytes=host)
+        except ValueError:
+            assert not fitting
+            return
+        assert fits(found, budget, most)
+        assert all(found.step_s <= way.step_s * (1 + 1e-6) + 1e-9 for way in fitting)
+
+    @given(profiles(), links, st.floats(0, 1), st.floats(0, 1))
+    def test_a_larger_budget_is_not_slower(self, profile, link, part, more):
+        """But for what a limited search misses."""
+        everything = simulate(Schedule(len(profile.layers)), profile, link).peak_bytes
+        try:
+            small = plan(profile, round(part * everything), link)
+        except ValueError:
+            assume(False)
+        large = plan(profile, round((part + more * (1 - part)) * everything), link)
+        assert large.step_s <= small.step_s * 1.02
+
+    @given(profiles(), links)
+    def test_the_least_budget_that_the_error_names_can_be_met(self, profile, link):
+        least = least_budget(profile, link)
+        assert plan(profile, least, link).peak_bytes <= least
+        if least:
+            with pytest.raises(ValueError, match=f"^memory_budget must be at least {least} bytes"):
+                plan(profile, least - 1, link)
+
+    @pytest.mark.parametrize("budget", ["2GiB", "4GiB", "8GiB", "16GiB"])
+    def test_decoder_takes_much_less_time_than_simple_ways(self, budget):
+        found = plan(REFERENCE, budget, PCIE)
+        ways = [way for way in simple_ways(REFERENCE, PCIE) if fits(way, found.memory_budget)]
+        fastest_s = min(way.step_s for way in ways)
+        # 0.384 s is what no plan can be below.
+        assert found.step_s - 0.384 < 0.75 * (fastest_s - 0.384)
+
+    def test_everything_is_kept_where_it_fits(self):
+        found = plan(REFERENCE, "24GiB", PCIE)
+        assert (found.num_layers, found.recompute_s, found.step_s) == (0, 0.0, pytest.approx(0.384))
+        assert found.binds == "compute"
+
+    def test_few_layers_travel_and_nothing_is_recomputed_where_the_link_is_fast_enough(self):
+        fast = Link(1e13, 1e13, 2e13)
+        found = plan(REFERENCE, "5GiB", fast)
+        assert found.step_s == pytest.approx(0.384, rel=1e-3)
+        assert found.recompute_s == 0.0
+        assert found.binds == "compute"
+        # So many that the others fit, and no more.
+        kept = [
+            num_layers for num_layers in range(20) if fits(Plan(default(num_layers, 20), REFERENCE, fast, 0), 5 * GIB)
+        ]
+        assert found.num_layers == kept[0]
+
+    def test_a_slow_link_carries_next_to_nothing(self):
+        found = plan(REFERENCE, "5GiB", Link(1e8, 1e8, 2e8))
+        assert found.host_bytes < 0.001 * REFERENCE.saved_bytes
+        assert found.timeline.stall_s == 0
+        assert found.binds == "device"
+
+    def test_the_link_binds_where_it_is_busy_and_device_memory_does_not_help(self):
+        found = plan(REFERENCE, "2GiB", PCIE)
+        assert found.binds == "link"
+        assert found.helps["link"] < found.helps["device"]
+
+    def test_the_host_binds(self):
+        found = plan(REFERENCE, "4GiB", PCIE, max_host_bytes="1GiB")
+        assert found.host_bytes <= GIB
+        assert found.step_s > plan(REFERENCE, "4GiB", PCIE).step_s
+        assert found.helps["host"] < found.step_s
+        assert "of 1.00 GiB" in str(found)
+
+    def test_a_layer_whose_input_alone_travels(self):
+        """What takes next to no time is computed again rather than carried."""
+        cheap = LayerProfile.from_regions(
+            [region("input", 64, 0, recomputable=False), *(region(f"r{n}", 256, 0.001, n) for n in range(4))],
+            0.01,
+            0.02,
+        )
+        found = plan(Profile((cheap,) * 20), "1400MiB", PCIE)
+        assert found.step_s < 20 * (0.03 + 4e-6) + 1e-9
+        assert all(one.travelling == {0} for one in found.treatments[: found.num_layers])
+        assert found.num_layers > 0
+
+    def test_layers_of_several_kinds(self):
+        """An expert layer that is cheap to keep beside a large one: bytes go where they save the most time."""
+        dear = LayerProfile.from_regions(
+            [region("input", 64, 0, recomputable=False), region("scan", 64, 9, 0)], 0.01, 0.02
+        )
+        cheap = LayerProfile.from_regions(
+            [region("input", 64, 0, recomputable=False), region("mlp", 512, 1, 0)], 0.01, 0.02
+        )
+        found = plan(Profile((dear, cheap) * 8), "2400MiB", Link(1e6, 1e6, 2e6))
+        assert [one.kept for one in found.treatments] == [frozenset({0, 1}), frozenset({0})] * 7 + [
+            frozenset({0, 1})
+        ] * 2
+
+    def test_no_simulation_but_that_of_the_result(self, monkeypatch):
+        """100 layers are planned in well under a second: the search only adds up, and not too often."""
+        counts = dict.fromkeys(("simulate", "step_s", "peak_bytes"), 0)
+
+        def counted(name, function):
+            def call(*arguments, **options):
+                counts[name] += 1
+                return function(*arguments, **options)
+
+            return call
+
+        monkeypatch.setattr("offload.planning.plan.simulate", counted("simulate", simulate))
+        monkeypatch.setattr("offload.planning.choices.step_s", counted("step_s", step_s))
+        monkeypatch.setattr("offload.planning.choices.peak_bytes", counted("peak_bytes", peak_bytes))
+        profile = Profile((DECODER,) * 100)
+        found = [plan(profile, f"{gib}GiB", PCIE) for gib in (100, 50, 25, 12)]
+        assert counts["simulate"] == 0
+        assert counts["step_s"] < 800 * len(found)
+        assert counts["peak_bytes"] < 5000 * len(found)
+        assert all(one.peak_bytes <= one.memory_budget for one in found)
+
+    def test_brute_force_finds_little_more(self):
+        """Four layers; those that travel are treated alike, and so are those that stay, in any of all ways."""
+        layer = LayerProfile.from_regions(
+            [
+                region("input", 32, 0, recomputable=False),
+                region("norm", 32, 0.1, 0),
+                region("attention", 96, 1.2, 1),
+                region("up", 128, 0.9, 0, 2),
+                region("act", 128, 0.2, 3),
+            ],
+            0.003,
+            0.006,
+        )
+        link = Link(20e9, 20e9, 40e9)
+        profile = Profile((layer,) * 4)
+        kept = [
+            treatment(layer, frozenset(some), travels=True)
+            for some in chain.from_iterable(combinations(range(5), size) for size in range(6))
+        ]
+        passes = {(one, travels): passes_of(layer, one, travels=travels) for one in kept for travels in (False, True)}
+        found = []
+        for num_layers, away, stays, last in product(range(4), kept, kept, kept):
+            layers = (
+                [passes[away, True]] * num_layers + [passes[stays, False]] * (3 - num_layers) + [passes[last, False]]
+            )
+            found.append((peak_bytes(layers, num_layers), step_s(layers, num_layers, link)))
+        for budget in range(450 * MIB, 1600 * MIB, 100 * MIB):
+            fastest_s = min(seconds for peak, seconds in found if peak <= budget)
+            assert plan(profile, budget, link).step_s <= 1.03 * fastest_s
+
+    def test_table(self):
+        profile = Profile((DECODER,) * 18 + (LayerProfile(0.001, 0.002, GIB // 4),) * 2, other_s=0.026)
+        assert str(plan(profile, "5GiB", PCIE, max_host_bytes="4GiB")).splitlines() == [
+            "region           size   compute  travelling 0-11         staying 12-17",
+            "input       64.00 MiB         -  offload                 keep",
+            "norm1       64.00 MiB  100.0 µs  recompute               recompute",
+            "qkv         192.0 MiB   1.15 ms  recompute               keep 4, recompute 2",
+            "attention   64.00 MiB  550.0 µs  offload                 keep",
+            "o_proj      64.00 MiB  400.0 µs  -                       -",
+            "residual    64.00 MiB  100.0 µs  offload                 keep",
+            "norm2       64.00 MiB  100.0 µs  recompute               recompute 5, keep 1",
+            "gate        172.0 MiB   1.05 ms  recompute 7, offload 5  keep",
+            "up          172.0 MiB   1.05 ms  recompute 7, offload 5  keep",
+            "silu        172.0 MiB  250.0 µs  recompute               recompute",
+            "product     172.0 MiB  300.0 µs  recompute               recompute 5, keep 1",
+            "region             size   compute  staying 18-19",
+            "whole layer   256.0 MiB   1.00 ms  keep",
+            "step 398.1 ms, of which 43.9 ms computing again and 0 s waiting for copies; 354.2 ms if all is kept",
+            "peak 4.96 GiB of 5.00 GiB, 21.59 GiB if all is kept; host memory 3.93 GiB of 4.00 GiB",
+            "bound by device memory",
+            "step with a quarter more of device memory 390.6 ms, the link 398.1 ms, host memory 391.8 ms",
+        ]
+
+    def test_repr(self):
+        assert repr(plan(REFERENCE, "5GiB", PCIE)) == (
+            "<Plan: offload 13 of 20 layers, recompute 41.1 ms, step 425.2 ms, peak 4.98 GiB of 5.00 GiB>"
+        )
+
+    def test_infeasible(self):
+        with pytest.raises(ValueError) as caught:
+            plan(REFERENCE, "512MiB", PCIE, max_host_bytes=0)
+        assert str(caught.value) == (
+            "memory_budget must be at least 2847932416 bytes (2.65 GiB), the least peak that offloading and "
+            "recomputing reach within max_host_bytes = 0 (0 B), with 0 of 20 layers offloaded, got 536870912 bytes "
+            "(512.0 MiB); raise it or use smaller microbatches."
+        )
+
+    @pytest.mark.parametrize(("host", "kind"), [("4 gigs", ValueError), (-1, ValueError), (1.5, TypeError)])
+    def test_refuses_host_bytes(self, host, kind):
+        with pytest.raises(kind, match=r"^max_host_bytes must be "):
+            plan(REFERENCE, "5GiB", PCIE, max_host_bytes=host)
+
+    def test_whole_layers_within_the_host_memory(self):
+        profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
+        assert plan(profile, "3GiB", PCIE, max_host_bytes="2GiB").host_bytes == 2 * GIB
+        with pytest.raises(
+            ValueError, match=r"^memory_budget must be at least 4294967296 bytes .* within max_host_bytes"
+        ):
+            plan(profile, "3GiB", PCIE, max_host_bytes="1GiB")
+
+
+class TestText:
+    @given(profiles())
+    def test_profile_comes_back(self, profile):
+        assert Profile.from_json(profile.to_json()) == profile
+
+    @pytest.mark.parametrize("profile", [REFERENCE, Profile((LayerProfile(0.01, 0.02, GIB, (GIB,)),) * 20)])
+    def test_plan_comes_back(self, profile, tmp_path):
+        found = plan(profile, "5GiB", PCIE, max_host_bytes="18GiB")
+        found.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert loaded == found
+        assert loaded.timeline == found.timeline
+        profile.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == profile
+
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [
+            ("", "got ''"),
+            ("[]", r"got '\[\]'"),
+            ('{"offload": "plan"}', "got '"),
+            ('{"offload": "plan", "version": 1}', "got a plan of version 1"),
+            ('{"offload": "profile", "version": 9}', "got a profile of version 9"),
+            ('{"offload": "profile", "version": 1}', "but something is missing or unknown: 'layers'"),
+            (Profile(()).to_json().replace("other_s", "others"), "but something is missing or unknown: 'other_s'"),
+        ],
+    )
+    def test_refuses(self, text, what):
+        with pytest.raises(ValueError, match=f"^text must be a profile of version 1 .*{what}"):
+            Profile.from_json(text)
+
+
+class TestProfile:
+    def test_scaled(self):
+        twice = REFERENCE.scaled(2)
+        layer = twice.layers[0]
+        assert [one.nbytes for one in layer.regions] == [2 * one.nbytes for one in DECODER.regions]
+        attention = next(number for number, one in enumerate(DECODER.regions) if one.name == "attention")
+        for number, (after, before) in enumerate(zip(layer.regions, DECODER.regions, strict=True)):
+            assert after.seconds == pytest.approx((4 if number == attention else 2) * before.seconds)
+        # Of 5.05 ms of the regions, 0.55 are attention's.
+        growth = (2 * 4.5 + 4 * 0.55) / 5.05
+        assert (layer.forward_s, layer.backward_s) == pytest.approx((growth * 0.0059, growth * 0.012))
+        assert (layer.saved_bytes, layer.workspace_bytes) == (2 * DECODER.saved_bytes, 600 * MIB)
+        assert twice.other_s == REFERENCE.other_s
+
+    def test_scaled_without_regions(self):
+        profile = Profile((LayerProfile(1.0, 2.0, 30, (10, 20), 4), LayerProfile(1.0, 2.0, 30)), 0.5, 0.25)
+        assert profile.scaled(0.5) == Profile(
+            (LayerProfile(0.5, 1.0, 15, (5, 10), 2), LayerProfile(0.5, 1.0, 15)), 0.25, 0.25
+        )
+
+    @given(profiles())
+    def test_scaled_by_one_is_the_same(self, profile):
+        assert profile.scaled(1) == profile
+
+    @pytest.mark.parametrize("ratio", [0, -1, float("nan"), float("inf")])
+    def test_refuses_ratio(self, ratio):
+        with pytest.raises(ValueError, match=r"^tokens_ratio must be a positive, finite number, got "):
+            REFERENCE.scaled(ratio)
+
+    def test_refuses_regions_in_another_order(self):
+        with pytest.raises(ValueError, match=r"^region 0, 'late', must read regions before it, got \(1,\); list "):
+            LayerProfile.from_regions([region("late", 1, 1, 1), region("early", 1, 1)], 0.01, 0.02)
+
+    def test_refuses_negative_seconds(self):
+        with pytest.raises(ValueError, match=r"^seconds of a region must be a finite number, at least 0, got -1"):
+            LayerProfile.from_regions([region("a", 1, -1000)], 0.01, 0.02)
+
+    def test_refuses_another_sum(self):
+        with pytest.raises(ValueError, match=r"^the saved regions must add up to saved_bytes = 5, got "):
+            LayerProfile(0.01, 0.02, 5, regions=DECODER.regions)
+
+
+class TestTreatments:
+    def test_what_travels_is_kept(self):
+        with pytest.raises(ValueError, match=r"^travelling must be some of the kept regions, got \[2\] beside them; "):
+            LayerTreatment(frozenset({0, 1}), frozenset({1, 2}))
+
+    def test_one_for_each_layer(self):
+        with pytest.raises(ValueError, match=r"^treatments must be one for each of the 20 layers, got 1; "):
+            simulate(Schedule(20), REFERENCE, PCIE, treatments=[None])
+
+    def test_of_regions_that_there_are(self):
+        treatments = [None] * 19 + [LayerTreatment(frozenset({99}))]
+        with pytest.raises(
+            ValueError, match=r"^the treatment of layer 19 must name some of its 11 regions, got \[99\]; "
+        ):
+            simulate(Schedule(20), REFERENCE, PCIE, treatments=treatments)
+
+    def test_of_a_plan_count_for_another_link(self):
+        found = plan(REFERENCE, "5GiB", PCIE)
+        slower = simulate(found, REFERENCE, Link(20e9, 20e9, 40e9))
+        assert slower.duration_s > found.step_s
+        assert slower.peak_bytes == found.peak_bytes
