@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,8 @@ def offload_layers(
             iterable of modules. A layer may be skipped in a forward, but not called twice.
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``.
         schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
-        plan: The result of :func:`offload.plan`, or anything else with a ``schedule``, in place of ``num_layers``.
+        plan: The result of :func:`offload.plan`, with its treatments of regions where it has some, or anything else
+            with a ``schedule``; in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; by default that of the layers' first parameter, or
             where they compute if their weights are streamed.
@@ -120,8 +122,24 @@ def offload_layers(
     host = HostMemory(max_host_bytes, when_host_full)
     patterns = None if treatments is None else parse_treatments(treatments)
     regions = [] if patterns is None else [LayerTreatments(patterns, layer) for layer in modules]
+    if plan is not None:
+        if treatments is not None:
+            raise ValueError("treatments and plan exclude each other; give one.")
+        regions = _planned(plan, modules)
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, treatments=regions)
     return OffloadedLayers(modules, context)
+
+
+def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerTreatments]:
+    """The treatments of a plan, if it has any: a schedule alone is a plan, too."""
+    found = list(getattr(plan, "treatments", ()))
+    if not any(found):
+        return []
+    names = [[region.name for region in layer.regions] for layer in plan.profile.layers]
+    return [
+        LayerTreatments({"*": Treatment.OFFLOAD}, layer, planned=None if one is None else (one, names[number]))
+        for number, (layer, one) in enumerate(zip(modules, found, strict=True))
+    ]
 
 
 class _OffloadedLayer(LayerListener):

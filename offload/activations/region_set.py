@@ -167,16 +167,17 @@ class RegionSet(ActivationSet):
             storage = there.get(id(value))
             return None if storage is None else storage.memory
 
-        wanted = made if treatments.measures else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
+        wanted = made if treatments.lists_all else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
         for value in differing(wanted, original):
             region = region_of(value)
             if region is not None:
                 treatments.differs(region)
                 _logger.info("%s comes out with other bits when it is computed again: kept", treatments.names[region])
-        if treatments.measures:
-            self._measure(saved, original)
-        treatments.learned = True
+        if treatments.lists_all:
+            self._list(saved, original)
         treatments.unsaved = self._unsaved(wanted, there)
+        treatments.follow_plan()
+        treatments.learned = True
 
     def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
         """What recomputation reads of what is to be kept, and autograd does not save by itself."""
@@ -190,11 +191,11 @@ class RegionSet(ActivationSet):
         regions = (region_of(value) for value in read if id(value) not in saved and is_kept(value))
         return {region for region in regions if region is not None}
 
-    def _measure(self, saved: list[Value], original: Original) -> None:
-        """Tell what each region costs: those that autograd saves, and all that lead to them."""
+    def _list(self, saved: list[Value], original: Original) -> None:
+        """List the regions with what each costs: those that autograd saves, and all that lead to them."""
         treatments = self._treatments
         calls = calls_for(saved, lambda _: False)
-        seconds = seconds_of(calls, original, self.transfers.backend)
+        seconds = seconds_of(calls, original, self.transfers.backend) if treatments.measures else [0.0] * len(calls)
         kept = {id(value) for value in saved}
         numbers: dict[int, int] = {}
         costs: list[RegionProfile] = []

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from offload.recompute.costs import RegionProfile, Treated
+from offload.recompute.costs import RegionProfile
 from offload.recompute.record import Value
 
 
@@ -50,21 +51,39 @@ def region_of(value: Value) -> Region | None:
     return None if call is None else Region(call.function, call.time, value.place)
 
 
+class Numbered(Protocol):
+    """A treatment of a layer's regions by their numbers, as a planner makes it."""
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """What is on the device or on the host until backward."""
+
+    @property
+    def travelling(self) -> frozenset[int]:
+        """What of that goes to the host, if the layer travels."""
+
+
 class LayerTreatments:
-    """What happens to the regions of one layer: learned from patterns in its first forward, looked up from then on.
+    """What happens to the regions of one layer: learned in its first forward, looked up from then on.
 
     Args:
         patterns: Of regions' names; the first that matches decides.
         layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
         measures: Whether the first forward also measures what each region costs.
+        planned: What happens to the regions by their numbers, in place of patterns, and the names that they have there.
     """
 
     def __init__(
-        self, patterns: Mapping[str, Treatment], layer: nn.Module | None = None, *, measures: bool = False
+        self,
+        patterns: Mapping[str, Treatment],
+        layer: nn.Module | None = None,
+        *,
+        measures: bool = False,
+        planned: tuple[Numbered, Sequence[str]] | None = None,
     ) -> None:
-        self.patterns = patterns
-        self.measures = measures
         self.layer = None if layer is None else weakref.ref(layer)
+        self.measures = measures
+        self.planned = planned
         self.learned = False
         self.names: dict[Region, str] = {}
         """Of the regions that were seen in the first forward."""
@@ -73,17 +92,23 @@ class LayerTreatments:
         self.unsaved: set[Region] = set()
         """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
         self.costs: tuple[RegionProfile, ...] = ()
-        """What each region costs, where that was measured."""
+        """What each region costs, where that was asked for."""
         self.order: list[Region | None] = []
-        """The regions of :attr:`costs`."""
+        """The regions of :attr:`costs`; ``None`` for what the layer was given."""
+        self._patterns = patterns
+        self._source = treatment_of(SOURCE, patterns)
         self._known: dict[Region, Treatment] = {}
         self._named: Counter[str] = Counter()
+
+    @property
+    def lists_all(self) -> bool:
+        """Whether the first forward has to list and prove all regions, and not only those to be computed again."""
+        return self.measures or self.planned is not None
 
     def of(self, region: Region | None) -> Treatment:
         """What happens to a region. A source cannot be computed again; what the first forward did not do is kept."""
         if region is None:
-            wanted = treatment_of(SOURCE, self.patterns)
-            return OFFLOAD if wanted is RECOMPUTE else wanted
+            return OFFLOAD if self._source is RECOMPUTE else self._source
         return self._known.get(region, KEEP)
 
     def by_name(self) -> dict[str, str]:
@@ -97,16 +122,40 @@ class LayerTreatments:
         self._named[name] += 1
         times = f" #{self._named[name]}" if self._named[name] > 1 else ""
         self.names[region] = name + times
-        self._known[region] = treatment_of(name, self.patterns)
+        self._known[region] = treatment_of(name, self._patterns)
 
-    def follow(self, treated: Treated) -> None:
-        """Treat the regions in this way from now on; those that are held travel where the layer does."""
+    def follow(self, numbered: Numbered) -> None:
+        """Treat the regions by their numbers from now on."""
         self.unsaved = set()
-        for number, region in enumerate(self.order):
-            if region is not None:
-                self._known[region] = RECOMPUTE if number in treated.recomputed else OFFLOAD
-                if number in treated.held and not self.costs[number].saved:
+        self._source = KEEP
+        for number, (region, cost) in enumerate(zip(self.order, self.costs, strict=True)):
+            held = OFFLOAD if number in numbered.travelling else KEEP
+            if region is None:
+                self._source = OFFLOAD if held is OFFLOAD else self._source
+            elif number in numbered.kept or not cost.recomputable:
+                self._known[region] = held
+                if not cost.saved:
                     self.unsaved.add(region)
+            else:
+                self._known[region] = RECOMPUTE
+
+    def follow_plan(self) -> None:
+        """Treat the regions as was planned.
+
+        Raises:
+            ValueError: They are not those that were planned for.
+        """
+        if self.planned is None:
+            return
+        numbered, names = self.planned
+        found = [cost.name for cost in self.costs]
+        if found != list(names):
+            odd = next((pair for pair in zip_longest(names, found) if pair[0] != pair[1]), None)
+            raise ValueError(
+                f"the plan must be for these layers, but it has {len(names)} regions and the layer {len(found)}; the "
+                f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
+            )
+        self.follow(numbered)
 
     def differs(self, region: Region) -> None:
         """It comes out with other bits: it travels with its layer, or is kept, and is not computed again."""
