@@ -70,7 +70,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.offloaded_bytes = self.offloaded_tensors = self.offloaded_storages = self.reloaded_bytes = 0
-        self.resident_bytes = self.peak_resident_bytes = self.wasted_bytes = self.late_reloads = 0
+        self.resident_bytes = self.peak_resident_bytes = self.late_reloads = 0
         self.skipped: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()
         self.stall_s = 0.0
@@ -87,13 +87,12 @@ class Counters:
 
     def waste(self, nbytes: int, maker: type) -> None:
         """Bytes were copied, and freed no device memory; ``maker`` is the type of the node that made the tensor."""
-        self.wasted_bytes += nbytes
         self.wasted[operation_name(maker)] += nbytes
 
     def begin_round(self) -> None:
         """A round of layers begins: look back at the earlier ones."""
         self.collect_stalls()
-        if not self._warned and self.wasted_bytes > WORTH_A_WARNING * self.offloaded_bytes:
+        if not self._warned and self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes:
             self._warned = True
             self._warn_of_waste()
 
@@ -120,14 +119,14 @@ class Counters:
         """The counts now."""
         self.collect_stalls()
         counts = {item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)}
-        counts |= {"skipped": dict(self.skipped), "wasted": dict(self.wasted), "pinned_bytes": pinned_bytes}
-        return OffloadStats(**counts)
+        counts |= {"skipped": dict(self.skipped), "wasted": dict(self.wasted)}
+        return OffloadStats(**counts, pinned_bytes=pinned_bytes, wasted_bytes=self.wasted.total())
 
     def _warn_of_waste(self) -> None:
         named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in self.wasted.most_common(NAMED)]
         more = ", ..." if len(self.wasted) > NAMED else ""
         warn_caller(
-            f"{format_bytes(self.wasted_bytes)} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
+            f"{format_bytes(self.wasted.total())} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
             "host so far freed no device memory, because something else holds the tensors, by the operation that made "
             f"them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list or "
             "by a hook, tensors stored on a module, a variable that wants `del`), or pass what must stay to "

@@ -58,8 +58,6 @@ class StorageState(Enum):
 
 WRITTEN, COMPLETE, LEAVING, AWAY, BACK, DROPPED, GIVEN_UP = StorageState
 
-_ALONE = 2
-"""References to what a variable and the function that counts them hold, and nobody else."""
 # What StorageWeakRef of torch.multiprocessing does, without an object more for each storage.
 _expired = torch.UntypedStorage._expired
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
@@ -250,8 +248,9 @@ class SavedStorage:
     def _let_memory_go(self, state: StorageState) -> None:
         memory, self.memory, self.state = self.memory, None, state
         backend = self.transfers.backend
-        # Who else saved this memory, at another version, holds the same object, which counts as one owner.
-        if backend.poison and memory is not None and sys.getrefcount(memory) <= _ALONE:
+        # Who else saved this memory, at another version, holds the same object, which counts as one owner. Two hold it
+        # otherwise: the variable here, and the function that counts.
+        if backend.poison and memory is not None and sys.getrefcount(memory) <= 2:
             backend.discard(torch.empty(0, dtype=torch.uint8, device=backend.device).set_(memory))
         self._uncount()
 

@@ -61,9 +61,12 @@ _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
 """How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
-def exclude(tensor: torch.Tensor, reason: str) -> None:
-    """Remember that the storage of ``tensor`` does not travel."""
-    _excluded.add(tensor.untyped_storage(), reason)
+def exclude(tensor: torch.Tensor, reason: str) -> str:
+    """Remember, and return, why the storages that ``tensor`` is made of do not travel, whatever looks into them."""
+    for storage in _storages_in(tensor):
+        if storage._cdata not in _excluded:
+            _excluded.add(storage, reason)
+    return reason
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
@@ -81,8 +84,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
-        for storage in _storages_in(tensor):
-            _excluded.add(storage, "marked")
+        exclude(tensor, "marked")
 
 
 class Rules(NamedTuple):
@@ -151,7 +153,7 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
     if type(tensor) is torch.Tensor:
         return "layout"
     if isinstance(tensor, torch.nn.Parameter):
-        return _remember_parameter(tensor)
+        return exclude(tensor, "parameter")
     maker = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
     return _held_by_autograd(tensor, maker) or parts_of(tensor) or "subclass"
 
@@ -160,20 +162,12 @@ def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
     """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
     if maker is not None:
         is_cast = type(maker) is _Cast and _is_parameter_of(maker.next_functions[0][0])
-        return _remember_parameter(tensor) if is_cast else None
+        return exclude(tensor, "parameter") if is_cast else None
     base = tensor if tensor._base is None else tensor._base
     needs_none = tensor.requires_grad and not base.requires_grad
     if isinstance(base, torch.nn.Parameter) or (needs_none and _is_inside_parameter(tensor)):
-        return _remember_parameter(tensor)
+        return exclude(tensor, "parameter")
     return "leaf" if base.requires_grad else None
-
-
-def _remember_parameter(tensor: torch.Tensor) -> str:
-    """Whatever else looks into its memory is the parameter's too. Returns the reason for it to stay."""
-    for storage in _storages_in(tensor):
-        if storage._cdata not in _excluded:
-            _excluded.add(storage, "parameter")
-    return "parameter"
 
 
 def _is_parameter_of(node: Any) -> bool:
