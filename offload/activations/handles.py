@@ -36,7 +36,8 @@ def bring_back(storage: SavedStorage, token: Token) -> torch.UntypedStorage:
     elif storage.state is DROPPED:
         storage.make_again()
     reload = storage.reload
-    if reload is not None and storage.wait_for_reload(reload):
+    if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
+        storage.wait_for(reload)
         token.mark_read()
     # Only a storage that is AWAY or DROPPED has no device memory, and that was brought back above.
     return storage.memory  # type: ignore[return-value]

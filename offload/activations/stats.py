@@ -81,7 +81,7 @@ class Counters:
         self._warned = False
 
     def hold(self, nbytes: int) -> None:
-        """So much more device memory is held by activation sets of offloaded layers; less, if negative."""
+        """So much more device memory is held by activation sets of offloaded layers."""
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 

@@ -224,16 +224,12 @@ class SavedStorage:
             if not self.stays:
                 transfers.counters.skipped[RESIZED] += self.tensors
 
-    def wait_for_reload(self, reload: Reload) -> bool:
-        """Let the current stream wait for the copy back, once for all that came with it; whether it had to."""
+    def wait_for(self, reload: Reload) -> None:
+        """Let the current stream wait for the copy back, and so for all that came with it."""
         backend = self.transfers.backend
-        current = backend.compute_stream_id()
-        if reload.awaited_by == current:
-            return False
         trace.point("wait", self.layer)
         self.transfers.wait_for_copies(backend.compute_stream(), reload.done, Wait.RELOADED)
-        reload.awaited_by = current  # only now: another thread of this stream may rely on it
-        return True
+        reload.awaited_by = backend.compute_stream_id()  # only now: another thread of this stream may rely on it
 
     def _count(self) -> None:
         if not self.counted:
@@ -243,7 +239,7 @@ class SavedStorage:
     def _uncount(self) -> None:
         if self.counted:
             self.counted = False
-            self.transfers.counters.hold(-self.nbytes)
+            self.transfers.counters.resident_bytes -= self.nbytes
 
     def _let_memory_go(self, state: StorageState) -> None:
         memory, self.memory, self.state = self.memory, None, state

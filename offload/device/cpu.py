@@ -123,7 +123,7 @@ class CpuBackend(Backend):
             # A finalizer asks, whose errors nobody would see. Who reads the bytes is told.
             cast("CpuEvent", event).wait()
         else:
-            super().wait(stream, event, why)
+            stream.wait_event(event)
 
     def record_timed(self, stream: Stream) -> Event:
         if stream is not self._compute:

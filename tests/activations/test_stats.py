@@ -52,7 +52,7 @@ def test_peak_of_resident_bytes() -> None:
     counters = Counters()
     counters.hold(100)
     counters.hold(50)
-    counters.hold(-100)
+    counters.resident_bytes -= 100
     counters.hold(20)
     assert counters.snapshot(0).peak_resident_bytes == 150
 
