@@ -39,24 +39,24 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Parameters outside the layers before and behind them; which layers and experts run is told with each batch."""
 
-    def __init__(self, experts=1, shared=False, checkpoints=None):
+    def __init__(self, experts=1, shared=False, checkpoints=None, calls=1):
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(experts) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.checkpoints = checkpoints
+        self.calls = calls
         if shared:
             self.layers[2].out = self.layers[0].out
 
     def forward(self, x, skipped=(), expert=0):
         x = self.embed(x)
         for number, layer in enumerate(self.layers):
-            if number in skipped:
-                continue
-            if self.checkpoints is None:
-                x = layer(x, expert)
-            else:
-                x = checkpoint(layer, x, expert, use_reentrant=self.checkpoints)
+            for _ in range(0 if number in skipped else self.calls):
+                if self.checkpoints is None:
+                    x = layer(x, expert)
+                else:
+                    x = checkpoint(layer, x, expert, use_reentrant=self.checkpoints)
         return self.head(x)
 
 
@@ -92,7 +92,7 @@ class Setting:
         syncs="last",
         optimizer=torch.optim.SGD,
         in_backward=False,
-        told=lambda step, rank: {},
+        told=lambda step, rank, number: {},
         dtype=torch.float32,
     ):
         """The losses, the gradients of each step, and what the parameters are in the end, all on the CPU."""
@@ -109,7 +109,7 @@ class Setting:
                         stack.enter_context(model.no_sync())
                     if not last and in_backward:
                         stack.enter_context(streamed.no_step())
-                    loss = model(x, **told(step, self.rank)).float().square().mean() / microbatches
+                    loss = model(x, **told(step, self.rank, number)).float().square().mean() / microbatches
                     loss.backward()
                 found.append(loss.item())
             found += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
@@ -130,7 +130,7 @@ class Setting:
         return {"expected": expected, "found": found, "stats": stats}
 
 
-def skipping(step, rank):
+def skipping(step, rank, number):
     """Rank 0 leaves out the last layer, rank 1 the second; none runs the first one in the last step."""
     return {"skipped": [3 if rank == 0 else 1, *([0] if step == STEPS - 1 else [])]}
 
@@ -145,11 +145,17 @@ CASES = {
     "three slots": {"microbatches": 2, "stream": {"num_slots": 3}},
     "step in backward": {"microbatches": 2, "in_backward": True},
     "AdamW in backward": {"in_backward": True, "optimizer": torch.optim.AdamW},
-    "experts": {"build": {"experts": 3}, "told": lambda step, rank: {"expert": (rank + step // 2) % 3}},
-    "experts, none of a rank's own": {"build": {"experts": 3}, "told": lambda step, rank: {"expert": step % 2}},
+    "experts": {"build": {"experts": 3}, "told": lambda step, rank, number: {"expert": (rank + step // 2) % 3}},
+    "experts, none of a rank's own": {"build": {"experts": 3}, "told": lambda step, rank, number: {"expert": step % 2}},
+    "experts of each microbatch": {
+        "build": {"experts": 3},
+        "microbatches": 2,
+        "told": lambda step, rank, number: {"expert": number},
+    },
     "skipped layers": {"told": skipping, "microbatches": 2, "stream": {"own_group": True}},
     "checkpoints": {"build": {"checkpoints": False}, "microbatches": 2},
     "reentrant checkpoints": {"build": {"checkpoints": True}, "stream": {"static": True}},
+    "reentrant checkpoints of two calls": {"build": {"checkpoints": True, "calls": 2}, "stream": {"static": True}},
 }
 # Each layer's part of a shared weight's gradient is averaged by itself, and so rounded.
 ROUNDED = {"shared weights": {"build": {"shared": True}, "microbatches": 2}}
@@ -218,7 +224,7 @@ def from_outside(setting):
         except RuntimeError as error:
             hook.remove()
             layers.zero_grad()
-            backward(layers, x)
+            backward([layer for layer in layers if layer is not layers[3 - setting.rank]], x)
             return str(error), [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
 
 
