@@ -150,7 +150,7 @@ def check_parameters(modules: list[nn.Module]) -> None:
                 raise TypeError(
                     f"{name} must be a plain nn.Parameter, got a {kind.__name__}; leave its layer out. Let "
                     "fully_shard keep DTensors on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
-                    "stream the layers of a model that is not wrapped, and all-reduce p.grad after backward."
+                    "stream the layers of a model that is not sharded, with process_group for data parallelism."
                 )
             if parameter.is_meta:
                 raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")

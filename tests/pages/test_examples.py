@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-RANKS = {"ddp", "fsdp2", "pipeline"}  # they use two GPUs, or none
+RANKS = {"ddp", "fsdp2", "pipeline", "weights_ddp"}  # they use two GPUs, or none
 TRAINED = {"hf_trainer", "lightning_trainer", "peft_lora", "trl_sft"}
 TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
