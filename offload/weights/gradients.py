@@ -43,13 +43,21 @@ class GradientWriter:
     """
 
     def __init__(
-        self, backend: Backend, layers: list[WeightLayer], num_flights: int, num_staging: int, counters: WeightCounters
+        self,
+        backend: Backend,
+        layers: list[WeightLayer],
+        num_flights: int,
+        num_staging: int,
+        counters: WeightCounters,
+        *,
+        averaged: bool,
     ) -> None:
         self._backend = backend
         self._layers = layers
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
         self._num_staging = num_staging
+        self._averaged = averaged  # then what p.grad holds is copied to the device as well
         self.counters = counters
         self._flights: deque[_Flight] = deque()
         # Where p.grad lies, kept from step to step: page-locking stops the device.
@@ -141,8 +149,10 @@ class GradientWriter:
             if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
                 missing.append(host)
         for landing in (True, False):
-            # Pinned is only what copies land in; a conversion to another dtype is the worker's.
-            group = [host for host in missing if (host.gradient_dtype is gradients[host].dtype) is landing]
+            # Pinned is only what copies use; a conversion to another dtype is the worker's.
+            group = [
+                host for host in missing if (self._averaged or host.gradient_dtype is gradients[host].dtype) is landing
+            ]
             sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
             if group:
                 flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))

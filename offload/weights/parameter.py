@@ -46,7 +46,8 @@ class HostParameter:
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
         self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
         self.before: torch.Tensor | None = None  # what that sum is to be added to at the end, if it is one of its own
-        # In data parallelism, while parameter.grad is held: see begin_average().
+        self.layer_only = False  # whether only layers may bring gradients: what they bring is averaged over ranks
+        # While parameter.grad is held: see begin_average().
         self.averaged = False
         self.used = False  # whether there is a gradient of this rank's in it
         self.replaces = False  # whether the gradient that comes next replaces the total, which it contains
@@ -86,6 +87,13 @@ class HostParameter:
         self.averaged = self.used = self.replaces = False
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
+
+    def outside_error(self) -> RuntimeError:
+        """What to raise where a gradient would not be averaged."""
+        return RuntimeError(
+            f"{self.name} must get its gradient from its layer alone if process_group is given, but it has a hook, or "
+            "the loss uses it by itself, and that gradient is this rank's own; change p.grad after backward instead."
+        )
 
     def begin_average(self, *, used: bool) -> torch.Tensor | None:
         """A gradient, there if ``used``, is about to be averaged over ranks; returns what is to be averaged with it.
@@ -192,7 +200,10 @@ class StandIn:
         parameter = host.parameter
         if not parameter.requires_grad:
             return None  # frozen since: autograd drops it as well
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or _is_captured(host.accumulator):
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooked and host.layer_only:
+            raise host.outside_error()  # here, after the same collectives on all ranks
+        if hooked or _is_captured(host.accumulator):
             return gradient.to("cpu")
         if gradient.layout is not torch.strided:
             raise NotImplementedError(

@@ -10,6 +10,7 @@ ranks tell each other which parameters have one at all.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import torch
@@ -49,8 +50,12 @@ class GradientReducer:
             target.copy_(source)  # by way of the slots, which are empty
             dist.broadcast(target, group=group, group_src=0)
             source.copy_(target)
-        for host in {host for layer in layers for host in layer.parameters if host.accumulator is not None}:
-            self._hooks.append(host.accumulator.register_prehook(partial(_refuse_outside, host.name)))
+        self._hosts = dict.fromkeys(host for layer in layers for host in layer.parameters)  # each once, in order
+        for host in self._hosts:
+            host.layer_only = True
+            if host.accumulator is not None:
+                # Weakly: a node holds its hooks, and a parameter on the host its node.
+                self._hooks.append(host.accumulator.register_prehook(partial(_refuse_outside, weakref.ref(host))))
 
     def see_forward(self) -> None:
         """A forward runs: whether its backward averages is decided now, as ``DistributedDataParallel`` does."""
@@ -77,7 +82,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """All layers have been averaged: let go of the averages of parameters that no rank has a gradient of."""
-        hosts = list(dict.fromkeys(host for layer in self._layers for host in layer.parameters if host.averaged))
+        hosts = [host for host in self._hosts if host.averaged]
         used = torch.tensor([host.used for host in hosts], dtype=torch.int32, device=self._backend.device)
         self._backend.wait(self._stream, self._backend.compute_stream().record_event(), WeightWait.GRADIENT)
         reduce = partial(dist.all_reduce, used, dist.ReduceOp.MAX, self._group, async_op=True)
@@ -96,6 +101,8 @@ class GradientReducer:
         """Let gradients come from anywhere again."""
         for hook in self._hooks:
             hook.remove()
+        for host in self._hosts:
+            host.layer_only = False
 
     def _average(self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype) -> list[torch.Tensor]:
         backend, compute = self._backend, self._backend.compute_stream()
@@ -159,10 +166,8 @@ def check_group(group: object, device: torch.device, modules: list[nn.Module]) -
         )
 
 
-def _refuse_outside(name: str, gradients: tuple[torch.Tensor | None]) -> None:
+def _refuse_outside(host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
     """Autograd is about to add to ``parameter.grad`` by itself; ``None`` if all of the gradient was taken off."""
-    if gradients[0] is not None:
-        raise RuntimeError(
-            f"{name} must get its gradient from its layer alone if process_group is given, but it has a hook, or the "
-            "loss uses it by itself, and that gradient is this rank's own; change p.grad after backward instead."
-        )
+    added = host()
+    if added is not None and gradients[0] is not None:
+        raise added.outside_error()

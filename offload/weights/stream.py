@@ -151,7 +151,8 @@ class WeightStream:
         self.thread: threading.Thread | None = None  # that is in a layer's forward or in a backward
         self._what = ""  # what it does, for messages
         self._entering = threading.Lock()  # two threads may enter at the same moment
-        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        averaged = group is not None and group.size() > 1
+        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters, averaged=averaged)
         self.steps = LayerSteps(layers, self._writer)
         self._compute = backend.compute_stream()  # what the layer that computes runs on
         # The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up.
@@ -164,7 +165,7 @@ class WeightStream:
             layer.renew(backend.compute_stream_id())
         self.grouped = group is not None
         self.reducer = (
-            GradientReducer(backend, layers, group, self.counters) if group is not None and group.size() > 1 else None
+            GradientReducer(backend, layers, group, self.counters) if group is not None and averaged else None
         )
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
