@@ -20,11 +20,12 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.what_moves import Rules, travellers
 from offload.base.autograd import before_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device, listeners_on
 from offload.device.backend import Backend, Event, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.planning.link import Link
+from offload.planning.measure_regions import measure_regions
 from offload.planning.profile import LayerProfile, Profile
 
 PIECE_BYTES = 64 << 20
@@ -96,11 +97,13 @@ def profile_layers(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     steps: int = 3,
+    regions: bool = False,
 ) -> Profile:
     """Measure what each layer of a model costs.
 
     ``step`` is called ``steps + 2`` times: to warm up, to count what is saved, then to take times, of which
-    the median counts. It changes parameters and gradients as it does in training.
+    the median counts. It changes parameters and gradients as it does in training. With ``regions``, it is called once
+    more.
 
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
@@ -109,9 +112,11 @@ def profile_layers(
             ``"1MiB"``.
         device: Where the layers run; ``None`` is the current accelerator, and the CPU where there is none.
         steps: How many steps are timed.
+        regions: Measure each region of the layers, too: each operation runs once more, is compared, and timed.
 
     Raises:
-        ValueError: A layer's forward or backward did not run, or no layer saved anything that can travel.
+        ValueError: A layer's forward or backward did not run, no layer saved anything that can travel, or some layers
+            are offloaded already.
 
     Note:
         A layer's backward begins when the gradient of one of its outputs is complete, and ends when that
@@ -121,6 +126,7 @@ def profile_layers(
     """
     check_int("steps", steps, least=1)
     modules = check_layers(layers, _MeasuredLayer, "measured", "cannot be measured")
+    _check_not_offloaded(modules)
     recorder = _Recorder(get_backend(device), parse_min_bytes(min_bytes))
     measured = recorder.layers = [_MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
     mark, seconds = recorder.backend.mark, recorder.backend.seconds
@@ -142,11 +148,26 @@ def profile_layers(
             f"no layer saved at least min_bytes = {recorder.rules.min_bytes} bytes at once on "
             f"{recorder.backend.device}; lower min_bytes, or profile the layers before they are offloaded."
         )
+    if regions:
+        costs = measure_regions(modules, step, min_bytes=min_bytes, device=recorder.backend.device)
+        profiles = tuple(
+            LayerProfile.from_regions(found, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes)
+            for one, found in zip(profiles, costs, strict=True)
+        )
     last = measured[-1].passes
     loss_s = statistics.median(seconds((one.forward_end, one.backward_start) for one in last))
     microbatch_s = statistics.median(seconds(pairwise(marks))) * steps / len(last)
     in_layers_s = sum(profile.forward_s + profile.backward_s for profile in profiles)
     return Profile(profiles, loss_s, max(0.0, microbatch_s - in_layers_s - loss_s))
+
+
+def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:
+    for number, layer in enumerate(layers):
+        if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
+            raise ValueError(
+                f"layers must not be offloaded while they are profiled, but layer {number} is, and saves less than it "
+                "would; call remove() on its handle first."
+            )
 
 
 @dataclass
