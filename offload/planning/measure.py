@@ -20,7 +20,15 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.what_moves import Rules, travellers
 from offload.base.autograd import before_backward, tensors_in
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device, listeners_on
+from offload.base.layer_events import (
+    Attachment,
+    LayerCall,
+    LayerListener,
+    Turn,
+    check_layers,
+    compute_device,
+    listeners_on,
+)
 from offload.device.backend import Backend, Event, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
