@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import offload
 from benchmarks.instruments import deterministic, give_memory_back, metered, timed
@@ -35,6 +38,7 @@ BUDGETS_GIB = {
     "norm_mlp": (10, 7, 5, 3, 2),
     "llama": (10, 7, 5, 3, 2),
 }
+PARTS = ("host", *BUDGETS_GIB)
 TURNS, STEPS = 3, 3
 
 Row = dict[str, Any]
@@ -144,6 +148,53 @@ def measure_row(
     row["bit_identical"] = all(map(torch.equal, expected, found))
 
 
+def host_cost(device: torch.device, operations: int = 100, repeats: int = 50) -> dict[str, dict[str, float]]:
+    """Host seconds per operation of a layer of small tensors, forward and backward; the least of many runs."""
+    x = torch.rand(64, device=device, requires_grad=True)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(operations // 2):
+                x = torch.tanh(x) * x
+            return x
+
+    def policy(_context: object, _operation: object, *_: object, **__: object) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    layer = Layer()
+    selective = partial(create_selective_checkpoint_contexts, policy)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "nothing": lambda: layer(x),
+        "checkpoint": lambda: checkpoint(layer, x, use_reentrant=False),
+        "selective checkpoint": lambda: checkpoint(layer, x, use_reentrant=False, context_fn=selective),
+        "regions": lambda: layer(x),
+    }
+    found = {}
+    for name, forward in ways.items():
+        with ExitStack() as stack:
+            if name == "regions":
+                everything = {"*": "recompute"}
+                stack.enter_context(
+                    offload.offload_layers(
+                        [layer, torch.nn.Identity()], 0, treatments=everything, min_bytes=1, device=device
+                    )
+                )
+            least = [math.inf, math.inf]
+            for _ in range(repeats):
+                timed(lambda: None, device)
+                begin = time.perf_counter()
+                y = forward()
+                least[0] = min(least[0], time.perf_counter() - begin)
+                loss = y.sum()
+                timed(lambda: None, device)
+                begin = time.perf_counter()
+                loss.backward()
+                least[1] = min(least[1], time.perf_counter() - begin)
+        found[name] = {"forward_s": least[0] / operations, "backward_s": least[1] / operations}
+        print(f"{name:22s} {1e6 * least[0] / operations:6.1f} {1e6 * least[1] / operations:6.1f} us per operation")
+    return found
+
+
 def shown(row: Row) -> Row:
     """A row as people read it."""
     if "error" in row:
@@ -162,7 +213,7 @@ def main() -> None:
     """Measure, print the table, write the record."""
     parser = argparse.ArgumentParser(description="Measure plans by region under memory budgets.")
     parser.add_argument("--out", type=Path, default=Path("results/budget.json"))
-    parser.add_argument("--only", nargs="+", choices=tuple(BUDGETS_GIB), default=tuple(BUDGETS_GIB))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--merge", action="store_true", help="keep what the record says about other models")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     arguments = parser.parse_args()
@@ -171,14 +222,18 @@ def main() -> None:
         parser.error("the models are made for a GPU; give --small on a CPU")
     link = offload.measure_link(device)
     print(link)
-    rows: list[Row] = []
+    record: dict[str, Any] = {}
     if arguments.merge and arguments.out.exists():
-        there = json.loads(arguments.out.read_text("utf-8"))["rows"]
-        rows = [row for row in there if row["model"] not in arguments.only]
+        record = json.loads(arguments.out.read_text("utf-8"))
+    rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
+    record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+    if "host" in arguments.only:
+        record["host_cost"] = host_cost(device, repeats=5 if arguments.small else 50)
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:
             rows += measure(name, build, device, link, small=arguments.small)
-            write(arguments.out, environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows})
+            write(arguments.out, record)
+    write(arguments.out, record)
     print(table([shown(row) for row in rows]))
 
 
