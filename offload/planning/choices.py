@@ -47,6 +47,8 @@ class Choices:
         self._passes: dict[tuple[int, int, bool], Passes] = {}
         self._last: tuple[Choice | None, list[Passes]] = (None, [])
         """The choice that was asked for last, as it is asked for several times."""
+        self._peak: tuple[Choice | None, int] = (None, 0)
+        """Its peak."""
 
     def of(self, num_layers: int, travelling: int, staying: int) -> Choice:
         """The choice that these three numbers make.
@@ -91,7 +93,9 @@ class Choices:
 
     def peak_bytes(self, choice: Choice) -> int:
         """The most on the device."""
-        return peak_bytes(self.passes(choice), choice.num_layers)
+        if choice is not self._peak[0]:
+            self._peak = (choice, peak_bytes(self.passes(choice), choice.num_layers))
+        return self._peak[1]
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of the step."""

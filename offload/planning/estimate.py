@@ -15,19 +15,20 @@ from offload.planning.passes import Passes
 def peak_bytes(layers: Sequence[Passes], num_layers: int) -> int:
     """The most bytes on the device if the first ``num_layers`` of the layers travel."""
     resident = len(layers) - num_layers
-    held = peak = 0
+    held = 0
+    peaks = []
     for number, layer in enumerate(layers):
         if number >= resident:
             held -= layers[number - resident].travelling_bytes
-        peak = max(peak, held + layer.forward_peak_bytes)
+        peaks.append(held + layer.forward_peak_bytes)
         held += layer.held_bytes
-    for number in reversed(range(len(layers))):
+    for number in range(len(layers) - 1, -1, -1):
         layer = layers[number]
         if 0 <= number - resident + 1 < num_layers:
             held += layers[number - resident + 1].travelling_bytes
         held -= layer.held_bytes
-        peak = max(peak, held + layer.backward_peak_bytes)
-    return peak
+        peaks.append(held + layer.backward_peak_bytes)
+    return max(peaks)
 
 
 def step_s(layers: Sequence[Passes], num_layers: int, link: Link, between_s: float = 0.0) -> float:
@@ -64,8 +65,11 @@ def step_s(layers: Sequence[Passes], num_layers: int, link: Link, between_s: flo
                 copied_s += nbytes / rate
                 arrivals.append(copied_s)
             back_s[reloaded] = arrivals[::-1]
+        if number >= num_layers:
+            now_s += layers[number].backward_s
+            continue
         for awaits, seconds in layers[number].stretches:
-            if awaits is not None:
-                now_s = max(now_s, back_s[number][awaits])
+            if awaits is not None and back_s[number][awaits] > now_s:
+                now_s = back_s[number][awaits]
             now_s += seconds
     return now_s

@@ -23,7 +23,8 @@ class Ladder:
 
     Args:
         kinds: Of each layer, the number of its kind.
-        rungs: Of each kind, its ways, fewest bytes first. A layer without regions has one, ``None``.
+        rungs: Of each kind, its ways, fewest bytes first. The last one is ``None``: all that is saved is treated alike,
+            and regions need not be told apart. For a layer without regions it is the only one.
         levels: Of each level, the rung of each kind; all on the lowest first, all on the highest last.
     """
 
@@ -49,7 +50,7 @@ def ladder_of(profile: Profile) -> Ladder:
     for kind, numbers in enumerate(members):
         regions = _average([profile.layers[number].regions for number in numbers])
         treated = _rungs(regions) if regions else []
-        rungs.append(tuple(LayerTreatment(way.held, way.held) for way in treated) or (None,))
+        rungs.append((*(LayerTreatment(way.held, way.held) for way in treated[:-1]), None))
         steps += ((gain, kind, rung) for rung, gain in _gains(treated))
     standing = [0] * len(members)
     levels = [tuple(standing)]

@@ -2,18 +2,22 @@
 
 More that stays on the device is never slower. So of the three numbers that make a choice, the last is found by
 bisection, and the other two on a coarse grid and then in ever smaller steps from its best points. In the end single
-layers go up or down a rung. The corners, where all is kept, travels or is computed again, are looked at in any case.
+layers change their rungs. The corners, where all is kept, travels or is computed again, are looked at in any case. Of a
+small model all choices are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from offload.planning.choices import Choice, Choices
+
+FEW = 2000
+"""So many choices are all looked at."""
 
 GRID = 12
 """Into how many parts the grid divides the range of each number."""
@@ -26,6 +30,9 @@ MOVES = 24
 
 SWEEPS = 3
 """How often each layer is tried on other rungs."""
+
+SWEPT = 160
+"""How many layers have, in all, the choices with which that begins."""
 
 Place = tuple[int, int]
 """The first two numbers of a choice: how many layers travel, and the position of those."""
@@ -64,18 +71,20 @@ class Search:
         nothing = self.choices.of(0, 0, self.choices.highest)
         if self._fits(nothing):
             return nothing
-        found = [self._scored(choice) for choice in self._corners() if self._fits(choice)]
+        found = [*self._fitting(self._corners())]
         if not found:
             least, choice = self.least_peak()
             if least > self.most_bytes:
                 return None
             found = [self._scored(choice)]
-        steps = (1 + (self.choices.count - 1) // GRID, 1 + self.choices.highest // GRID)
-        ranges = (range(0, self.choices.count, steps[0]), range(0, self.choices.highest + 1, steps[1]))
-        grid = [(pair, place) for place in product(*ranges) if (pair := self._at(place))]
-        starts = sorted(grid, key=lambda entry: entry[0][0])[:STARTS]
-        found += [self._near(pair, place, steps) for pair, place in starts]
-        return self._swept(min(found, key=lambda pair: pair[0]))
+        if self.choices.count * math.prod(map(self.choices.rungs_of, range(self.choices.count))) <= FEW:
+            found += self._fitting(self._every())
+            return min(found, key=_score)[1]
+        found += self._on_grid()
+        # The best for each number of layers that travel, since single layers on other rungs do not change that.
+        fastest = {choice.num_layers: (score, choice) for score, choice in sorted(found, key=_score, reverse=True)}
+        starts = sorted(fastest.values(), key=_score)[: max(1, SWEPT // self.choices.count)]
+        return min(map(self._swept, starts), key=_score)[1]
 
     def fewest(self) -> Choice | None:
         """The choice with the fewest layers that travel, all that they save; ``None`` if none fits."""
@@ -93,6 +102,10 @@ class Search:
                 if self._fits_host(tried) and self.choices.peak_bytes(tried) < least:
                     least, best = self.choices.peak_bytes(tried), tried
         return least, best
+
+    def _every(self) -> Iterator[Choice]:
+        rungs = [range(self.choices.rungs_of(number)) for number in range(self.choices.count)]
+        return (Choice(*made) for made in product(range(self.choices.count), product(*rungs)))
 
     def _corners(self) -> Iterator[Choice]:
         ends = sorted({0, self.choices.highest})
@@ -113,6 +126,18 @@ class Search:
         choices = self.choices
         step_s = float(f"{choices.step_s(choice):.9g}")
         return Score(step_s, choices.host_bytes(choice), choices.peak_bytes(choice)), choice
+
+    def _fitting(self, tried: Iterable[Choice]) -> Iterator[Found]:
+        return (self._scored(choice) for choice in tried if self._fits(choice))
+
+    def _on_grid(self) -> Iterable[Found]:
+        """What was found on the grid and on the walks from its best points."""
+        steps = (1 + (self.choices.count - 1) // GRID, 1 + self.choices.highest // GRID)
+        ranges = (range(0, self.choices.count, steps[0]), range(0, self.choices.highest + 1, steps[1]))
+        grid = [(pair, place) for place in product(*ranges) if (pair := self._at(place))]
+        for pair, place in sorted(grid, key=lambda entry: entry[0][0])[:STARTS]:
+            self._walk(pair, place, steps)
+        return filter(None, self._known.values())
 
     def _at(self, place: Place) -> Found | None:
         """The best choice of a place: of the layers that do not travel, as much is kept as fits."""
@@ -136,8 +161,8 @@ class Search:
                 misfit = middle
         return self._scored(of(*place, fit))
 
-    def _near(self, best: Found, place: Place, steps: tuple[int, int]) -> Found:
-        """The best of a walk from a place to better ones nearby, until no smaller step finds one."""
+    def _walk(self, best: Found, place: Place, steps: Place) -> None:
+        """Go from a place to better ones nearby, until no smaller step finds one."""
         for _ in range(MOVES):
             around = (
                 (place[0] + steps[0] * by[0], place[1] + steps[1] * by[1]) for by in product((-1, 0, 1), repeat=2)
@@ -151,24 +176,26 @@ class Search:
                 break
             else:
                 steps = (-(-steps[0] // 2), -(-steps[1] // 2))
-        return best
 
-    def _swept(self, best: Found) -> Choice:
+    def _swept(self, best: Found) -> Found:
         """With single layers on other rungs, as long as that is better."""
         for _ in range(SWEEPS):
             before = best
             for number in reversed(range(self.choices.count)):
-                for change in (1, -1):
+                for rung in range(self.choices.rungs_of(number)):
                     _, choice = best
-                    rung = choice.rungs[number] + change
-                    if not 0 <= rung < self.choices.rungs_of(number) or (change < 0 and number >= choice.num_layers):
-                        continue  # there is none, or one that keeps less, which only those that travel gain from
+                    if rung < choice.rungs[number] and number >= choice.num_layers:
+                        continue  # what keeps less takes longer, unless less has to travel
                     tried = _on_rung(choice, number, rung)
-                    if self._fits(tried):
-                        best = min(best, self._scored(tried), key=lambda pair: pair[0])
+                    if rung != choice.rungs[number] and self._fits(tried):
+                        best = min(best, self._scored(tried), key=_score)
             if best is before:
                 break
-        return best[1]
+        return best
+
+
+def _score(found: Found) -> Score:
+    return found[0]
 
 
 def _on_rung(choice: Choice, number: int, rung: int) -> Choice:

