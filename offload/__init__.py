@@ -16,10 +16,12 @@ from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.measure import measure_link, profile_layers
+from offload.planning.passes import LayerTreatment
 from offload.planning.pipeline_plan import plan_pipeline
 from offload.planning.plan import Plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
+from offload.recompute.costs import RegionProfile
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 from offload.weights.stats import WeightStats
@@ -36,6 +38,7 @@ __all__ = [
     "HostMemory",
     "HostMemoryError",
     "LayerProfile",
+    "LayerTreatment",
     "Link",
     "ManualOffloadSynchronizer",
     "MemoryMeter",
@@ -48,6 +51,7 @@ __all__ = [
     "Plan",
     "Point",
     "Profile",
+    "RegionProfile",
     "Schedule",
     "Span",
     "StreamedWeights",

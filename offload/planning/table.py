@@ -49,6 +49,8 @@ def region_table(
             for name, (nbytes, seconds), *what in zip(names, costs, *columns, strict=True)
         ]
         for name, size, compute, *what in rows:
+            if set(what) == {"-"}:
+                continue  # what autograd does not save, and nobody else wants
             cells = "  ".join(text.ljust(wide) for text, wide in zip(what, widths, strict=True))
             yield f"{name:<{width}}{size:>12}{compute:>10}  {cells}".rstrip()
 

@@ -1,5 +1,6 @@
 """Planning by region: what the simulator plays of it, and that the search finds what brute force finds."""
 
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 import pytest
@@ -427,6 +428,11 @@ class TestPlan:
             "bound by device memory",
             "step with a quarter more of device memory 127.0 ms, the link 132.0 ms, host memory 127.0 ms",
         ]
+
+    def test_table_leaves_out_what_nobody_wants(self):
+        kept = replace(self.small(), treatments=())
+        assert "input" in str(kept)
+        assert "mask" not in str(kept)
 
     def test_repr(self):
         assert repr(self.small()) == (
