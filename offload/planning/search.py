@@ -34,6 +34,9 @@ SWEEPS = 3
 SWEPT = 160
 """How many layers have, in all, the choices with which that begins."""
 
+ROUNDING = 1e-8
+"""How far a step that never waits may be from the sum of what it computes."""
+
 Place = tuple[int, int]
 """The first two numbers of a choice: how many layers travel, and the position of those."""
 
@@ -81,6 +84,9 @@ class Search:
             found += self._fitting(self._every())
             return min(found, key=_score)[1]
         found += self._on_grid()
+        best = min(found, key=_score)
+        if best[0].step_s <= self.choices.profile.compute_s * (1 + ROUNDING):
+            return best[1]  # nothing is computed again or waited for
         # The best for each number of layers that travel, since single layers on other rungs do not change that.
         fastest = {choice.num_layers: (score, choice) for score, choice in sorted(found, key=_score, reverse=True)}
         starts = sorted(fastest.values(), key=_score)[: max(1, SWEPT // self.choices.count)]
