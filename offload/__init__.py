@@ -14,6 +14,7 @@ from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
+from offload.planning.budget import BudgetedLayers
 from offload.planning.link import Link
 from offload.planning.measure import measure_link, profile_layers
 from offload.planning.passes import LayerTreatment
@@ -34,6 +35,7 @@ Schedule.derive = plan_pipeline
 leave_to_interpreter(__name__)
 
 __all__ = [
+    "BudgetedLayers",
     "CaptureError",
     "HostMemory",
     "HostMemoryError",

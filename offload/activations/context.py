@@ -21,7 +21,7 @@ from offload.activations.transfers import Transfers
 from offload.base import autograd, trace
 from offload.base.checks import parse_min_bytes, warn_caller
 from offload.base.compiler import interpreted
-from offload.device.backend import Stream
+from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
@@ -241,6 +241,16 @@ class OffloadContext(ContextDecorator):
         """
         self.abort()
         self._give_up_round()
+
+    def follow(self, schedule: Schedule, treatments: Sequence[LayerTreatments]) -> None:
+        """Do something else from the next round on, which begins now. Graphs that exist stay valid."""
+        self.schedule, self.treatments = schedule, treatments
+        self._round, self._closed = self._new_round(), None
+
+    @property
+    def backend(self) -> Backend:
+        """The device whose activations move."""
+        return self._transfers.backend
 
     def __repr__(self) -> str:
         what = "manual" if self.schedule is None else f"{len(self.schedule.moves)} of {self.model_layers} layers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -56,6 +56,10 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
         return f"OffloadedLayers({kinds} in {self._context!r}{state})"
 
 
+budgeted: Callable[..., OffloadedLayers] = OffloadedLayers
+"""Makes what a memory budget asks for: set by :mod:`offload.planning.budget`, which stands on all of this."""
+
+
 def offload_layers(
     layers: Iterable[nn.Module],
     num_layers: int = 4,
@@ -67,6 +71,7 @@ def offload_layers(
     max_host_bytes: int | str | None = None,
     when_host_full: WhenFull = "keep",
     treatments: Mapping[str, Treatment | str] | None = None,
+    memory_budget: int | str | None = None,
 ) -> OffloadedLayers:
     """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
@@ -97,6 +102,10 @@ def offload_layers(
             travels in the first ``num_layers``, which may be 0, and stays in the others. What is recomputed is let go,
             and the recorded operations that lead to it run once more in backward, those alone. In a layer's first
             forward they run at once, and what does not come out bit by bit the same is kept.
+        memory_budget: In place of all these: device memory for what a step adds to weights and optimizer state, in
+            bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
+            everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
+            ``max_host_bytes`` is a capacity of it.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -107,12 +116,14 @@ def offload_layers(
             does not fit their number.
     """
     modules = check_layers(layers, _OffloadedLayer, "offloaded", "cannot be offloaded")
+    if memory_budget is not None and (schedule, plan, treatments) != (None, None, None):
+        raise ValueError("memory_budget excludes schedule, plan and treatments, which it decides; give it alone.")
     if plan is not None:
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
         schedule = plan.schedule
     if schedule is None:
-        schedule = Schedule.default(num_layers, len(modules))
+        schedule = Schedule.default(0 if memory_budget is not None else num_layers, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     device = compute_device(modules) if device is None else device
@@ -120,6 +131,8 @@ def offload_layers(
         parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
         device = next((parameter.device for parameter in parameters), None)
     host = HostMemory(max_host_bytes, when_host_full)
+    if memory_budget is not None:
+        return budgeted(modules, memory_budget, min_bytes=min_bytes, device=device, host=host)
     patterns = None if treatments is None else parse_treatments(treatments)
     regions = [] if patterns is None else [LayerTreatments(patterns, layer) for layer in modules]
     if plan is not None:

@@ -39,14 +39,14 @@ class HostMemory:
     def __init__(self, max_bytes: int | str | None = None, when_full: WhenFull = "keep") -> None:
         if when_full not in get_args(WhenFull):
             raise ValueError(f"when_host_full must be one of {get_args(WhenFull)}, got {when_full!r}")
-        self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
+        self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
         self._when_full = when_full
         self._warned = False
 
     def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
         """A buffer; without room ``None`` if the bytes are to stay on the device, or the error that the user chose."""
         try:
-            return pool.take(nbytes, self._max_bytes)
+            return pool.take(nbytes, self.max_bytes)
         except HostMemoryError as error:
             if self._when_full == "raise":
                 raise

@@ -1,0 +1,222 @@
+"""A memory budget in place of numbers: the first steps run frugally and are measured, the next ones follow a plan.
+
+A round of a microbatch through the layers is what is counted. In the first everything is recomputed, inputs travel, and
+each region is timed. The second, run in the same way, is timed as a whole. Then a plan is made. Where an
+accelerator tells its peak, the plan leaves room for what no profile knows (the loss, temporary tensors), and is made
+again with less if a round breaks the budget. It is also made again where the inputs' size changes much.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+import offload.activations.layers as spine
+from offload.activations.context import OffloadContext
+from offload.activations.layers import OffloadedLayers
+from offload.base.autograd import tensors_in
+from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.host.limits import HostMemory
+from offload.planning.measure import measure_link
+from offload.planning.measured_layer import LayerTimes
+from offload.planning.passes import LayerTreatment
+from offload.planning.plan import Plan, plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.recompute.costs import ways
+from offload.recompute.treatments import LayerTreatments, Treatment
+from offload.schedule.schedule import Schedule
+
+_logger = logging.getLogger(__name__)
+
+AUTO_SHARE = 0.92
+"""Of what the device has left: allocators need some room to cut blocks from."""
+
+CORRECTIONS = 3
+"""How often a plan is made again because its peak broke the budget."""
+
+MUCH = 1.25
+"""From this factor on, inputs of another size are worth another plan."""
+
+
+class _Stage(Enum):
+    LEARNING = auto()
+    TIMING = auto()
+    FOLLOWING = auto()
+
+
+class BudgetedLayers(OffloadedLayers):
+    """Layers that are kept, offloaded and recomputed as a memory budget asks for; undone by :meth:`remove`.
+
+    Args:
+        layers: In call order.
+        budget: Bytes, a text, or ``"auto"``.
+        min_bytes: Storages below this size are no regions of their own.
+        device: Where the layers compute.
+        host: How much host memory there is; a capacity of the plan.
+    """
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        budget: int | str,
+        *,
+        min_bytes: int | str,
+        device: torch.device | str | int | None,
+        host: HostMemory,
+    ) -> None:
+        self._budget = None if budget == "auto" else parse_bytes(budget, "memory_budget")
+        context = OffloadContext(Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, host=host)
+        self._backend = context.backend
+        self._has_peak = self._backend.device.type != "cpu"
+        if self._budget is None and not self._has_peak:
+            raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
+        self._max_host_bytes = host.max_bytes
+        super().__init__(layers, context)
+        self.plan: Plan | None = None
+        """What is followed; ``None`` in the first rounds."""
+        self._link = measure_link(self._backend.device)
+        self._profile: Profile | None = None
+        self._times = LayerTimes(layers, self._backend)
+        self._rounds = Attachment(layers[:1], [_Rounds(self)])
+        self._restart(0)
+
+    def remove(self) -> None:
+        super().remove()
+        self._rounds.remove()
+        self._times.remove()
+
+    def _restart(self, elements: int) -> None:
+        """Be frugal, and learn what the regions cost with inputs of so many elements."""
+        self._stage = _Stage.LEARNING
+        self._elements = elements
+        self._missing_bytes = 0
+        self._corrections = 0
+        self._start_bytes = 0
+        self._times.remove()
+        self._times = LayerTimes(self._layers, self._backend)
+        count = len(self._layers)
+        everything = {"*": Treatment.RECOMPUTE}
+        treatments = [LayerTreatments(everything, layer, measures=True) for layer in self._layers]
+        self._context.follow(_default(count - 2 if count > 2 else 0, count), treatments)
+
+    def begin_round(self, elements: int) -> None:
+        """A microbatch is about to enter the first layer, with so many elements in its inputs."""
+        peak_bytes = self._peak_bytes()
+        if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
+            self._restart(elements)
+        elif self._stage is _Stage.LEARNING:
+            self._elements = elements
+            if all(one.costs for one in self._context.treatments):
+                self._stage = _Stage.TIMING
+                self._times.clear()
+        elif self._stage is _Stage.TIMING and self._times.complete:
+            self._times.remove()
+            self._profile = self._profile_of(self._times)
+            self._missing_bytes = max(0, peak_bytes - self._frugal().peak_bytes) if self._has_peak else 0
+            self._stage = _Stage.FOLLOWING
+            self._plan()
+        elif self._stage is _Stage.FOLLOWING and self.plan is not None:
+            over = peak_bytes - self._memory()
+            if over > 0 and self._corrections < CORRECTIONS:
+                self._corrections += 1
+                self._missing_bytes += over
+                self._plan()
+        if self._has_peak:
+            torch.accelerator.reset_peak_memory_stats(self._backend.device)
+            self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
+
+    def _peak_bytes(self) -> int:
+        """The most device memory since the last round began, above what there was then."""
+        return torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes if self._has_peak else 0
+
+    def _memory(self) -> int:
+        """The budget."""
+        if self._budget is None:
+            free, _ = torch.accelerator.get_memory_info(self._backend.device)
+            cached = torch.accelerator.memory_reserved(self._backend.device) - torch.accelerator.memory_allocated(
+                self._backend.device
+            )
+            self._budget = int(AUTO_SHARE * (free + cached))
+        return self._budget
+
+    def _profile_of(self, times: LayerTimes) -> Profile:
+        """What was measured, as if nothing had been recomputed."""
+        layers = []
+        for treatments, (forward_s, backward_s) in zip(self._context.treatments, times.seconds(), strict=True):
+            again_s = ways(treatments.costs)[0].recompute_s
+            layers.append(LayerProfile.from_regions(treatments.costs, forward_s, max(forward_s, backward_s - again_s)))
+        return Profile(tuple(layers), times.loss_s())
+
+    def _frugal(self) -> Plan:
+        """What the first rounds do, as a plan."""
+        schedule = self._context.schedule
+        if self._profile is None or schedule is None:
+            raise RuntimeError("a plan was asked for before the layers were measured; please report this.")
+        held = [ways(layer.regions)[0].held for layer in self._profile.layers]
+        treatments = tuple(LayerTreatment(one, one) for one in held)
+        return Plan(schedule, self._profile, self._link, self._memory(), treatments)
+
+    def _plan(self) -> None:
+        """Make a plan, and follow it; what cannot be met stays frugal, and says so."""
+        if self._profile is None:
+            return
+        begin = time.perf_counter()
+        try:
+            made = plan(
+                self._profile,
+                max(0, self._memory() - self._missing_bytes),
+                self._link,
+                max_host_bytes=self._max_host_bytes,
+            )
+        except ValueError as error:
+            warn_caller(
+                f"memory_budget = {format_bytes(self._memory())} cannot be met, so everything is recomputed and inputs "
+                f"travel: {error} Of the budget, {format_bytes(self._missing_bytes)} are needed outside of the layers."
+            )
+            self.plan = None
+            return
+        self.plan = made
+        for treatments, numbered in zip(self._context.treatments, made.treatments, strict=True):
+            saved = frozenset(number for number, region in enumerate(treatments.costs) if region.saved)
+            treatments.follow(numbered or LayerTreatment(saved, saved))
+        self._context.follow(made.schedule, self._context.treatments)
+        _logger.info(
+            "memory_budget = %s: %d of %d layers travel, %s a step are recomputed; step of the layers %s, peak %s, and "
+            "%s outside of them; planned in %s",
+            format_bytes(self._memory()),
+            made.num_layers,
+            len(self._layers),
+            format_s(made.recompute_s),
+            format_s(made.step_s),
+            format_bytes(made.peak_bytes),
+            format_bytes(self._missing_bytes),
+            format_s(time.perf_counter() - begin),
+        )
+
+
+class _Rounds(LayerListener):
+    """Tells when a microbatch enters the first layer, before anything else happens there."""
+
+    turn = Turn.WEIGHTS
+
+    def __init__(self, budgeted: BudgetedLayers) -> None:
+        self._budgeted = budgeted
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if not self._budgeted._context.has_nothing_to_do():
+            self._budgeted.begin_round(sum(tensor.numel() for tensor in tensors_in(inputs)))
+
+
+def _default(num_layers: int, model_layers: int) -> Schedule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what cannot overlap
+        return Schedule.default(num_layers, model_layers)
+
+
+spine.budgeted = BudgetedLayers

@@ -1,0 +1,137 @@
+"""A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same, build, step_gradients
+
+import offload
+
+LAYERS = 6
+
+
+def budgeted(layers: Any, lab: Lab, budget: int | str, **options: Any) -> Any:
+    return offload.offload_layers(layers, memory_budget=budget, min_bytes=0, device=lab.device, **options)
+
+
+def saved_bytes(layers: Any, x: torch.Tensor, lab: Lab) -> int:
+    return offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device).saved_bytes
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
+def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload.planning.budget")
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    budget = round(share * saved_bytes(layers, x, lab))
+    lab.adverse()
+    with budgeted(layers, lab, budget) as handle:
+        for number in range(5):
+            assert (handle.plan is None) == (number < 3)
+            assert_same(expected, step_gradients(layers, x))
+        plan = handle.plan
+        assert plan.peak_bytes <= budget
+        assert handle.schedule == plan.schedule
+        assert (plan.recompute_s > 0 or plan.num_layers > 0) == (share < 1)
+    assert "layers travel" in caplog.text
+
+
+def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(4):
+            assert_same(expected, step_gradients(layers, x))
+            with torch.no_grad():
+                y = x
+                for layer in layers:
+                    y = layer(y)
+        assert handle.plan is not None
+
+
+def test_other_shapes_are_measured_anew(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    longer = torch.cat([x, x, x]).detach().requires_grad_()
+    expected = step_gradients(layers, longer)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(4):
+            step_gradients(layers, x)
+        first = handle.plan
+        for _ in range(4):
+            assert_same(expected, step_gradients(layers, longer))
+        assert handle.plan is not first
+        assert handle.plan.profile.saved_bytes > 2 * first.profile.saved_bytes
+
+
+def test_microbatches_before_the_first_backward(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(3):
+            outputs = []
+            for _ in range(2):
+                y = x
+                for layer in layers:
+                    y = layer(y)
+                outputs.append(y.square().mean())
+            for output in outputs:
+                output.backward()
+        assert handle.plan is not None
+
+
+def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, 64) as handle:
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        with pytest.warns(UserWarning, match="cannot be met, so everything is recomputed"):
+            assert_same(expected, step_gradients(layers, x))
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is None
+
+
+@pytest.mark.gpu
+def test_auto_and_the_measured_peak() -> None:
+    device = torch.device("cuda")
+    nn = torch.nn
+    mlp = [nn.Sequential(nn.LayerNorm(2048), nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(8)]
+    layers = nn.ModuleList(mlp).to(device, torch.bfloat16)
+    x = torch.randn(8192, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> int:
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.float().square().mean().backward()
+        return torch.cuda.max_memory_allocated() - start
+
+    whole = max(step() for _ in range(2))
+    with offload.offload_layers(layers, memory_budget="auto") as handle:
+        for _ in range(4):
+            step()
+        assert not handle.plan.recompute_s
+    budget = whole // 2
+    with offload.offload_layers(layers, memory_budget=budget) as handle:
+        for _ in range(6):
+            step()
+        assert handle.plan is not None
+        assert step() <= budget
+
+
+def test_bad_budgets(lab: Lab) -> None:
+    layers, _ = build("decoder", LAYERS, lab.device)
+    with pytest.raises(ValueError, match="excludes schedule, plan and treatments"):
+        budgeted(layers, lab, "1GiB", treatments={"*": "keep"})
+    with pytest.raises(ValueError, match="memory_budget"):
+        budgeted(layers, lab, "a lot")
+    if lab.device.type == "cpu":
+        with pytest.raises(ValueError, match="asks an accelerator"):
+            budgeted(layers, lab, "auto")
+    assert step_gradients(layers, build("decoder", LAYERS, lab.device)[1])
