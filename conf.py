@@ -45,6 +45,8 @@ nitpick_ignore_regex = [
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
+    ("py:class", "LayerTreatments"),  # what the library makes of ``treatments``; nobody gives it by hand
+    ("py:class", r"offload\.recompute\.treatments\.Treatment"),  # ``offload.Treatment``, which is documented
     ("py:class", r"(offload\.device\.backend\.)?Stream"),  # a protocol: PyTorch's streams are such
 ]
 

@@ -23,6 +23,7 @@ from offload.planning.plan import Plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
+from offload.recompute.treatments import Treatment
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 from offload.weights.stats import WeightStats
@@ -58,6 +59,7 @@ __all__ = [
     "Span",
     "StreamedWeights",
     "Timeline",
+    "Treatment",
     "WeightStats",
     "empty_host_cache",
     "get_cpu_offload_context",

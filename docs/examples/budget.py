@@ -1,6 +1,6 @@
 """Say how much memory there is: the first two steps measure, the others follow a plan.
 
-    python docs/examples/budget.py
+python docs/examples/budget.py
 """
 
 import logging

@@ -14,7 +14,6 @@ import warnings
 from enum import Enum, auto
 
 import torch
-from torch import nn
 
 import offload.activations.layers as spine
 from offload.activations.context import OffloadContext
@@ -51,10 +50,10 @@ class _Stage(Enum):
 
 
 class BudgetedLayers(OffloadedLayers):
-    """Layers that are kept, offloaded and recomputed as a memory budget asks for; undone by :meth:`remove`.
+    """Layers that are kept, offloaded and recomputed as a memory budget asks for; undone by ``remove()``.
 
     Args:
-        layers: In call order.
+        layers: The layers, in call order.
         budget: Bytes, a text, or ``"auto"``.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers compute.
@@ -63,7 +62,7 @@ class BudgetedLayers(OffloadedLayers):
 
     def __init__(
         self,
-        layers: list[nn.Module],
+        layers: list[torch.nn.Module],
         budget: int | str,
         *,
         min_bytes: int | str,
