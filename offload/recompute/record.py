@@ -78,6 +78,10 @@ class Value:
         self.version = 0
         """Of :attr:`given`, when it was read."""
 
+    def overwrite(self) -> None:
+        """The storage is about to hold another value: whoever keeps it does not keep this one any more."""
+        self.overwritten, self.keeper = True, None
+
     @property
     def held(self) -> bool:
         """Whether somebody keeps the bytes for the calls that are to run again."""

@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             old = self.value_at(tensor.untyped_storage()._cdata)
             if old is not None and old.call is not call:  # else another view of it was written as well
-                old.overwritten = True
+                old.overwrite()
                 self.made(tensor, self._add(call, place, tensor), new=False)
                 place += 1
 
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             if is_plain(tensor):
                 found = self._values.pop(tensor.untyped_storage()._cdata, None)
                 if found is not None:
-                    found[0].overwritten = True
+                    found[0].overwrite()
 
 
 class UnseenError(Exception):

@@ -155,6 +155,24 @@ def test_writing_in_place(function: Callable[..., torch.Tensor], lab: Lab) -> No
     assert "recompute" in assert_right(function, lab).values()
 
 
+def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
+    """A sum that autograd does not save, kept for what is computed from it, before a part of it is written over."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x + (x @ w)
+        z = (y * 3).tanh()
+        y[:, ::2] += z[:, ::2]
+        return y.sigmoid() * x
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    for treatments in ({"add": "keep", "*": "recompute"}, {"add": "offload", "*": "recompute"}):
+        with offloaded(layers, lab, treatments, 2):
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+
+
 def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab) -> None:
     """What a layer was given is not made again, so the record keeps a copy."""
 
