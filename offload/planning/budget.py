@@ -12,13 +12,14 @@ import logging
 import time
 import warnings
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
 import offload.activations.layers as spine
 from offload.activations.context import OffloadContext
 from offload.activations.layers import OffloadedLayers
-from offload.base.autograd import tensors_in
+from offload.base.autograd import before_backward, tensors_in
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.host.limits import HostMemory
@@ -82,7 +83,10 @@ class BudgetedLayers(OffloadedLayers):
         self._link = measure_link(self._backend.device)
         self._profile: Profile | None = None
         self._times = LayerTimes(layers, self._backend)
-        self._rounds = Attachment(layers[:1], [_Rounds(self)])
+        self._peak_bytes = 0
+        """The most device memory in the last round, above what there was when it began."""
+        ends = [_Rounds(self), _Backwards(self)]
+        self._rounds = Attachment([layers[0], layers[-1]], ends)
         self._restart(0)
 
     def remove(self) -> None:
@@ -106,7 +110,7 @@ class BudgetedLayers(OffloadedLayers):
 
     def begin_round(self, elements: int) -> None:
         """A microbatch is about to enter the first layer, with so many elements in its inputs."""
-        peak_bytes = self._peak_bytes()
+        peak_bytes = self._peak_bytes
         if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
@@ -130,9 +134,10 @@ class BudgetedLayers(OffloadedLayers):
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
 
-    def _peak_bytes(self) -> int:
-        """The most device memory since the last round began, above what there was then."""
-        return torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes if self._has_peak else 0
+    def end_backward(self) -> None:
+        """A round's backward has ended: what its peak was; later the program may have the peak forgotten."""
+        if self._has_peak:
+            self._peak_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
 
     def _memory(self) -> int:
         """The budget."""
@@ -210,6 +215,23 @@ class _Rounds(LayerListener):
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         if not self._budgeted._context.has_nothing_to_do():
             self._budgeted.begin_round(sum(tensor.numel() for tensor in tensors_in(inputs)))
+
+
+class _Backwards(LayerListener):
+    """Tells when the backward that has come to the last layer is over."""
+
+    turn = Turn.MEASURING
+
+    def __init__(self, budgeted: BudgetedLayers) -> None:
+        self._budgeted = budgeted
+
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        if not call.recomputes and torch.is_grad_enabled():
+            before_backward(output, call.first_node, self._begin)
+
+    def _begin(self, _: object) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._budgeted.end_backward)
 
 
 def _default(num_layers: int, model_layers: int) -> Schedule:
