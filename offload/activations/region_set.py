@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle, Token, bring_back
-from offload.activations.storage import DROPPED, GIVEN_UP, SavedStorage, version_counter
+from offload.activations.storage import COMPLETE, DROPPED, GIVEN_UP, SavedStorage, version_counter
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import CurrentModule
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
-from offload.recompute.record import Value, make_again
+from offload.recompute.record import Value, make_again, make_meanwhile
 from offload.recompute.recorder import Recorder
 from offload.recompute.treatments import KEEP, RECOMPUTE, SOURCE, LayerTreatments, Region, region_of
 
@@ -80,7 +80,7 @@ class RegionSet(ActivationSet):
                 super()._follow(storage)
         for dropped in self._dropped:
             wanted = dropped()
-            if wanted is not None and wanted.call is not None:
+            if wanted is not None and wanted.call is not None and wanted.uses:
                 wanted.call.need()
         for source in self._sources:
             if source.uses and source.given is not None:
@@ -113,17 +113,29 @@ class RegionSet(ActivationSet):
         """Drop a storage if that is its treatment; whether it is left to move with the set."""
         treatment = self._treatments.of(region_of(value))
         if treatment is RECOMPUTE and self._treatments.learned and not value.empty and not value.overwritten:
-
-            def again() -> torch.UntypedStorage:
-                memory = make_again(value)
-                value.used()
-                return memory
-
-            value.uses += 1
-            storage.drop(again)
-            self._dropped.append(weakref.ref(value))
+            if storage.state is COMPLETE:  # else it is on its way already, or dropped
+                value.uses += 1
+                storage.drop(self._maker_of(value))
+                self._dropped.append(weakref.ref(value))
             return False
         return treatment is not KEEP
+
+    def _maker_of(self, value: Value) -> Callable[[], torch.UntypedStorage]:
+        """What makes the bytes of a dropped storage again, once."""
+        reference = weakref.ref(self)
+
+        def again() -> torch.UntypedStorage:
+            opened = reference()
+            if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
+                with torch._C._ExcludeDispatchKeyGuard(_MODES):
+                    memory = make_meanwhile(value)
+                value.uses -= 1
+            else:
+                memory = make_again(value)
+                value.used()
+            return memory
+
+        return again
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
@@ -184,7 +196,7 @@ class RegionSet(ActivationSet):
         of = self._treatments.of
 
         def is_kept(value: Value) -> bool:
-            return value.call is not None and of(region_of(value)) is not RECOMPUTE
+            return value.call is not None and not value.overwritten and of(region_of(value)) is not RECOMPUTE
 
         again = [value for value in wanted if of(region_of(value)) is RECOMPUTE]
         read = (value for call in calls_for(again, is_kept) for value in call.reads())

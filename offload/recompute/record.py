@@ -195,7 +195,9 @@ class Call:
             call.needed = True
             for value in call.reads():
                 value.uses += 1
-                if not value.hold() and value.call is not None:
+                if value.hold():
+                    value.call = None  # nobody asks any more how it came about, which may hold much memory
+                elif value.call is not None:
                     waiting.append(value.call)
 
     def before(self) -> list[Call]:
@@ -225,7 +227,7 @@ class Call:
         results = self.results(Value.bytes)
         for reference in self.makes:
             value = reference()
-            if value is not None:
+            if value is not None and value.uses and not value.held:
                 value.memory = results[value.place]
         reads = self.reads()
         self.needed, self.args, self.kwargs = False, (), {}
@@ -235,6 +237,20 @@ class Call:
 
 _running = threading.RLock()
 """Autograd may ask in several threads for what one call makes."""
+
+
+def make_meanwhile(value: Value) -> torch.UntypedStorage:
+    """The same while the forward still runs, and may read all of it once more: the record stays as it is."""
+    made: dict[int, torch.UntypedStorage] = {}
+
+    def bytes_of(value: Value) -> torch.UntypedStorage:
+        return made[id(value)] if id(value) in made else value.bytes()
+
+    with below_autograd():
+        for call in [] if value.call is None else value.call.before():
+            results = call.results(bytes_of)
+            made |= {id(one): results[one.place] for one in filter(None, (made_one() for made_one in call.makes))}
+    return bytes_of(value)
 
 
 def make_again(value: Value) -> torch.UntypedStorage:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lab import Lab
 from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
@@ -397,6 +398,38 @@ def test_second_derivative(lab: Lab) -> None:
     with offloaded(layers, lab):
         for _ in range(3):
             assert_same(expected, second())
+
+
+def _with_its_own_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = (x @ w).tanh()
+    (force,) = torch.autograd.grad((h * h.sigmoid()).sum(), x, create_graph=True)
+    return (h * force).sigmoid() + (h * 0.5).sin() * h
+
+
+@pytest.mark.parametrize("treatments", [ALL, {"mm": "keep", "*": "recompute"}])
+def test_a_layer_that_computes_gradients(treatments: dict[str, str], lab: Lab) -> None:
+    """Its own backward asks for what was let go while the forward still runs."""
+    assert_right(_with_its_own_gradient, lab, treatments)
+
+
+def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
+    """Batch norm's result is a source of the record, and nobody wants it once what was computed from it is kept."""
+    normed = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            source = F.batch_norm((x * 1).reshape(-1, WIDTH), None, None, training=True)
+        normed.append(StorageWeakRef(source.untyped_storage()))
+        return ((w.mean() + source) * 2).tanh().view_as(x) * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab, {"add": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        normed.clear()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        assert [storage.expired() for storage in normed] == [True] * LAYERS
 
 
 def test_microbatches_in_flight(lab: Lab) -> None:
