@@ -57,6 +57,8 @@ class RegionSet(ActivationSet):
 
     def enter(self) -> None:
         leave_modes(_LayerRecorder)  # of a forward that an interrupt has kept from leaving it
+        if not self._treatments.learned:
+            self._treatments.begin()
         layer = self._treatments.layer
         module = CurrentModule(None if self._treatments.learned or layer is None else layer())
         self._recorder = _LayerRecorder(self, module)
@@ -156,7 +158,7 @@ class RegionSet(ActivationSet):
     def _keep(self, tensor: torch.Tensor, value: Value) -> None:
         """Keep in the set what recomputation reads, and autograd does not save."""
         maker = decide(tensor, self._rules)
-        if not isinstance(maker, type):
+        if not isinstance(maker, type) or tensor.is_inference():
             return
         if self._known.operation and next_node() != self._known.node:
             self._end_operation()

@@ -31,9 +31,13 @@ class Kind(Enum):
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "fsdp")
 """Namespaces of operations in which several processes take part: one of them alone must not run one again."""
 
-_RUNNING_STATISTICS = (3, 4)
-_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-"""They change the running statistics, which their schemas do not say."""
+_UNDECLARED = {
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats",
+    "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts",
+    "aten::_cudnn_rnn", "aten::miopen_rnn",
+}  # fmt: skip
+"""They write what their schemas do not say: running statistics, the state that dropout draws from."""
+_STATE = ("running_mean", "running_var", "dropout_state")
 
 _CHANGES_GEOMETRY = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::swap_")
 """They give a tensor other memory, or its memory another size."""
@@ -50,7 +54,7 @@ def kind_of(function: Any) -> Kind:
     if not isinstance(function, torch._ops.OpOverload):
         return Kind.OPAQUE  # a higher-order operator: it runs others
     name = function._schema.name
-    if function.namespace in _COLLECTIVES or name in _BATCH_NORMS or name.startswith(_CHANGES_GEOMETRY):
+    if function.namespace in _COLLECTIVES or name in _UNDECLARED or name.startswith(_CHANGES_GEOMETRY):
         return Kind.OPAQUE
     if name in _ALLOCATES:
         return Kind.EMPTY
@@ -73,8 +77,8 @@ def written_arguments(function: Any) -> tuple[int | str, ...]:
     if not isinstance(function, torch._ops.OpOverload):
         return ()
     schema = function._schema
-    if schema.name in _BATCH_NORMS:
-        return _RUNNING_STATISTICS
+    if schema.name in _UNDECLARED:
+        return tuple(place for place, argument in enumerate(schema.arguments) if argument.name in _STATE)
     return tuple(
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)

@@ -151,7 +151,7 @@ class Call:
         random: The generator's state before it, if it draws random numbers.
     """
 
-    __slots__ = ("args", "function", "kwargs", "makes", "needed", "number", "random", "time")
+    __slots__ = ("args", "dtype", "function", "kwargs", "makes", "needed", "number", "random", "time")
 
     def __init__(
         self,
@@ -168,6 +168,8 @@ class Call:
         self.args = args
         self.kwargs = kwargs
         self.random = random
+        self.dtype = torch.get_default_dtype()
+        """What operations make that are told no other."""
         self.makes: list[weakref.ref[Value]] = []
         """The values of the results, and of what it writes. Each holds the call, so not the other way round."""
         self.needed = False
@@ -218,7 +220,7 @@ class Call:
         def tensor(look: Look) -> torch.Tensor:
             return look.into(copies[id(look.value)] if id(look.value) in copies else bytes_of(look.value))
 
-        with self.random or nullcontext():
+        with self.random or nullcontext(), _default_dtype(self.dtype):
             result = self.function(*_map_looks(self.args, tensor), **_map_looks(self.kwargs, tensor))
         return [*(tensor.untyped_storage() for tensor in tensors_of(result)), *copies.values()]
 
@@ -268,6 +270,19 @@ def below_autograd() -> Iterator[None]:
     """Calls were seen below autograd and autocast, and run there again; some kernels ask whether gradients are on."""
     with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
         yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    present = torch.get_default_dtype()
+    if dtype is present:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(present)
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         """What a tensor holds; a source from now on, if nobody has seen it being computed.
 
         Raises:
-            UnseenError: It is more than what its storage holds.
+            UnseenError: It is more than what its storage holds, or would not tell if it was changed.
         """
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             raise UnseenError
@@ -112,8 +112,8 @@ class Recorder(TorchDispatchMode):
         found = self._values.get(storage._cdata)
         if found is not None and not found[0].empty:
             return found[0]
-        if not is_plain(tensor):
-            raise UnseenError
+        if not is_plain(tensor) or tensor.is_inference():
+            raise UnseenError  # PyTorch does not tell whether an inference tensor was changed since
         value = Value(None, 0, storage.nbytes())
         with counting_versions():
             value.given, value.version = tensor.detach(), tensor._version

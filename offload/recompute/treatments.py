@@ -100,6 +100,11 @@ class LayerTreatments:
         self._known: dict[Region, Treatment] = {}
         self._named: Counter[str] = Counter()
 
+    def begin(self) -> None:
+        """A first forward begins: forget what one that failed has left."""
+        self.names, self.differing, self.order = {}, set(), []
+        self._known, self._named = {}, Counter()
+
     @property
     def lists_all(self) -> bool:
         """Whether the first forward has to list and prove all regions, and not only those to be computed again."""

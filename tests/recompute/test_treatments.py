@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
+from offload.recompute.kinds import Kind, kind_of, written_arguments
 
 LAYERS = 4
 ALL = {"*": "recompute"}
@@ -432,6 +433,65 @@ def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
         assert [storage.expired() for storage in normed] == [True] * LAYERS
 
 
+def test_inference_tensors(lab: Lab) -> None:
+    """They do not tell whether they were changed: what is computed from them is kept."""
+    with torch.inference_mode():
+        mask = torch.empty(WIDTH, device=lab.device)
+    layers, x = functions(lambda x, w: ((x @ w).sin() + mask).tanh() * x, lab)
+
+    def step() -> None:
+        with torch.inference_mode():
+            mask.fill_(0.5)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        with torch.inference_mode():
+            mask.fill_(7)
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    for treatments in (ALL, {"add": "keep", "*": "recompute"}):
+        with offloaded(layers, lab, treatments):
+            for _ in range(3):
+                assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_default_dtype_of_the_forward(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: ((x @ w) * torch.full((WIDTH,), 0.3, device=x.device)).tanh().float() * x, lab)
+
+    def step() -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("native_batch_norm", ["running_mean", "running_var"]),
+        ("batch_norm_gather_stats_with_counts", ["running_mean", "running_var"]),
+        ("batch_norm_update_stats", ["running_mean", "running_var"]),
+        ("_cudnn_rnn", ["dropout_state"]),
+    ],
+)
+def test_operations_that_write_more_than_they_say(name: str, written: list[str]) -> None:
+    """Synchronized batch norm, for one: running it twice would count the batch twice."""
+    operation = getattr(torch.ops.aten, name).default
+    assert kind_of(operation) is Kind.OPAQUE
+    assert [operation._schema.arguments[place].name for place in written_arguments(operation)] == written
+
+
 def test_microbatches_in_flight(lab: Lab) -> None:
     layers, x = build("gpt", LAYERS, lab.device)
     inputs = [x, (x * 2).detach().requires_grad_(), (x[:1] - 1).detach().requires_grad_()]
@@ -507,6 +567,7 @@ def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
         expected = step_gradients(functions(function, lab)[0], x)
         for _ in range(2):
             assert_same(expected, step_gradients(layers, x))
+        assert list(handle.regions(0)) == ["mm", "tanh", "exp", "mul"]
         assert handle.regions(0)["exp"] == "recompute"
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
