@@ -1,8 +1,8 @@
 """The activation set of a layer whose regions are treated each in its own way: kept, offloaded, or computed again.
 
 What is saved is matched with what was computed. A storage is dropped, kept or left to travel when the operation that
-saved it is over. In a layer's first forward all of that waits for the forward's end: what is to be computed again is
-computed once, and compared.
+saved it is over. What is to be computed again for the first time waits for the forward's end: it is computed once, and
+compared. In a layer's first forward so does everything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle, Token, bring_back
-from offload.activations.storage import COMPLETE, DROPPED, GIVEN_UP, SavedStorage, version_counter
+from offload.activations.storage import COMPLETE, DROPPED, GIVEN_UP, WRITTEN, SavedStorage, version_counter
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions
@@ -74,7 +74,8 @@ class RegionSet(ActivationSet):
         leave_modes(_LayerRecorder)
         recorder.module.__exit__()
         self._end_operation()
-        if not (self._treatments.learned or failed or self.transfers.backend.capturing):
+        first = not self._treatments.learned
+        if (first or self._waiting) and not (failed or self.transfers.backend.capturing):
             self._learn()
         for reference, value in self._waiting:
             storage = reference()
@@ -98,7 +99,8 @@ class RegionSet(ActivationSet):
             handle = super().pack(tensor, changes)
         if type(handle) is MovedHandle and handle.storage.original not in self._values:
             value = self._values[handle.storage.original] = recorder.read(tensor)
-            if value.keeper is None:
+            if value.keeper is None and (handle.storage.state is WRITTEN or value.call is None):
+                # Else the storage may hold what was there before a write that its version does not tell.
                 value.keeper = _Keeper(handle.storage, handle.token, handle.version, handle.versions)
         return handle
 
@@ -106,15 +108,16 @@ class RegionSet(ActivationSet):
         value = self._values.pop(storage.original, None)
         if value is None:
             super()._follow(storage)
-        elif not self._treatments.learned:
+        elif not self._treatments.learned or self._treatments.awaits_proof(region_of(value)):
             self._waiting.append((weakref.ref(storage), value))
         elif self._moves(storage, value):
             super()._follow(storage)
 
     def _moves(self, storage: SavedStorage, value: Value) -> bool:
         """Drop a storage if that is its treatment; whether it is left to move with the set."""
-        treatment = self._treatments.of(region_of(value))
-        if treatment is RECOMPUTE and self._treatments.learned and not value.empty and not value.overwritten:
+        region = region_of(value)
+        treatment = self._treatments.of(region)
+        if treatment is RECOMPUTE and region in self._treatments.proven and not value.empty and not value.overwritten:
             if storage.state is COMPLETE:  # else it is on its way already, or dropped
                 value.uses += 1
                 storage.drop(self._maker_of(value))
@@ -178,20 +181,26 @@ class RegionSet(ActivationSet):
         made = [value for value in saved if value.call is not None and not value.empty and not value.overwritten]
 
         def original(value: Value) -> torch.UntypedStorage | None:
-            storage = there.get(id(value))
-            return None if storage is None else storage.memory
+            if value.overwritten:
+                return None
+            if id(value) in there:
+                return there[id(value)].memory
+            return None if value.keeper is None else value.keeper.here()
 
-        wanted = made if treatments.lists_all else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
+        lists_all = treatments.lists_all and not treatments.learned
+        wanted = made if lists_all else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
         for value in differing(wanted, original):
             region = region_of(value)
             if region is not None:
                 treatments.differs(region)
                 _logger.info("%s comes out with other bits when it is computed again: kept", treatments.names[region])
-        if treatments.lists_all:
-            self._list(saved, original)
-        treatments.unsaved = self._unsaved(wanted, there)
-        treatments.follow_plan()
-        treatments.learned = True
+        treatments.proven |= {region for region in map(region_of, wanted) if region is not None}
+        treatments.unsaved |= self._unsaved(wanted, there)
+        if not treatments.learned:
+            if lists_all:
+                self._list(saved, original)
+            treatments.follow_plan()
+            treatments.learned = True
 
     def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
         """What recomputation reads of what is to be kept, and autograd does not save by itself."""
@@ -262,6 +271,10 @@ class _Keeper:
     @property
     def held(self) -> bool:
         return self._held is not None
+
+    def here(self) -> torch.UntypedStorage | None:
+        storage = self._storage()
+        return None if storage is None else storage.memory
 
     def hold(self) -> bool:
         storage = self._storage()

@@ -38,7 +38,19 @@ def differing(wanted: Iterable[Value], original: Original) -> list[Value]:
 
     calls = calls_for(compared.values(), lambda value: id(value) not in compared and original(value) is not None)
     _run(calls, original, compare, lambda _: nullcontext())
-    return wrong
+    return wrong + [value for value in _unsound(calls, original) if id(value) in compared and value not in wrong]
+
+
+def _unsound(calls: list[Call], original: Original) -> list[Value]:
+    """What is computed from sources that were changed unseen since: backward will not read them."""
+    lost: set[int] = set()
+    found = []
+    for call in calls:
+        if any(value.changed or id(value) in lost for value in call.reads()):
+            made = [value for value in (reference() for reference in call.makes) if value is not None]
+            lost |= {id(value) for value in made if original(value) is None}
+            found += made
+    return found
 
 
 def seconds_of(calls: list[Call], original: Original, backend: Backend) -> list[float]:
@@ -69,6 +81,8 @@ def _run(
         if id(value) in memory:
             return memory[id(value)]
         there = original(value)
+        if there is None and value.given is not None:
+            there = value.given.untyped_storage()  # changed or not
         return value.bytes() if there is None else there
 
     devices = {value.given.device for call in calls for value in call.reads() if value.given is not None}

@@ -33,6 +33,9 @@ class Keeper(Protocol):
     def hold(self) -> bool:
         """Keep the bytes for a call that is to run again; whether they are kept at all."""
 
+    def here(self) -> torch.UntypedStorage | None:
+        """Memory that holds them now, while the forward runs, if it was not let go."""
+
     def bytes_on_device(self) -> torch.UntypedStorage:
         """Memory that holds them, for the current stream."""
 
@@ -78,6 +81,11 @@ class Value:
         self.version = 0
         """Of :attr:`given`, when it was read."""
 
+    @property
+    def changed(self) -> bool:
+        """Whether the program has changed it since it was read, unseen."""
+        return self.given is not None and self.given._version != self.version
+
     def overwrite(self) -> None:
         """The storage is about to hold another value: whoever keeps it does not keep this one any more."""
         self.overwritten, self.keeper = True, None
@@ -104,7 +112,7 @@ class Value:
             return self.memory
         if self.given is None:
             return self.keeper.bytes_on_device()  # type: ignore[union-attr]  # only what is held is read
-        if self.given._version != self.version:
+        if self.changed:
             raise RuntimeError(
                 "what a layer's forward has read must not be changed in place before its backward if the layer is "
                 f"recomputed, but a tensor of {list(self.given.size())} is at version {self.given._version}, and was "

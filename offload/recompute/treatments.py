@@ -89,6 +89,8 @@ class LayerTreatments:
         """Of the regions that were seen in the first forward."""
         self.differing: set[Region] = set()
         """Those that did not come out the same when they were computed again, and so are not."""
+        self.proven: set[Region] = set()
+        """Those that were computed again and compared: a first forward may not have saved all that later ones do."""
         self.unsaved: set[Region] = set()
         """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
         self.costs: tuple[RegionProfile, ...] = ()
@@ -115,6 +117,10 @@ class LayerTreatments:
         if region is None:
             return OFFLOAD if self._source is RECOMPUTE else self._source
         return self._known.get(region, KEEP)
+
+    def awaits_proof(self, region: Region | None) -> bool:
+        """Whether it is to be computed again, and nobody knows yet that it comes out the same."""
+        return region not in self.proven and self.of(region) is RECOMPUTE
 
     def by_name(self) -> dict[str, str]:
         """What happens to each region, by its name."""

@@ -344,6 +344,25 @@ def drawn(x: torch.Tensor) -> torch.Tensor:
 drawn.register_autograd(lambda ctx, gradient: gradient)
 
 
+@pytest.mark.parametrize("hidden", [_Unseen, _Allocated])
+def test_what_a_first_forward_does_not_save_is_proven_when_it_is_saved(hidden: Any) -> None:
+    """As in a layer that is frozen at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        lab = Lab(offload.device.select.get_backend("cpu"), patch)
+        layers, x = functions(lambda x, w: hidden.apply((x @ w).tanh()).sigmoid() * x, lab)
+        expected = step_gradients(layers, x)
+        with offloaded(layers, lab) as handle:
+            layers.requires_grad_(False)
+            y = x.detach()
+            for layer in layers:
+                y = layer(y)
+            layers.requires_grad_(True)
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+            assert handle.regions(0)["tanh"] == "recompute"
+            assert count_in_backward(layers, x)["tanh"] == LAYERS
+
+
 def test_an_operation_that_draws_without_saying_so_is_kept(lab: Lab) -> None:
     assert assert_right(lambda x, w: drawn(x @ w).tanh() * x, lab)["tanh"] == "offload"
 
@@ -490,6 +509,64 @@ def test_operations_that_write_more_than_they_say(name: str, written: list[str])
     operation = getattr(torch.ops.aten, name).default
     assert kind_of(operation) is Kind.OPAQUE
     assert [operation._schema.arguments[place].name for place in written_arguments(operation)] == written
+
+
+class _MarkedDirty(torch.autograd.Function):
+    """Counts as a change of its input after it has read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.mul_(0.5)
+        y = x.exp()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return (gradients[0] + gradients[1] * y) * 0.5
+
+
+def test_a_source_that_changes_unseen(lab: Lab) -> None:
+    """What was computed from it is kept, since backward could not rely on it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x, y = _MarkedDirty.apply(x)
+        return (x * 2).tanh() * y.tanh() @ w
+
+    layers, x = functions(function, lab)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y.clone())
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_parts_of_one_storage_that_change_by_themselves(lab: Lab) -> None:
+    """A part that is saved later looks into the storage that was saved, and copied, before another part changed."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        parts = (x @ w).unsafe_chunk(4, -1)
+        first = parts[0] * parts[2]
+        parts[1].mul_(2)
+        changed = (parts[1] * 3).tanh()
+        return torch.cat([first.sin(), parts[3] * parts[0], changed.sigmoid(), first], -1).sin() * x
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, {"mm": "offload", "*": "recompute"}, 2) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
 
 
 def test_microbatches_in_flight(lab: Lab) -> None:
