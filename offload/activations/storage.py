@@ -15,7 +15,6 @@ library does. What holds the counter must not hold the memory.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
@@ -28,7 +27,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.activations.transfers import CopyBatch, Reload, Transfers
-from offload.base import trace
+from offload.base import tensors, trace
 from offload.device.backend import Event, Wait
 from offload.host.buffers import HostBuffer
 from offload.host.limits import NO_HOST_MEMORY
@@ -263,9 +262,7 @@ probing = threading.Lock()
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without memory that shares the version counter of ``tensor`` and all its views."""
     if type(tensor) is torch.Tensor:
-        counter = tensor.detach()
-        counter.data = _nothing(tensor.dtype, tensor.device)
-        return counter
+        return tensors.version_counter(tensor)
     # Of a subclass, autograd gives the counter to what ``detach`` returns below it.
     with torch._C.DisableTorchFunctionSubclass(), _Nothing():
         return torch.Tensor.detach(tensor)
@@ -281,12 +278,6 @@ def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
         before = tensor._version
         torch.autograd.graph.increment_version(versions)
         return tensor._version != before
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory, always the same."""
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Nothing(TorchDispatchMode):

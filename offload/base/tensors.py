@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 
 import torch
@@ -29,6 +30,19 @@ def counting_versions() -> AbstractContextManager[object]:
     """
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(_COUNTING, False)
     return guard
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares the version counter of a plain ``tensor`` and all its views."""
+    counter = tensor.detach()
+    counter.data = _nothing(tensor.dtype, tensor.device)
+    return counter
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory, always the same."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView

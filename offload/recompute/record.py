@@ -51,6 +51,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "aliases",
         "call",
         "empty",
         "given",
@@ -61,6 +62,7 @@ class Value:
         "place",
         "uses",
         "version",
+        "versions",
     )
 
     def __init__(self, call: Call | None, place: int, nbytes: int) -> None:
@@ -80,6 +82,10 @@ class Value:
         """Whether the storage holds another value by now."""
         self.version = 0
         """Of :attr:`given`, when it was read."""
+        self.aliases: list[torch.Tensor] = []
+        """Without memory: what counts the changes of tensors that look into the storage and count for themselves."""
+        self.versions: list[int] = []
+        """Of :attr:`aliases`, at the end of the forward; empty until then."""
 
     @property
     def changed(self) -> bool:
@@ -110,15 +116,14 @@ class Value:
         """
         if self.memory is not None:
             return self.memory
-        if self.given is None:
-            return self.keeper.bytes_on_device()  # type: ignore[union-attr]  # only what is held is read
-        if self.changed:
+        if self.changed or (self.versions and self.versions != [alias._version for alias in self.aliases]):
             raise RuntimeError(
                 "what a layer's forward has read must not be changed in place before its backward if the layer is "
-                f"recomputed, but a tensor of {list(self.given.size())} is at version {self.given._version}, and was "
-                f"read at {self.version}; clone it before the change, or keep what is computed from it."
+                f"recomputed, but a tensor of {self.nbytes} bytes was; clone it before the change, or keep what is "
+                "computed from it."
             )
-        return self.given.untyped_storage()
+        # Only what is held is read.
+        return self.keeper.bytes_on_device() if self.given is None else self.given.untyped_storage()  # type: ignore[union-attr]
 
     def used(self) -> None:
         """One of those who wanted it has read it."""
@@ -205,6 +210,7 @@ class Call:
             call.needed = True
             for value in call.reads():
                 value.uses += 1
+                value.versions = [alias._version for alias in value.aliases]
                 if value.hold():
                     value.call = None  # nobody asks any more how it came about, which may hold much memory
                 elif value.call is not None:

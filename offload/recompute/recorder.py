@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.base.tensors import counting_versions, is_plain
+from offload.base.tensors import counting_versions, is_plain, version_counter
 from offload.recompute.kinds import Kind, argument_of, draws, kind_of, written_arguments
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Look, Value, copy_of_storage, tensors_of
@@ -124,17 +124,25 @@ class Recorder(TorchDispatchMode):
     def _make(self, call: Call, results: list[torch.Tensor], written: list[torch.Tensor], *, empty: bool) -> None:
         """Note what a call has made: memory that is new, and what it has written."""
         for place, tensor in enumerate(results):
-            # What is known already looks into memory that the call was given.
-            if is_plain(tensor) and tensor.untyped_storage()._cdata not in self._values:
+            if not is_plain(tensor):
+                continue
+            known = self.value_at(tensor.untyped_storage()._cdata)
+            if known is None:
                 value = self._add(call, place, tensor)
                 value.empty = empty
                 self.made(tensor, value, new=True)
+            elif not any(tensor is one for one in written):
+                # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
+                with counting_versions():
+                    known.aliases.append(version_counter(tensor))
         place = len(results)
         for tensor in written:
             old = self.value_at(tensor.untyped_storage()._cdata)
             if old is not None and old.call is not call:  # else another view of it was written as well
                 old.overwrite()
-                self.made(tensor, self._add(call, place, tensor), new=False)
+                value = self._add(call, place, tensor)
+                value.aliases = old.aliases
+                self.made(tensor, value, new=False)
                 place += 1
 
     def _add(self, call: Call, place: int, tensor: torch.Tensor) -> Value:

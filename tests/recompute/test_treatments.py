@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -212,6 +213,18 @@ def test_what_was_read_must_not_change_before_backward(lab: Lab) -> None:
             given.add_(1)
         with pytest.raises(RuntimeError, match="must not be changed in place"):
             loss.backward()
+
+
+def test_a_kept_value_must_not_change_under_another_name(lab: Lab) -> None:
+    """A product's result gets its shape by an operation that shares its memory, but not the count of its changes."""
+    layers, x = functions(lambda x, w: [y := x @ w, (y * 3).tanh()], lab)
+    with offloaded(layers, lab, {"mm": "keep", "*": "recompute"}):
+        for step in range(3):
+            product, z = layers[0](x)
+            product.add_(1)
+            loss = loss_of(product + z)
+            with nullcontext() if step == 0 else pytest.raises(RuntimeError, match="must not be changed in place"):
+                loss.backward()
 
 
 def test_running_statistics_change_once(lab: Lab) -> None:
