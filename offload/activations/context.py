@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from offload.activations import selective
 from offload.activations.activation_set import ActivationSet
 from offload.activations.microbatch import Round
 from offload.activations.states import OffloadStateError
@@ -33,9 +34,6 @@ Output = TypeVar("Output")
 DEFAULT_MIN_BYTES = 1 << 21
 """From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
 ``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
-
-_open_sets: list[ActivationSet] = []
-"""The activation sets of the layers whose forward runs now, innermost last."""
 
 
 class _Closed(NamedTuple):
@@ -151,7 +149,7 @@ class OffloadContext(ContextDecorator):
             self._give_up_round()
             raise
         self.skipped = False
-        _open_sets.append(opened)
+        selective.opened.append(opened)
         if takes_all:
             opened.enter()
 
@@ -164,8 +162,8 @@ class OffloadContext(ContextDecorator):
             return
         try:
             opened.leave(failed=failed)
-            if opened in _open_sets:
-                _open_sets.remove(opened)
+            if opened in selective.opened:
+                selective.opened.remove(opened)
             self._entered.pop()
             trace.point("other")
             alive = opened.alive if self._round.passes_by(opened.layer) else None
@@ -309,5 +307,5 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     for tensor in tensors:
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
-        if tensor is not None and _open_sets:
-            _open_sets[-1].start_early(tensor)
+        if tensor is not None and selective.opened:
+            selective.opened[-1].start_early(tensor)

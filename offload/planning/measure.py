@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import check_int, parse_bytes, parse_min_bytes
 from offload.base.layer_events import (
@@ -134,7 +135,7 @@ def profile_layers(
     with recorder.hooks, Attachment(modules, measured):
         step()
         recorder.start_counting()
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), selective.sees(recorder):
             step()
         recorder.counts = recorder.reads_memory = False
         for layer in measured:

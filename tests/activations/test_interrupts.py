@@ -12,7 +12,7 @@ from models import WIDTH, assert_same, build, offloading, step_gradients
 from torch import nn
 
 import offload
-from offload.activations import context, layers
+from offload.activations import context, layers, selective
 from offload.base import autograd, compiler, layer_events
 
 MODULES = (compiler, autograd, layer_events, context, layers)
@@ -53,7 +53,7 @@ def test_every_line(kind: str, error: type[BaseException], lab: Lab) -> None:
             assert stats().offloaded_bytes > before.offloaded_bytes, f"after an interrupt at line {line}"
         assert stats().late_reloads == before.late_reloads
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert not context._open_sets
+        assert not selective.opened
     assert line > 150
     assert left_open <= len(modules)
 

@@ -1,0 +1,173 @@
+"""What PyTorch's selective checkpointing keeps inside of layers travels with them, and comes back exact."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import WIDTH, DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import offload
+
+LAYERS = 4
+PRODUCTS = [torch.ops.aten.mm.default]
+TREATMENTS = {
+    "whole layers": None,
+    "offload": {"*": "offload"},
+    "recompute": {"*": "recompute"},
+    "products travel": {"mm": "offload", "*": "recompute"},
+    "products are computed again": {"input": "offload", "mm": "recompute"},
+}
+
+
+def selective(function: Callable[..., torch.Tensor], kept: Any = PRODUCTS, **options: Any) -> Any:
+    context = functools.partial(create_selective_checkpoint_contexts, kept, **options)
+    return functools.partial(checkpoint, function, use_reentrant=False, context_fn=context)
+
+
+class Selective(nn.Module):
+    """Checkpoints what is in it, and keeps the results of its products."""
+
+    def __init__(self, inner: Callable[..., nn.Module] = DecoderBlock, kept: Any = PRODUCTS) -> None:
+        super().__init__()
+        self.inner = inner()
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = selective(self.inner, self.kept)(x)
+        return result
+
+
+def offloaded(layers: Any, lab: Lab, num_layers: int = 2, **options: Any) -> Any:
+    return offload.offload_layers(layers, num_layers, device=lab.device, **{"min_bytes": 0, **options})
+
+
+@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
+def test_kept_results_travel(treatments: dict[str, str] | None, lab: Lab) -> None:
+    layers, x = build(Selective, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    tokens = x.numel() // WIDTH
+    products = 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
+    lab.adverse()
+    with offloaded(layers, lab, treatments=treatments) as handle:
+        moved = 0
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+            moved, before = handle.stats().offloaded_bytes, moved
+        inputs = 4 * x.numel()  # that of the first layer is a leaf
+        all_travels = treatments is None or treatments.get("mm", treatments.get("*")) == "offload"
+        assert moved - before == inputs + 2 * products * all_travels
+        assert handle.stats().reloaded_bytes == moved
+        assert not handle.stats().late_reloads
+
+
+class Chain(nn.Module):
+    """Products one after the other, whose results are all that is there between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(256) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x @ self.weight
+        return x
+
+
+def test_device_memory(lab: Lab) -> None:
+    """Between forward and backward, what was kept of layers that travel is not there."""
+    layers, _ = build(lambda: Selective(Chain), 6, lab.device)
+    x = torch.rand(1024, 256, device=lab.device, requires_grad=True)
+    one = 4 * x.numel()
+
+    def peak_bytes() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return meter.peak_bytes
+
+    assert peak_bytes() > 6 * 7 * one
+    with offloaded(layers, lab, 4, min_bytes="1MiB"):
+        assert peak_bytes() < 4 * 9 * one  # of two layers that stay, and of two whose copies may be on their way
+
+
+def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = selective(layer)(y)
+        loss_of(y).backward()
+
+    lab.adverse()
+    for treatments in TREATMENTS.values():
+        with offloaded(layers, lab, treatments=treatments) as handle:
+            for _ in range(3):
+                assert_same(expected, gradients(leaves_of(layers, x), step))
+            assert handle.stats().offloaded_bytes > 0
+
+
+def test_everything_is_kept(lab: Lab) -> None:
+    """Views, numbers and several results of one operation among it."""
+    keep_all = lambda *_, **__: torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE  # noqa: E731
+    layers, x = build(lambda: Selective(functools.partial(GptBlock, 0.0), keep_all), LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    for treatments in TREATMENTS.values():
+        with offloaded(layers, lab, treatments=treatments):
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+
+
+def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
+    layers, x = build(Selective, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with offloaded(layers, lab) as handle:
+        for _ in range(2):
+            with torch.no_grad():
+                layers[0](x)
+            y = layers[0](x)
+            del y
+            handle._context.reset()
+            assert_same(expected, step_gradients(layers, x))
+    assert lab.pool.used_bytes == 0
+
+
+class Changing(nn.Module):
+    """Changes what was kept after it was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.bmm(x, x.mT)
+        z = y.sin()
+        with torch.no_grad():
+            y.add_(1)
+        return F.pad(z, (0, x.shape[-1] - z.shape[-1])) * x
+
+
+@pytest.mark.parametrize("mutation", [False, True])
+def test_what_is_kept_must_not_change(mutation: bool, lab: Lab) -> None:
+    """Also where PyTorch would give back whatever is in its memory by then: that may be on the host."""
+    layers, x = build(Changing, LAYERS, lab.device)
+    run = selective(layers[0], [torch.ops.aten.bmm.default], allow_cache_entry_mutation=mutation)
+    with offloaded(layers, lab):
+        loss = loss_of(run(x))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_profile_knows_what_is_kept(lab: Lab) -> None:
+    layers, x = build(Selective, LAYERS, lab.device)
+    profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device)
+    tokens = x.numel() // WIDTH
+    inputs, products = 4 * x.numel(), 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
+    assert profile.layers[1].saved_bytes == inputs + products
