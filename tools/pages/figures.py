@@ -148,7 +148,7 @@ def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, 
 
 
 # The rooms, from the top down: each may import what is below it.
-ROOF = ("integrations", "callbacks for the trainers of others")
+ROOF = (("integrations", "callbacks for others' trainers"), ("command_line", "what a shell asks"))
 WINGS = (
     ("pipelining", "torch's pipelines"),
     ("planning", "how much"),
@@ -167,7 +167,7 @@ SPINE = (
 
 def rooms_figure() -> Figure:
     """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((7.2, 5.5))
+    figure = new_figure((7.2, 5.7))
     ax = figure.subplots()
     ax.set_axis_off()
     width, height, gap = 8.0, 0.62, 0.18
@@ -183,15 +183,17 @@ def rooms_figure() -> Figure:
     middle = [index * pitch + (pitch - gap) / 2 for index in range(len(WINGS))]
     top = foot + 0.3 + 0.85
     roof = top + 0.55
-    _draw_room(ax, 0.0, roof, width, height, *ROOF, COLORS["offload"])
+    half = (width - gap) / 2
+    for index, (name, text) in enumerate(ROOF):
+        _draw_room(ax, index * (half + gap), roof, half, 0.85, name, text, COLORS["offload"])
     for source, target, bend in ((0, 1, -0.3), (1, 3, -0.15)):
         arrow = {**style, "connectionstyle": f"arc3,rad={bend}"}
         ax.annotate("", xy=(middle[target], top), xytext=(middle[source], top), arrowprops=arrow)
-    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + height), arrowprops=style)
+    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + 0.85), arrowprops=style)
     ax.text(width + 0.4, roof / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
     ax.text(0.0, top + 0.3, "wings", color=INK, fontsize=9, va="center_baseline")
     ax.set_xlim(-0.1, width + 0.8)
-    ax.set_ylim(-0.1, roof + height + 0.1)
+    ax.set_ylim(-0.1, roof + 0.95)
     return figure
 
 
