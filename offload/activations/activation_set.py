@@ -175,7 +175,7 @@ class ActivationSet:
         moving: ActivationSet | None = None
         for reference, owner in saved:
             storage = reference()
-            if storage is None or known.stream is None:
+            if storage is None or known.stream is None or owner._drops(storage):
                 continue
             if ready is None:
                 ready = known.stream.record_event()
@@ -188,6 +188,10 @@ class ActivationSet:
             owner._follow(storage)
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
+
+    def _drops(self, storage: SavedStorage) -> bool:
+        """Let a storage go whose operation is over, if it is to be computed again; whether it was."""
+        return False
 
     def _follow(self, storage: SavedStorage) -> None:
         """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import torch
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle, Token, bring_back
+from offload.activations.states import OffloadState
 from offload.activations.storage import COMPLETE, DROPPED, GIVEN_UP, WRITTEN, SavedStorage, version_counter
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
@@ -49,6 +51,10 @@ class RegionSet(ActivationSet):
         """Sees the layer's forward, while that runs."""
         self._values: dict[int, Value] = {}
         """What is in saved storages whose operation is not over, by the storage's address."""
+        self._dropping: dict[int, Value] = {}
+        """The same of those that are to be dropped when it is."""
+        self._handles: dict[Value, tuple[weakref.ref[torch.Tensor], weakref.ref[MovedHandle]]] = {}
+        """The last handle of what a value holds, and for which tensor: another operation often saves the same one."""
         self._waiting: list[tuple[weakref.ref[SavedStorage], Value]] = []
         """What a first forward has saved: all of that is treated at its end."""
         self._sources: list[Value] = []
@@ -89,20 +95,59 @@ class RegionSet(ActivationSet):
             if source.uses and source.given is not None:
                 self._keep(source.given, source)
         self._end_operation()
-        self._waiting, self._sources, self._dropped, self._values = [], [], [], {}
+        self._waiting, self._sources, self._dropped = [], [], []
+        self._values, self._dropping, self._handles = {}, {}, {}
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         recorder = self._recorder
         if recorder is None or type(tensor) is not torch.Tensor:
             return super().pack(tensor, changes)
+        value = recorder.value_at(tensor.untyped_storage()._cdata)
+        known = None if value is None else self._handles.get(value)
+        if known is not None and known[0]() is tensor and not changes:
+            again = known[1]()
+            if again is not None and again.storage.state is DROPPED and again.looks_like(tensor):
+                if self._known.operation and next_node() != self._known.node:
+                    self._end_operation()
+                again.storage.tensors += 1
+                if self.state is not OffloadState.RESIDENT:
+                    self.transfers.counters.offloaded_tensors += 1
+                return again
         with torch._C._ExcludeDispatchKeyGuard(_MODES):  # what is done to it here is not the layer's doing
             handle = super().pack(tensor, changes)
-        if type(handle) is MovedHandle and handle.storage.original not in self._values:
-            value = self._values[handle.storage.original] = recorder.read(tensor)
-            if value.keeper is None and (handle.storage.state is WRITTEN or value.call is None):
-                # Else the storage may hold what was there before a write that its version does not tell.
-                value.keeper = _Keeper(handle.storage, handle.token, handle.version, handle.versions)
+        if type(handle) is not MovedHandle:
+            return handle
+        storage, original = handle.storage, handle.storage.original
+        if original in self._values or original in self._dropping:
+            return handle
+        value = recorder.read(tensor)
+        if self._treatments.drops(region_of(value)):
+            self._dropping[original] = value
+            self._handles[value] = weakref.ref(tensor), weakref.ref(handle)
+            return handle
+        self._values[original] = value
+        if value.keeper is None and (storage.state is WRITTEN or value.call is None):
+            # Else the storage may hold what was there before a write that its version does not tell.
+            value.keeper = _Keeper(storage, handle.token, handle.version, handle.versions)
         return handle
+
+    def _drops(self, storage: SavedStorage) -> bool:
+        value = self._dropping.pop(storage.original, None)
+        if value is None:
+            return False
+        if storage.layer != self.layer or not self._drop(storage, value):
+            self._values[storage.original] = value
+            return False
+        return True
+
+    def _drop(self, storage: SavedStorage, value: Value) -> bool:
+        """Drop a storage, if it can be; whether it was."""
+        if value.empty or value.overwritten or (storage.state is not WRITTEN and storage.state is not COMPLETE):
+            return False  # not yet written, not there any more, on its way already, or dropped
+        value.uses += 1
+        storage.drop(partial(_make_again, weakref.ref(self), value))
+        self._dropped.append(weakref.ref(value))
+        return True
 
     def _follow(self, storage: SavedStorage) -> None:
         value = self._values.pop(storage.original, None)
@@ -118,29 +163,9 @@ class RegionSet(ActivationSet):
         region = region_of(value)
         treatment = self._treatments.of(region)
         if treatment is RECOMPUTE and region in self._treatments.proven and not value.empty and not value.overwritten:
-            if storage.state is COMPLETE:  # else it is on its way already, or dropped
-                value.uses += 1
-                storage.drop(self._maker_of(value))
-                self._dropped.append(weakref.ref(value))
+            self._drop(storage, value)
             return False
         return treatment is not KEEP
-
-    def _maker_of(self, value: Value) -> Callable[[], torch.UntypedStorage]:
-        """What makes the bytes of a dropped storage again, once."""
-        reference = weakref.ref(self)
-
-        def again() -> torch.UntypedStorage:
-            opened = reference()
-            if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
-                with torch._C._ExcludeDispatchKeyGuard(_MODES):
-                    memory = make_meanwhile(value)
-                value.uses -= 1
-            else:
-                memory = make_again(value)
-                value.used()
-            return memory
-
-        return again
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
@@ -210,7 +235,7 @@ class RegionSet(ActivationSet):
             return value.call is not None and not value.overwritten and of(region_of(value)) is not RECOMPUTE
 
         again = [value for value in wanted if of(region_of(value)) is RECOMPUTE]
-        read = (value for call in calls_for(again, is_kept) for value in call.reads())
+        read = (value for call in calls_for(again, is_kept) for value in call.reads)
         regions = (region_of(value) for value in read if id(value) not in saved and is_kept(value))
         return {region for region in regions if region is not None}
 
@@ -234,11 +259,24 @@ class RegionSet(ActivationSet):
         for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
             add(value, None, 0.0, ())
         for call, took_s in zip(calls, seconds, strict=True):
-            reads = tuple(sorted(numbers[id(value)] for value in call.reads() if id(value) in numbers))
+            reads = tuple(sorted(numbers[id(value)] for value in call.reads if id(value) in numbers))
             for later, value in enumerate(filter(None, (reference() for reference in call.makes))):
                 add(value, region_of(value), 0.0 if later else took_s, reads)
                 reads = (*reads, numbers[id(value)])  # one call makes all of its results
         treatments.costs = tuple(costs)
+
+
+def _make_again(reference: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:
+    """Make the bytes of a dropped storage again, once."""
+    opened = reference()
+    if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
+        with torch._C._ExcludeDispatchKeyGuard(_MODES):
+            memory = make_meanwhile(value)
+        value.uses -= 1
+    else:
+        memory = make_again(value)
+        value.used()
+    return memory
 
 
 class _LayerRecorder(Recorder):
@@ -247,6 +285,7 @@ class _LayerRecorder(Recorder):
     def __init__(self, owner: RegionSet, module: CurrentModule) -> None:
         super().__init__()
         self.module = module
+        self.tells = not owner._treatments.learned or bool(owner._treatments.unsaved)
         self._owner = owner
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:

@@ -128,8 +128,11 @@ class SavedStorage:
             self.state, self.ready = COMPLETE, ready
 
     def drop(self, again: Callable[[], torch.UntypedStorage]) -> None:
-        """COMPLETE to DROPPED: let the device memory go; ``again`` computes what it holds into other memory."""
-        if self.state is COMPLETE:
+        """To DROPPED: let the device memory go; ``again`` computes what it holds into other memory.
+
+        From COMPLETE, or from WRITTEN when the operation that saved it is over: without an event, as nobody reads it.
+        """
+        if self.state is COMPLETE or self.state is WRITTEN:
             self.again = again
             self._let_memory_go(DROPPED)
 
@@ -142,19 +145,22 @@ class SavedStorage:
             memory = again()
             backend = self.transfers.backend
             compute = backend.compute_stream()
-            reload = Reload(compute.record_event(), compute, backend.compute_stream_id())
+            reload = Reload(None, compute, backend.compute_stream_id())
             reload.awaited_by = reload.home
-            self.reload, self.ready = reload, reload.done
+            self.reload = reload
             self.state, self.memory, self.again = BACK, memory, None
 
     def start_offload(self) -> None:
         """COMPLETE or BACK to LEAVING: queue the copy to the host. Without room there, all stays as it is."""
-        if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None or self.ready is None:
+        if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None:
+            return
+        ready = self.ready if self.reload is None else self.reload.done
+        if ready is None:
             return
         self._count()
         counters = self.transfers.counters
         # The copy reads what compute has written by then. It need not wait for what the layer computes later.
-        queued = self.transfers.to_host(self.memory, self.nbytes, self.ready, self.layer)
+        queued = self.transfers.to_host(self.memory, self.nbytes, ready, self.layer)
         if queued is None:
             counters.skipped[NO_HOST_MEMORY] += 1
             return
@@ -181,7 +187,7 @@ class SavedStorage:
             return
         if not _expired(self.original):
             self.transfers.counters.waste(self.nbytes, self.maker)
-        self.reload, self.ready = reload, reload.done
+        self.reload = reload
         # Last, as another thread may read it from here on, and before the buffer can be another's.
         self.state, self.memory, self.host = BACK, landing, None
         self.transfers.pool.give(host, reload.done)
@@ -191,8 +197,8 @@ class SavedStorage:
         """Belong to a later layer from now on, which saves the storage once more, as ``tensor``."""
         self.layer, self.stays = layer, stays
         if self.state is DROPPED:
-            # DROPPED to COMPLETE: so it does here. In that layer's backward, not all that it is computed from is there.
-            self.state, self.memory, self.again = COMPLETE, tensor.untyped_storage(), None
+            # DROPPED to WRITTEN: so it does here. In that layer's backward, not all that it is computed from is there.
+            self.state, self.memory, self.again = WRITTEN, tensor.untyped_storage(), None
         if self.state is AWAY:
             # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
             self.state, self.memory = LEAVING, tensor.untyped_storage()

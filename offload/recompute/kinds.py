@@ -7,6 +7,7 @@ opaque: its results are kept, or travel, and what is computed from them can be r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -84,6 +85,28 @@ def written_arguments(function: Any) -> tuple[int | str, ...]:
         for position, argument in enumerate(schema.arguments)
         if function.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write)
     )
+
+
+class Operation:
+    """What is asked of each call of an operation: there is one object for each, that :func:`operation_of` gives.
+
+    Args:
+        function: The operation, as a dispatch mode is given it.
+    """
+
+    __slots__ = ("draws", "function", "kind", "run", "written")
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.kind = kind_of(function)
+        self.draws = draws(function)
+        self.written = written_arguments(function)
+        self.run: Callable[..., Any] = function._op if type(function) is torch._ops.OpOverload else function
+        """The same without a step in between, which takes time."""
+
+
+operation_of = functools.cache(Operation)
+"""All that is asked of an operation, looked up once."""
 
 
 def argument_of(function: Any, name: str, args: Any, kwargs: Any) -> Any:

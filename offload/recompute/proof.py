@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from offload.device.backend import Backend
-from offload.recompute.kinds import Kind, kind_of
+from offload.recompute.kinds import Kind
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Value, below_autograd, whole
 
@@ -46,7 +46,7 @@ def _unsound(calls: list[Call], original: Original) -> list[Value]:
     lost: set[int] = set()
     found = []
     for call in calls:
-        if any(value.changed or id(value) in lost for value in call.reads()):
+        if any(value.changed or id(value) in lost for value in call.reads):
             made = [value for value in (reference() for reference in call.makes) if value is not None]
             lost |= {id(value) for value in made if original(value) is None}
             found += made
@@ -75,7 +75,7 @@ def _run(
 ) -> None:
     """Run calls in order without a trace: the record stays as it is, and so do the generators."""
     memory: dict[int, torch.UntypedStorage] = {}
-    last_use = {id(value): call.number for call in calls for value in call.reads()}
+    last_use = {id(value): call.number for call in calls for value in call.reads}
 
     def bytes_of(value: Value) -> torch.UntypedStorage:
         if id(value) in memory:
@@ -85,13 +85,13 @@ def _run(
             there = value.given.untyped_storage()  # changed or not
         return value.bytes() if there is None else there
 
-    devices = {value.given.device for call in calls for value in call.reads() if value.given is not None}
+    devices = {value.given.device for call in calls for value in call.reads if value.given is not None}
     generators = [RandomState(default_generator(device)) for device in devices | {torch.device("cpu")}]
     with below_autograd():
         for call in calls:
             with around(call):
                 results = call.results(bytes_of)
-            if kind_of(call.function) is Kind.EMPTY:
+            if call.operation.kind is Kind.EMPTY:
                 for result in results:
                     whole(result).fill_(POISON)
             for reference in call.makes:
@@ -99,7 +99,7 @@ def _run(
                 if value is not None:
                     memory[id(value)] = made(value, results[value.place])
             del results
-            for value in call.reads():
+            for value in call.reads:
                 if last_use[id(value)] == call.number:
                     memory.pop(id(value), None)
     for state in generators:  # a kernel that draws without saying so has moved them on
@@ -114,7 +114,7 @@ def calls_for(wanted: Iterable[Value], is_there: Callable[[Value], bool]) -> lis
         call = waiting.pop()
         if call.number not in found:
             found[call.number] = call
-            waiting += [value.call for value in call.reads() if value.call is not None and not is_there(value)]
+            waiting += [value.call for value in call.reads if value.call is not None and not is_there(value)]
     return [found[number] for number in sorted(found)]
 
 

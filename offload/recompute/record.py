@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from offload.recompute.kinds import written_arguments
+from offload.recompute.kinds import Operation
 from offload.recompute.random import RandomState
 
 
@@ -49,43 +49,31 @@ class Value:
         nbytes: Of the storage.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "aliases",
-        "call",
-        "empty",
-        "given",
-        "keeper",
-        "memory",
-        "nbytes",
-        "overwritten",
-        "place",
-        "uses",
-        "version",
-        "versions",
-    )
+    # Defaults of the class, as most values of a forward have no others, and each is made while the device waits.
+    geometry: Geometry | None = None
+    """How the tensor looks into it that has made it, or in which the layer was given it, if there is one."""
+    memory: torch.Tensor | None = None
+    """Where it is, once it was made again, and while it is wanted; with a geometry, this tensor has that."""
+    given: torch.Tensor | None = None
+    """Of a source: a tensor over the program's own memory, which tells whether that was changed since."""
+    keeper: Keeper | None = None
+    uses = 0
+    """How many have yet to read it: calls that are to run again, and a saved tensor that is it."""
+    empty = False
+    """Whether it is memory that nobody was seen to write: if it is read, somebody has."""
+    overwritten = False
+    """Whether the storage holds another value by now."""
+    version = 0
+    """Of :attr:`given`, when it was read."""
+    aliases: tuple[torch.Tensor, ...] = ()
+    """Without memory: what counts the changes of tensors that look into the storage and count for themselves."""
+    versions: tuple[int, ...] = ()
+    """Of :attr:`aliases`, at the end of the forward; empty until then."""
 
     def __init__(self, call: Call | None, place: int, nbytes: int) -> None:
         self.call = call
         self.place = place
         self.nbytes = nbytes
-        self.memory: torch.UntypedStorage | None = None
-        """Where it is, once it was made again, and while it is wanted."""
-        self.given: torch.Tensor | None = None
-        """Of a source: a tensor over the program's own memory, which tells whether that was changed since."""
-        self.keeper: Keeper | None = None
-        self.uses = 0
-        """How many have yet to read it: calls that are to run again, and a saved tensor that is it."""
-        self.empty = False
-        """Whether it is memory that nobody was seen to write: if it is read, somebody has."""
-        self.overwritten = False
-        """Whether the storage holds another value by now."""
-        self.version = 0
-        """Of :attr:`given`, when it was read."""
-        self.aliases: list[torch.Tensor] = []
-        """Without memory: what counts the changes of tensors that look into the storage and count for themselves."""
-        self.versions: list[int] = []
-        """Of :attr:`aliases`, at the end of the forward; empty until then."""
 
     @property
     def changed(self) -> bool:
@@ -114,16 +102,28 @@ class Value:
         Raises:
             RuntimeError: It was changed in place since it was read.
         """
+        there = self._there()
+        # Only what is held is read.
+        return self.keeper.bytes_on_device() if there is None else there.untyped_storage()  # type: ignore[union-attr]
+
+    def look(self, geometry: Geometry | None) -> torch.Tensor:
+        """A tensor that looks into it; raises as :meth:`bytes` does."""
+        there = self._there()
+        if there is not None and geometry is self.geometry:
+            return there  # most operations read what others have made as it is
+        return look_into(self.bytes(), geometry)
+
+    def _there(self) -> torch.Tensor | None:
+        """A tensor over memory that holds it, unless a keeper has that."""
         if self.memory is not None:
             return self.memory
-        if self.changed or (self.versions and self.versions != [alias._version for alias in self.aliases]):
+        if self.changed or (self.versions and self.versions != tuple(alias._version for alias in self.aliases)):
             raise RuntimeError(
                 "what a layer's forward has read must not be changed in place before its backward if the layer is "
                 f"recomputed, but a tensor of {self.nbytes} bytes was; clone it before the change, or keep what is "
                 "computed from it."
             )
-        # Only what is held is read.
-        return self.keeper.bytes_on_device() if self.given is None else self.given.untyped_storage()  # type: ignore[union-attr]
+        return self.given
 
     def used(self) -> None:
         """One of those who wanted it has read it."""
@@ -132,24 +132,32 @@ class Value:
             self.memory = self.given = self.keeper = None
 
 
+Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
+"""How a tensor looks into its storage: with which type, from where, sizes and strides, conjugated, negated."""
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """How a tensor looks into its storage."""
+    return (
+        tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    )  # fmt: skip
+
+
+def look_into(memory: torch.UntypedStorage, geometry: Geometry | None) -> torch.Tensor:
+    """A tensor over memory."""
+    dtype, start, size, stride, conj, neg = geometry  # type: ignore[misc]  # only who makes whole storages has none
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    view.set_(memory, start, size, stride)
+    if conj:
+        view = view.conj()
+    return torch._neg_view(view) if neg else view
+
+
 class Look(NamedTuple):
-    """How a tensor that a call was given looks into a value."""
+    """How a tensor that a call was given looks into a value, if in another way than that of the value itself."""
 
     value: Value
-    dtype: torch.dtype
-    start: int | torch.SymInt
-    size: torch.Size
-    stride: tuple[int, ...]
-    conj: bool
-    neg: bool
-
-    def into(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The same look into memory that holds the same value."""
-        view = torch.empty(0, dtype=self.dtype, device=memory.device)
-        view.set_(memory, self.start, self.size, self.stride)
-        if self.conj:
-            view = view.conj()
-        return torch._neg_view(view) if self.neg else view
+    geometry: Geometry
 
 
 class Call:
@@ -158,28 +166,31 @@ class Call:
     Args:
         number: Which of the layer's calls it is.
         time: Which call of the same operation it is in the layer, counted from 0.
-        function: The operation.
-        args: Its arguments, with a :class:`Look` for each tensor.
+        operation: What it is a call of.
+        args: Its arguments, with a :class:`Value` or a :class:`Look` for each tensor.
         kwargs: Those that it was given by name, likewise.
+        reads: The values that it reads, each once.
         random: The generator's state before it, if it draws random numbers.
     """
 
-    __slots__ = ("args", "dtype", "function", "kwargs", "makes", "needed", "number", "random", "time")
+    __slots__ = ("args", "dtype", "kwargs", "makes", "needed", "number", "operation", "random", "reads", "time")
 
     def __init__(
         self,
         number: int,
         time: int,
-        function: Any,
+        operation: Operation,
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        reads: Iterable[Value],
         random: RandomState | None,
     ) -> None:
         self.number = number
         self.time = time
-        self.function = function
+        self.operation = operation
         self.args = args
         self.kwargs = kwargs
+        self.reads = reads
         self.random = random
         self.dtype = torch.get_default_dtype()
         """What operations make that are told no other."""
@@ -188,17 +199,12 @@ class Call:
         self.needed = False
         """Whether it is to run again, and has not done so."""
 
-    def reads(self) -> list[Value]:
-        """The values that it reads, each once."""
-        return _values(_looks([*self.args, *self.kwargs.values()]))
-
-    def writes(self) -> list[Value]:
+    def writes(self) -> Iterable[Value]:
         """The values that it overwrites, each once."""
         given = (
-            self.kwargs.get(at) if isinstance(at, str) else self.args[at : at + 1]
-            for at in written_arguments(self.function)
+            self.kwargs.get(at) if isinstance(at, str) else self.args[at : at + 1] for at in self.operation.written
         )
-        return _values(_looks(list(given)))
+        return dict.fromkeys(_values_in(list(given)))
 
     def need(self) -> None:
         """See that it can run again: hold what is kept of what it reads, and let what made the rest run again too."""
@@ -208,10 +214,11 @@ class Call:
             if call.needed:
                 continue
             call.needed = True
-            for value in call.reads():
+            for value in call.reads:
                 value.uses += 1
-                value.versions = [alias._version for alias in value.aliases]
-                if value.hold():
+                if value.aliases:
+                    value.versions = tuple(alias._version for alias in value.aliases)
+                if value.keeper is not None and value.hold():
                     value.call = None  # nobody asks any more how it came about, which may hold much memory
                 elif value.call is not None:
                     waiting.append(value.call)
@@ -224,29 +231,47 @@ class Call:
             call = waiting.pop()
             if call.number not in found:
                 found[call.number] = call
-                waiting += [v.call for v in call.reads() if v.call is not None and v.memory is None and not v.held]
+                waiting += [v.call for v in call.reads if v.call is not None and v.memory is None and not v.held]
         return [found[number] for number in sorted(found)]
 
     def results(self, bytes_of: Callable[[Value], torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Run it again: the memory of what it makes, by :attr:`Value.place`."""
-        copies = {id(value): copy_of_storage(bytes_of(value)) for value in self.writes()}
+        made = self._again(lambda value, geometry: look_into(bytes_of(value), geometry), bytes_of)
+        return [tensor.untyped_storage() for tensor in made]
 
-        def tensor(look: Look) -> torch.Tensor:
-            return look.into(copies[id(look.value)] if id(look.value) in copies else bytes_of(look.value))
+    def _again(
+        self,
+        look: Callable[[Value, Geometry | None], torch.Tensor],
+        bytes_of: Callable[[Value], torch.UntypedStorage],
+    ) -> list[torch.Tensor]:
+        """Run it again: tensors over the memory of what it makes, by :attr:`Value.place`."""
+        copies: dict[Value, torch.Tensor] = {}
+        read = look
+        if self.operation.written:
+            copies = {value: whole(copy_of_storage(bytes_of(value))) for value in self.writes()}
 
-        with self.random or nullcontext(), _default_dtype(self.dtype):
-            result = self.function(*_map_looks(self.args, tensor), **_map_looks(self.kwargs, tensor))
-        return [*(tensor.untyped_storage() for tensor in tensors_of(result)), *copies.values()]
+            def read(value: Value, geometry: Geometry | None) -> torch.Tensor:
+                copy = copies.get(value)
+                return look(value, geometry) if copy is None else look_into(copy.untyped_storage(), geometry)
+
+        args = _given(self.args, read)
+        kwargs = dict(zip(self.kwargs, _given(self.kwargs.values(), read), strict=True)) if self.kwargs else {}
+        if self.random is None and self.dtype is torch.get_default_dtype():
+            result = self.operation.run(*args, **kwargs)
+        else:
+            with self.random or nullcontext(), _default_dtype(self.dtype):
+                result = self.operation.run(*args, **kwargs)
+        return [*tensors_of(result), *copies.values()]
 
     def run(self) -> None:
         """Run it again, for the last time: what it makes has memory then, and what it has read may go."""
-        results = self.results(Value.bytes)
+        results = self._again(Value.look, Value.bytes)
         for reference in self.makes:
             value = reference()
             if value is not None and value.uses and not value.held:
                 value.memory = results[value.place]
-        reads = self.reads()
-        self.needed, self.args, self.kwargs = False, (), {}
+        reads = self.reads
+        self.needed, self.args, self.kwargs, self.reads = False, (), {}, ()
         for value in reads:
             value.used()
 
@@ -306,25 +331,27 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, list | tuple) else []
 
 
-def _looks(given: Any) -> Iterator[Look]:
-    if isinstance(given, Look):
+def _values_in(given: Any) -> Iterator[Value]:
+    if isinstance(given, Value):
         yield given
-    elif isinstance(given, list | tuple):
+    elif isinstance(given, Look):
+        yield given.value
+    elif isinstance(given, list):
         for item in given:
-            yield from _looks(item)
+            yield from _values_in(item)
 
 
-def _values(looks: Iterator[Look]) -> list[Value]:
-    return list({id(look.value): look.value for look in looks}.values())
-
-
-def _map_looks(given: Any, function: Callable[[Look], torch.Tensor]) -> Any:
-    if isinstance(given, Look):
-        return function(given)
-    if isinstance(given, dict):
-        return {name: _map_looks(item, function) for name, item in given.items()}
-    if isinstance(given, list | tuple):
-        return [_map_looks(item, function) for item in given]
+def _given(written_down: Iterable[Any], look: Callable[[Value, Geometry | None], torch.Tensor]) -> list[Any]:
+    """What a call was given, with tensors in place of values and looks."""
+    given: list[Any] = []
+    for item in written_down:
+        kind = type(item)
+        if kind is Value:
+            given.append(look(item, item.geometry))
+        elif kind is Look:
+            given.append(look(item.value, item.geometry))
+        else:
+            given.append(_given(item, look) if kind is list else item)
     return given
 
 

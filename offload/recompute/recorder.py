@@ -8,41 +8,56 @@ source, like the layer's inputs. Nothing is held of what comes by, but for sourc
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.base.tensors import counting_versions, is_plain, version_counter
-from offload.recompute.kinds import Kind, argument_of, draws, kind_of, written_arguments
+from offload.recompute.kinds import Kind, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import Call, Look, Value, copy_of_storage, tensors_of
+from offload.recompute.record import (
+    Call,
+    Geometry,
+    Look,
+    Value,
+    copy_of_storage,
+    geometry_of,
+    look_into,
+    tensors_of,
+)
+
+_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
 class Recorder(TorchDispatchMode):
     """Writes down the operations of one layer's forward, while entered."""
 
     supports_higher_order_operators = True
+    tells = True
+    """Whether somebody wants to know what calls make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[int, tuple[Value, StorageWeakRef]] = {}
-        """What the storages hold now, by their addresses, which no other storage has while the reference lives."""
+        self._values: dict[int, Value] = {}
+        """What the storages hold now, by their addresses."""
+        self._addresses: list[Any] = []
+        """Weak references to these storages, as C++ has them: while they live, no other storage has the address."""
         self._calls = 0
-        self._times: Counter[Any] = Counter()
+        self._times: dict[Operation, int] = {}
         """How often each operation was seen."""
+
+    def __del__(self) -> None:
+        for reference in self._addresses:
+            _free_weak_ref(reference)
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """A source was read for the first time."""
 
     def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
         """A call has made a value, in new memory or over another value."""
-
-    def forget_all(self) -> None:
-        """The layer's forward is over: what was written down lives on only where somebody wants it."""
-        self._values.clear()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -51,26 +66,26 @@ class Recorder(TorchDispatchMode):
 
     def value_at(self, address: int) -> Value | None:
         """What the storage at this address holds now, if the layer has computed or read it."""
-        found = self._values.get(address)
-        return None if found is None else found[0]
+        return self._values.get(address)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = kind_of(function)
+        operation = operation_of(function)
+        kind = operation.kind
         if kind is Kind.VIEW:
-            return function(*args, **kwargs)
-        written = [] if kind is Kind.PURE or kind is Kind.EMPTY else _written(function, args, kwargs)
-        call = None if types or kind is Kind.OPAQUE else self._call(function, args, kwargs, written)
+            return operation.run(*args, **kwargs)
+        written = _written(operation, args, kwargs) if operation.written else []
+        call = None if types or kind is Kind.OPAQUE else self._call(operation, args, kwargs, written)
         if call is None:
             self._save_from(written)
-        result = function(*args, **kwargs)
+        result = operation.run(*args, **kwargs)
         if call is None:
             self._forget([*tensors_of(result), *written])
         else:
             self._make(call, tensors_of(result), written, empty=kind is Kind.EMPTY)
         return result
 
-    def _call(self, function: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Call | None:
+    def _call(self, operation: Operation, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Call | None:
         """A call that can be run again, if that is possible."""
         for tensor in written:
             value = self.value_at(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
@@ -78,27 +93,28 @@ class Recorder(TorchDispatchMode):
                 return None  # what the layer has not made would be written twice
             value.empty = False
         try:
-            random = _random_state(function, args, kwargs) if draws(function) else None
-            looks, named = self._written_down(args), self._written_down(kwargs)
+            random = _random_state(operation.function, args, kwargs) if operation.draws else None
+            reads: dict[Value, None] = {}
+            looks = self._written_down(args, reads)
+            named = dict(zip(kwargs, self._written_down(kwargs.values(), reads), strict=True)) if kwargs else kwargs
         except UnseenError:
             return None
         self._calls += 1
-        time = self._times[function]
-        self._times[function] = time + 1
-        return Call(self._calls, time, function, looks, named, random)
+        time = self._times.get(operation, 0)
+        self._times[operation] = time + 1
+        return Call(self._calls, time, operation, looks, named, reads, random)
 
-    def _written_down(self, given: Any) -> Any:
-        """What an operation is given, with looks in place of tensors."""
-        if isinstance(given, torch.Tensor):
-            return Look(
-                self.read(given), given.dtype, given.storage_offset(), given.size(), given.stride(), given.is_conj(),
-                given.is_neg(),
-            )  # fmt: skip
-        if isinstance(given, dict):
-            return {name: self._written_down(item) for name, item in given.items()}
-        if isinstance(given, list | tuple):
-            return [self._written_down(item) for item in given]
-        return given
+    def _written_down(self, given: Iterable[Any], reads: dict[Value, None]) -> list[Any]:
+        """What an operation is given, with values and looks in place of tensors; ``reads`` collects the values."""
+        found: list[Any] = []
+        for item in given:
+            if isinstance(item, _Tensor):
+                value, geometry = self.read(item), geometry_of(item)
+                reads[value] = None
+                found.append(value if geometry == value.geometry else Look(value, geometry))
+            else:
+                found.append(self._written_down(item, reads) if isinstance(item, list | tuple) else item)
+        return found
 
     def read(self, tensor: torch.Tensor) -> Value:
         """What a tensor holds; a source from now on, if nobody has seen it being computed.
@@ -106,18 +122,17 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnseenError: It is more than what its storage holds, or would not tell if it was changed.
         """
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in (_Tensor, _Parameter) or tensor.layout is not _strided:
             raise UnseenError
         storage = tensor.untyped_storage()
         found = self._values.get(storage._cdata)
-        if found is not None and not found[0].empty:
-            return found[0]
+        if found is not None and not found.empty:
+            return found
         if not is_plain(tensor) or tensor.is_inference():
             raise UnseenError  # PyTorch does not tell whether an inference tensor was changed since
-        value = Value(None, 0, storage.nbytes())
+        value = self._add(None, 0, storage, geometry_of(tensor))
         with counting_versions():
             value.given, value.version = tensor.detach(), tensor._version
-        self._values[storage._cdata] = value, StorageWeakRef(storage)
         self.given(tensor, value)
         return value
 
@@ -126,30 +141,36 @@ class Recorder(TorchDispatchMode):
         for place, tensor in enumerate(results):
             if not is_plain(tensor):
                 continue
-            known = self.value_at(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            known = self._values.get(storage._cdata)
             if known is None:
-                value = self._add(call, place, tensor)
+                value = self._add(call, place, storage, geometry_of(tensor))
                 value.empty = empty
-                self.made(tensor, value, new=True)
+                if self.tells:
+                    self.made(tensor, value, new=True)
             elif not any(tensor is one for one in written):
                 # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
                 with counting_versions():
-                    known.aliases.append(version_counter(tensor))
+                    known.aliases += (version_counter(tensor),)
         place = len(results)
         for tensor in written:
-            old = self.value_at(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            old = self._values.get(storage._cdata)
             if old is not None and old.call is not call:  # else another view of it was written as well
                 old.overwrite()
-                value = self._add(call, place, tensor)
+                value = self._add(call, place, storage, None)
                 value.aliases = old.aliases
-                self.made(tensor, value, new=False)
+                if self.tells:
+                    self.made(tensor, value, new=False)
                 place += 1
 
-    def _add(self, call: Call, place: int, tensor: torch.Tensor) -> Value:
-        storage = tensor.untyped_storage()
+    def _add(self, call: Call | None, place: int, storage: torch.UntypedStorage, geometry: Geometry | None) -> Value:
         value = Value(call, place, storage.nbytes())
-        call.makes.append(weakref.ref(value))
-        self._values[storage._cdata] = value, StorageWeakRef(storage)
+        value.geometry = geometry
+        if call is not None:
+            call.makes.append(weakref.ref(value))
+        self._addresses.append(storage._weak_ref())
+        self._values[storage._cdata] = value
         return value
 
     def _save_from(self, written: list[torch.Tensor]) -> None:
@@ -157,7 +178,8 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             value = self.value_at(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
             if value is not None and value.given is not None:
-                value.memory, value.given = copy_of_storage(tensor.untyped_storage()), None
+                value.memory = look_into(copy_of_storage(tensor.untyped_storage()), value.geometry)
+                value.given = None
 
     def _forget(self, tensors: list[torch.Tensor]) -> None:
         """Nobody has seen how these were computed: who reads them reads a source."""
@@ -165,16 +187,16 @@ class Recorder(TorchDispatchMode):
             if is_plain(tensor):
                 found = self._values.pop(tensor.untyped_storage()._cdata, None)
                 if found is not None:
-                    found[0].overwrite()
+                    found.overwrite()
 
 
 class UnseenError(Exception):
     """What an operation is given cannot be written down."""
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _written(operation: Operation, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operation is about to write into."""
-    given = (kwargs.get(at) if isinstance(at, str) else args[at : at + 1] for at in written_arguments(function))
+    given = (kwargs.get(at) if isinstance(at, str) else args[at : at + 1] for at in operation.written)
     return [tensor for argument in given for tensor in tensors_of(argument)]
 
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from offload.recompute.costs import RegionProfile
+from offload.recompute.kinds import Operation
 from offload.recompute.record import Value
 
 
@@ -37,8 +38,7 @@ KEEP, OFFLOAD, RECOMPUTE = Treatment
 class Region(NamedTuple):
     """One result of one operation of a layer's forward."""
 
-    operation: Any
-    """As a dispatch mode is given it; ``None`` for what the layer was given, or nobody saw being computed."""
+    operation: Operation
     time: int
     """Which call of this operation in the layer, counted from 0."""
     place: int
@@ -48,7 +48,7 @@ class Region(NamedTuple):
 def region_of(value: Value) -> Region | None:
     """The region of what a call has made; ``None`` for a source."""
     call = value.call
-    return None if call is None else Region(call.function, call.time, value.place)
+    return None if call is None else Region(call.operation, call.time, value.place)
 
 
 class Numbered(Protocol):
@@ -118,6 +118,10 @@ class LayerTreatments:
             return OFFLOAD if self._source is RECOMPUTE else self._source
         return self._known.get(region, KEEP)
 
+    def drops(self, region: Region | None) -> bool:
+        """Whether it is to be computed again, and is known to come out the same."""
+        return self.learned and region in self.proven and self._known.get(region) is RECOMPUTE
+
     def awaits_proof(self, region: Region | None) -> bool:
         """Whether it is to be computed again, and nobody knows yet that it comes out the same."""
         return region not in self.proven and self.of(region) is RECOMPUTE
@@ -128,7 +132,7 @@ class LayerTreatments:
 
     def name(self, region: Region, module: str) -> None:
         """The module of this name has made the region."""
-        operation = region.operation._schema.name.removeprefix("aten::")
+        operation = region.operation.function._schema.name.removeprefix("aten::")
         name = f"{module}: {operation}" if module else operation
         self._named[name] += 1
         times = f" #{self._named[name]}" if self._named[name] > 1 else ""
