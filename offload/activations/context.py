@@ -59,7 +59,7 @@ class OffloadContext(ContextDecorator):
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
-        treatments: What happens to the regions of each layer, if not the same to all.
+        treatments: What happens to the regions of each layer; where there is none, the same to all.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OffloadContext(ContextDecorator):
         device: torch.device | str | int | None = None,
         copy_stream: Stream | None = None,
         host: HostMemory | None = None,
-        treatments: Sequence[LayerTreatments] = (),
+        treatments: Sequence[LayerTreatments | None] = (),
     ) -> None:
         backend = get_backend(device)
         streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
@@ -240,7 +240,7 @@ class OffloadContext(ContextDecorator):
         self.abort()
         self._give_up_round()
 
-    def follow(self, schedule: Schedule, treatments: Sequence[LayerTreatments]) -> None:
+    def follow(self, schedule: Schedule, treatments: Sequence[LayerTreatments | None]) -> None:
         """Do something else from the next round on, which begins now. Graphs that exist stay valid."""
         self.schedule, self.treatments = schedule, treatments
         self._round, self._closed = self._new_round(), None

@@ -45,7 +45,8 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
 
     def regions(self, layer: int = 0) -> dict[str, str]:
         """What happens to the regions of a layer: treatments by the regions' names, once it has run forward."""
-        return self._context.treatments[layer].by_name() if self._context.treatments else {}
+        treatments = self._context.treatments[layer] if self._context.treatments else None
+        return {} if treatments is None else treatments.by_name()
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -134,7 +135,9 @@ def offload_layers(
     if memory_budget is not None:
         return budgeted(modules, memory_budget, min_bytes=min_bytes, device=device, host=host)
     patterns = None if treatments is None else parse_treatments(treatments)
-    regions = [] if patterns is None else [LayerTreatments(patterns, layer) for layer in modules]
+    regions: list[LayerTreatments | None] = []
+    if patterns is not None:
+        regions += [LayerTreatments(patterns, layer) for layer in modules]
     if plan is not None:
         if treatments is not None:
             raise ValueError("treatments and plan exclude each other; give one.")
@@ -143,14 +146,14 @@ def offload_layers(
     return OffloadedLayers(modules, context)
 
 
-def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerTreatments]:
+def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerTreatments | None]:
     """The treatments of a plan, if it has any: a schedule alone is a plan, too."""
     found = list(getattr(plan, "treatments", ()))
     if not any(found):
         return []
     names = [[region.name for region in layer.regions] for layer in plan.profile.layers]
     return [
-        LayerTreatments({"*": Treatment.OFFLOAD}, layer, planned=None if one is None else (one, names[number]))
+        None if one is None else LayerTreatments({"*": Treatment.OFFLOAD}, layer, planned=(one, names[number]))
         for number, (layer, one) in enumerate(zip(modules, found, strict=True))
     ]
 

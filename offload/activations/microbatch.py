@@ -31,7 +31,7 @@ class Round:
         transfers: Transfers,
         min_bytes: int,
         *,
-        treatments: Sequence[LayerTreatments] = (),
+        treatments: Sequence[LayerTreatments | None] = (),
         sees_all: bool = False,
     ) -> None:
         self.schedule = schedule
@@ -72,8 +72,9 @@ class Round:
         rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
         stays = self.schedule is not None and layer not in self._offloaded
         parts = (layer, self.transfers, rules, self._known)
-        if self._treatments:
-            opened: ActivationSet = RegionSet(*parts, stays=stays, treatments=self._treatments[layer])
+        treatments = self._treatments[layer] if self._treatments else None
+        if treatments is not None:
+            opened: ActivationSet = RegionSet(*parts, stays=stays, treatments=treatments)
         else:
             opened = ActivationSet(*parts, stays=stays)
         self.sets[layer] = opened

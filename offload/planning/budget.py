@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from enum import Enum, auto
 from typing import Any
 
@@ -24,11 +23,10 @@ from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.host.limits import HostMemory
 from offload.planning.measure import measure_link
+from offload.planning.measure_regions import frugal_profile, frugal_schedule, frugal_treatments
 from offload.planning.measured_layer import LayerTimes
-from offload.planning.passes import LayerTreatment
 from offload.planning.plan import Plan, plan
-from offload.planning.profile import LayerProfile, Profile
-from offload.recompute.costs import ways
+from offload.planning.profile import Profile
 from offload.recompute.treatments import LayerTreatments, Treatment
 from offload.schedule.schedule import Schedule
 
@@ -81,7 +79,6 @@ class BudgetedLayers(OffloadedLayers):
         self.plan: Plan | None = None
         """What is followed; ``None`` in the first rounds."""
         self._link = measure_link(self._backend.device)
-        self._profile: Profile | None = None
         self._times = LayerTimes(layers, self._backend)
         self._peak_bytes = 0
         """The most device memory in the last round, above what there was when it began."""
@@ -102,41 +99,41 @@ class BudgetedLayers(OffloadedLayers):
         self._corrections = 0
         self._start_bytes = 0
         self._times.remove()
+        # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
-        count = len(self._layers)
-        everything = {"*": Treatment.RECOMPUTE}
-        treatments = [LayerTreatments(everything, layer, measures=True) for layer in self._layers]
-        self._context.follow(_default(count - 2 if count > 2 else 0, count), treatments)
+        self._treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in self._layers]
+        self._context.follow(frugal_schedule(len(self._layers)), self._treatments)
 
     def begin_round(self, elements: int) -> None:
         """A microbatch is about to enter the first layer, with so many elements in its inputs."""
-        peak_bytes = self._peak_bytes
         if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
             self._elements = elements
-            if all(one.costs for one in self._context.treatments):
+            if all(one.costs for one in self._treatments):
                 self._stage = _Stage.TIMING
-                self._times.clear()
+                self._times.start(reads_memory=self._has_peak)
         elif self._stage is _Stage.TIMING and self._times.complete:
             self._times.remove()
-            self._profile = self._profile_of(self._times)
-            self._missing_bytes = max(0, peak_bytes - self._frugal().peak_bytes) if self._has_peak else 0
+            profile = frugal_profile(self._treatments, self._times)
+            self._missing_bytes = max(0, self._peak_bytes - self._frugal(profile).peak_bytes)
             self._stage = _Stage.FOLLOWING
-            self._plan()
+            self._follow_plan(profile)
         elif self._stage is _Stage.FOLLOWING and self.plan is not None:
-            over = peak_bytes - self._memory()
+            over = self._peak_bytes - self._memory()
             if over > 0 and self._corrections < CORRECTIONS:
                 self._corrections += 1
                 self._missing_bytes += over
-                self._plan()
-        if self._has_peak:
+                self._follow_plan(self.plan.profile)
+        if self._has_peak and self._stage is _Stage.FOLLOWING:
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
 
     def end_backward(self) -> None:
         """A round's backward has ended: what its peak was; later the program may have the peak forgotten."""
-        if self._has_peak:
+        if self._stage is _Stage.TIMING:
+            self._peak_bytes = self._times.most_bytes()
+        elif self._has_peak:
             self._peak_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
 
     def _memory(self) -> int:
@@ -149,35 +146,17 @@ class BudgetedLayers(OffloadedLayers):
             self._budget = int(AUTO_SHARE * (free + cached))
         return self._budget
 
-    def _profile_of(self, times: LayerTimes) -> Profile:
-        """What was measured, as if nothing had been recomputed."""
-        layers = []
-        for treatments, (forward_s, backward_s) in zip(self._context.treatments, times.seconds(), strict=True):
-            again_s = ways(treatments.costs)[0].recompute_s
-            layers.append(LayerProfile.from_regions(treatments.costs, forward_s, max(forward_s, backward_s - again_s)))
-        return Profile(tuple(layers), times.loss_s())
-
-    def _frugal(self) -> Plan:
+    def _frugal(self, profile: Profile) -> Plan:
         """What the first rounds do, as a plan."""
-        schedule = self._context.schedule
-        if self._profile is None or schedule is None:
-            raise RuntimeError("a plan was asked for before the layers were measured; please report this.")
-        held = [ways(layer.regions)[0].held for layer in self._profile.layers]
-        treatments = tuple(LayerTreatment(one, one) for one in held)
-        return Plan(schedule, self._profile, self._link, self._memory(), treatments)
+        schedule = frugal_schedule(len(self._layers))
+        return Plan(schedule, profile, self._link, self._memory(), tuple(frugal_treatments(profile)))
 
-    def _plan(self) -> None:
+    def _follow_plan(self, profile: Profile) -> None:
         """Make a plan, and follow it; what cannot be met stays frugal, and says so."""
-        if self._profile is None:
-            return
         begin = time.perf_counter()
+        budget = max(0, self._memory() - self._missing_bytes)
         try:
-            made = plan(
-                self._profile,
-                max(0, self._memory() - self._missing_bytes),
-                self._link,
-                max_host_bytes=self._max_host_bytes,
-            )
+            made = plan(profile, budget, self._link, max_host_bytes=self._max_host_bytes)
         except ValueError as error:
             warn_caller(
                 f"memory_budget = {format_bytes(self._memory())} cannot be met, so everything is recomputed and inputs "
@@ -186,10 +165,12 @@ class BudgetedLayers(OffloadedLayers):
             self.plan = None
             return
         self.plan = made
-        for treatments, numbered in zip(self._context.treatments, made.treatments, strict=True):
-            saved = frozenset(number for number, region in enumerate(treatments.costs) if region.saved)
-            treatments.follow(numbered or LayerTreatment(saved, saved))
-        self._context.follow(made.schedule, self._context.treatments)
+        for learned, numbered in zip(self._treatments, made.treatments, strict=True):
+            if numbered is not None:
+                learned.follow(numbered)
+        treated = zip(self._treatments, made.treatments, strict=True)
+        followed = [None if numbered is None else learned for learned, numbered in treated]
+        self._context.follow(made.schedule, followed)
         _logger.info(
             "memory_budget = %s: %d of %d layers travel, %s a step are recomputed; step of the layers %s, peak %s, and "
             "%s outside of them; planned in %s",
@@ -232,12 +213,6 @@ class _Backwards(LayerListener):
     def _begin(self, _: object) -> None:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._budgeted.end_backward)
-
-
-def _default(num_layers: int, model_layers: int) -> Schedule:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what cannot overlap
-        return Schedule.default(num_layers, model_layers)
 
 
 spine.budgeted = BudgetedLayers

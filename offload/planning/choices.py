@@ -94,7 +94,7 @@ class Choices:
     def peak_bytes(self, choice: Choice) -> int:
         """The most on the device."""
         if choice is not self._peak[0]:
-            self._peak = (choice, peak_bytes(self.passes(choice), choice.num_layers))
+            self._peak = (choice, peak_bytes(self.passes(choice), choice.num_layers, self.profile.loss_bytes))
         return self._peak[1]
 
     def step_s(self, choice: Choice) -> float:

@@ -7,28 +7,53 @@ forward begins. So each stream is one sum. And memory is taken and given back in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from offload.planning.link import Link
 from offload.planning.passes import Passes
 
 
-def peak_bytes(layers: Sequence[Passes], num_layers: int) -> int:
-    """The most bytes on the device if the first ``num_layers`` of the layers travel."""
+class Peaks(NamedTuple):
+    """The most bytes on the device in each part of a step."""
+
+    forward: list[int]
+    """While each layer runs forward."""
+    between: int
+    """Between the last forward and its backward."""
+    backward: list[int]
+    """While each layer runs backward, by the layers' numbers."""
+
+
+def peak_bytes(layers: Sequence[Passes], num_layers: int, between_bytes: int = 0) -> int:
+    """The most bytes on the device.
+
+    Args:
+        layers: The passes of each layer.
+        num_layers: How many of them travel, the first ones.
+        between_bytes: What else is there between the last forward and its backward.
+    """
+    peaks = peaks_of(layers, num_layers)
+    return max(*peaks.forward, peaks.between + between_bytes, *peaks.backward)
+
+
+def peaks_of(layers: Sequence[Passes], num_layers: int) -> Peaks:
+    """What the layers have on the device if the first ``num_layers`` of them travel."""
     resident = len(layers) - num_layers
     held = 0
-    peaks = []
+    forward, backward = [], []
     for number, layer in enumerate(layers):
         if number >= resident:
             held -= layers[number - resident].travelling_bytes
-        peaks.append(held + layer.forward_peak_bytes)
+        forward.append(held + layer.forward_peak_bytes)
         held += layer.held_bytes
+    between = held
     for number in range(len(layers) - 1, -1, -1):
         layer = layers[number]
         if 0 <= number - resident + 1 < num_layers:
             held += layers[number - resident + 1].travelling_bytes
         held -= layer.held_bytes
-        peaks.append(held + layer.backward_peak_bytes)
-    return max(peaks)
+        backward.append(held + layer.backward_peak_bytes)
+    return Peaks(forward, between, backward[::-1])
 
 
 def step_s(layers: Sequence[Passes], num_layers: int, link: Link, between_s: float = 0.0) -> float:

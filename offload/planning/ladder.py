@@ -48,10 +48,12 @@ def ladder_of(profile: Profile) -> Ladder:
     rungs: list[tuple[LayerTreatment | None, ...]] = []
     steps: list[tuple[float, int, int]] = []
     for kind, numbers in enumerate(members):
-        regions = _average([profile.layers[number].regions for number in numbers])
+        layers = [profile.layers[number] for number in numbers]
+        regions = _average([layer.regions for layer in layers])
         treated = _rungs(regions) if regions else []
         rungs.append((*(LayerTreatment(way.held, way.held) for way in treated[:-1]), None))
-        steps += ((gain, kind, rung) for rung, gain in _gains(treated))
+        recording_s = fmean(layer.recorded_s - layer.forward_s for layer in layers)
+        steps += ((gain, kind, rung) for rung, gain in _gains(treated, recording_s))
     standing = [0] * len(members)
     levels = [tuple(standing)]
     # Gains fall from rung to rung of a kind, so they are in order.
@@ -79,13 +81,15 @@ def _rungs(regions: tuple[RegionProfile, ...]) -> list[Treated]:
     return found if found[-1].held == saved else [*found, Treated(regions, saved)]
 
 
-def _gains(treated: Sequence[Treated]) -> Iterable[tuple[int, float]]:
+def _gains(treated: Sequence[Treated], recording_s: float) -> Iterable[tuple[int, float]]:
     """The rungs of the convex hull above the lowest, each with the seconds per byte saved since the one before."""
+    last = len(treated) - 1
+    costs = [(way.saved_bytes, way.recompute_s + (recording_s if way is not treated[last] else 0)) for way in treated]
     rung = 0
-    while rung < len(treated) - 1:
-        here = treated[rung]
+    while rung < last:
+        nbytes, seconds = costs[rung]
         gain, rung = max(
-            ((here.recompute_s - there.recompute_s) / max(1, there.saved_bytes - here.saved_bytes), number)
-            for number, there in enumerate(treated[rung + 1 :], rung + 1)
+            ((seconds - costs[number][1]) / max(1, costs[number][0] - nbytes), number)
+            for number in range(rung + 1, last + 1)
         )
         yield rung, gain

@@ -5,10 +5,11 @@ The planner and the simulator work on the plain data that comes out of here.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 
@@ -26,9 +27,12 @@ from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.planning.link import Link
-from offload.planning.measure_regions import measure_regions
-from offload.planning.measured_layer import MeasuredLayer, Measurement
+from offload.planning.measure_regions import measure_frugally, measure_regions
+from offload.planning.measured_layer import MeasuredLayer, Measurement, rest_s
 from offload.planning.profile import LayerProfile, Profile
+from offload.planning.workspace import with_workspace
+
+_logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""
@@ -103,9 +107,9 @@ def profile_layers(
 ) -> Profile:
     """Measure what each layer of a model costs.
 
-    ``step`` is called ``steps + 2`` times: to warm up, to count what is saved, then to take times, of which
-    the median counts. It changes parameters and gradients as it does in training. With ``regions``, it is called once
-    more.
+    ``step`` is called ``steps + 2`` times: to count what is saved, to see what memory it takes, then to take times, of
+    which the median counts. It changes parameters and gradients as it does in training. With ``regions``, it is
+    called twice more; and if the model does not fit, it is measured with everything recomputed and inputs travelling.
 
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
@@ -119,6 +123,7 @@ def profile_layers(
     Raises:
         ValueError: A layer's forward or backward did not run, no layer saved anything that can travel, or some layers
             are offloaded already.
+        torch.OutOfMemoryError: The model does not fit, and ``regions`` was not asked for.
 
     Note:
         A layer's backward begins when the gradient of one of its outputs is complete, and ends when that
@@ -129,38 +134,64 @@ def profile_layers(
     check_int("steps", steps, least=1)
     modules = check_layers(layers, MeasuredLayer, "measured", "cannot be measured")
     _check_not_offloaded(modules)
-    recorder = Measurement(get_backend(device), parse_min_bytes(min_bytes))
+    min_bytes = parse_min_bytes(min_bytes)
+    backend = get_backend(device)
+    try:
+        return _measure(modules, step, min_bytes, backend, steps, regions=regions)
+    except torch.OutOfMemoryError:
+        if not regions:
+            raise
+    _logger.info("The model does not fit: it is measured with everything recomputed, and inputs that travel.")
+    return measure_frugally(modules, step, min_bytes=min_bytes, device=backend.device, steps=steps)
+
+
+def _measure(
+    modules: list[torch.nn.Module],
+    step: Callable[[], object],
+    min_bytes: int,
+    backend: Backend,
+    steps: int,
+    *,
+    regions: bool,
+) -> Profile:
+    """A profile of layers as they are."""
+    recorder = Measurement(backend, min_bytes)
     measured = recorder.layers = [MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
-    mark, seconds = recorder.backend.mark, recorder.backend.seconds
     with recorder.hooks, Attachment(modules, measured):
-        step()
-        recorder.start_counting()
+        recorder.counts = True
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), selective.sees(recorder):
             step()
-        recorder.counts = recorder.reads_memory = False
+        recorder.counts = False
+        if backend.device.type != "cpu":
+            recorder.read_memory()
+        step()  # without hooks, under which some tensors live longer
+        recorder.reads_memory = False
         for layer in measured:
             layer.passes.clear()
-        marks = [mark()]
+        marks = [backend.mark()]
         for _ in range(steps):
             step()
-            marks.append(mark())
+            marks.append(backend.mark())
     profiles = tuple(layer.profile() for layer in measured)
     if not any(profile.saved_bytes for profile in profiles):
         raise ValueError(
             f"no layer saved at least min_bytes = {recorder.rules.min_bytes} bytes at once on "
             f"{recorder.backend.device}; lower min_bytes, or profile the layers before they are offloaded."
         )
-    if regions:
-        costs = measure_regions(modules, step, min_bytes=min_bytes, device=recorder.backend.device)
-        profiles = tuple(
-            LayerProfile.from_regions(found, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes)
-            for one, found in zip(profiles, costs, strict=True)
+    loss_s = measured[-1].after_it_s()
+    known_s = sum(profile.forward_s + profile.backward_s for profile in profiles) + loss_s
+    other_s = rest_s(backend, marks, len(measured[-1].passes), known_s)
+    profile = with_workspace(Profile(profiles, loss_s, other_s), recorder.peaks())
+    if not regions:
+        return profile
+    found = measure_regions(modules, step, min_bytes=min_bytes, device=recorder.backend.device)
+    by_region = (
+        LayerProfile.from_regions(
+            costs, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes, recorded_s=recorded_s
         )
-    last = measured[-1].passes
-    loss_s = statistics.median(seconds((one.forward_end, one.backward_start) for one in last))
-    microbatch_s = statistics.median(seconds(pairwise(marks))) * steps / len(last)
-    in_layers_s = sum(profile.forward_s + profile.backward_s for profile in profiles)
-    return Profile(profiles, loss_s, max(0.0, microbatch_s - in_layers_s - loss_s))
+        for one, (costs, recorded_s) in zip(profile.layers, found, strict=True)
+    )
+    return replace(profile, layers=tuple(by_region))
 
 
 def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:

@@ -1,15 +1,20 @@
-"""What the regions of a model's layers cost, measured in one step of it."""
+"""What the regions of a model's layers cost, measured in steps of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.layers import OffloadedLayers
-from offload.recompute.costs import RegionProfile
+from offload.planning.measured_layer import LayerTimes, rest_s
+from offload.planning.passes import LayerTreatment
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.workspace import with_workspace
+from offload.recompute.costs import RegionProfile, ways
 from offload.recompute.treatments import LayerTreatments, Treatment
 from offload.schedule.schedule import Schedule
 
@@ -20,24 +25,82 @@ def measure_regions(
     *,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
-    frugally: bool = False,
-) -> list[tuple[RegionProfile, ...]]:
-    """Run one step, in which the operations of each layer are run once more, compared, and timed.
+) -> list[tuple[tuple[RegionProfile, ...], float]]:
+    """Run two steps: in the first, each operation is run once more, compared and timed; the second is timed as it is.
 
     Args:
         layers: In call order.
         step: Runs forward and backward; it should have run before, since a first step takes longer.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers run.
-        frugally: Compute everything again in backward, and let inputs travel, so that a model runs that does not fit.
 
     Returns:
-        Of each layer, its regions in the order of forward.
+        Of each layer, its regions in the order of forward, and the seconds of a forward that is recorded.
     """
-    patterns = {"*": Treatment.RECOMPUTE if frugally else Treatment.KEEP}
-    treatments = [LayerTreatments(patterns, layer, measures=True) for layer in layers]
-    schedule = Schedule.default(max(0, len(layers) - 2) if frugally else 0, len(layers))
-    context = OffloadContext(schedule, len(layers), min_bytes=min_bytes, device=device, treatments=treatments)
+    treatments = [LayerTreatments({"*": Treatment.KEEP}, layer, measures=True) for layer in layers]
+    context = OffloadContext(
+        Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, treatments=treatments
+    )
     with OffloadedLayers(list(layers), context):
         step()
-    return [one.costs for one in treatments]
+        times = LayerTimes(layers, context.backend)
+        step()
+        times.remove()
+    return [(one.costs, forward_s) for one, (forward_s, _) in zip(treatments, times.seconds(), strict=True)]
+
+
+def measure_frugally(
+    layers: Sequence[nn.Module],
+    step: Callable[[], object],
+    *,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+    steps: int = 1,
+) -> Profile:
+    """Profile a model that does not fit: everything is computed again in backward, and the layers' inputs travel.
+
+    Args:
+        layers: In call order.
+        step: Runs forward and backward of at least one microbatch.
+        min_bytes: Storages below this size are no regions of their own.
+        device: Where the layers run.
+        steps: How many steps are timed, after one that learns what the regions cost.
+    """
+    count = len(layers)
+    schedule = frugal_schedule(count)
+    treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
+    context = OffloadContext(schedule, count, min_bytes=min_bytes, device=device, treatments=treatments)
+    with OffloadedLayers(list(layers), context):
+        step()
+        times = LayerTimes(layers, context.backend)
+        times.start(reads_memory=context.backend.device.type != "cpu")
+        marks = [context.backend.mark()]
+        for _ in range(steps):
+            step()
+            marks.append(context.backend.mark())
+        times.remove()
+    profile = frugal_profile(treatments, times)
+    known_s = sum(map(sum, times.seconds())) + profile.loss_s
+    return replace(profile, other_s=rest_s(context.backend, marks, times.rounds, known_s))
+
+
+def frugal_schedule(count: int) -> Schedule:
+    """As many layers travel as can without waiting for each copy."""
+    return Schedule.default(max(0, count - 2), count)
+
+
+def frugal_treatments(profile: Profile) -> list[LayerTreatment]:
+    """All is computed again; what that reads is kept, and travels."""
+    held = [ways(layer.regions)[0].held for layer in profile.layers]
+    return [LayerTreatment(one, one) for one in held]
+
+
+def frugal_profile(treatments: Sequence[LayerTreatments], times: LayerTimes) -> Profile:
+    """What the layers cost if nothing is computed again, from steps in which everything is."""
+    layers = []
+    for learned, (forward_s, backward_s) in zip(treatments, times.seconds(), strict=True):
+        again_s = ways(learned.costs)[0].recompute_s
+        layers.append(LayerProfile.from_regions(learned.costs, forward_s, max(forward_s, backward_s - again_s)))
+    profile = Profile(tuple(layers), times.loss_s())
+    num_layers = len(frugal_schedule(len(layers)).offloaded_layers)
+    return with_workspace(profile, times.peaks(), num_layers, frugal_treatments(profile))

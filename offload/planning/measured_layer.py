@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from offload.activations.what_moves import Rules, travellers
 from offload.base.autograd import before_backward, tensors_in
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.device.backend import Backend, Event
+from offload.planning.estimate import Peaks
 from offload.planning.profile import LayerProfile
 
 
@@ -44,16 +46,33 @@ class Measurement:
         self.counts = False
         """Whether this is the step in which bytes are counted."""
         self.reads_memory = False
-        """Whether it is and there is an allocator to ask, which the CPU has not."""
+        """Whether this is the step in which an accelerator is asked what is allocated."""
         self.start_bytes = 0
         """What the allocator said when the step began."""
+        self.between_bytes = 0
+        """The most that was allocated between the last forward and its backward, above that at the step's start."""
+        self.most_bytes = 0
+        """The most of all that was allocated."""
 
-    def start_counting(self) -> None:
-        """Count what each layer saves from now on, and on an accelerator what it needs beside that."""
-        self.counts = True
-        self.reads_memory = self.backend.device.type != "cpu"
+    def read_memory(self) -> None:
+        """Ask the accelerator from now on what is allocated; on the CPU there is nobody to ask."""
+        self.reads_memory = True
+        self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
+
+    def mark(self) -> tuple[Event, int]:
+        """A mark, and the most that was allocated since the last one, above what there was at the step's start."""
+        most_bytes = 0
         if self.reads_memory:
-            self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
+            most_bytes = torch.accelerator.max_memory_allocated(self.backend.device) - self.start_bytes
+            torch.accelerator.reset_peak_memory_stats(self.backend.device)
+            self.most_bytes = max(self.most_bytes, most_bytes)
+        return self.backend.mark(), most_bytes
+
+    def peaks(self) -> Peaks:
+        """The most that was allocated while each layer ran, and between the passes; zeros where nobody can tell."""
+        layers = self.layers
+        forward, backward = [one.forward_bytes for one in layers], [one.backward_bytes for one in layers]
+        return Peaks(forward, self.between_bytes, backward)
 
     def start_early(self, tensor: torch.Tensor) -> None:
         """Nothing is copied."""
@@ -84,31 +103,44 @@ class MeasuredLayer(LayerListener):
         """The bytes of each storage that it saves, by the storage's address, in order."""
         self.counted = False
         """Whether all of them are there."""
-        self._peak_bytes = 0
+        self.forward_bytes = self.backward_bytes = 0
         """The most device memory while it ran, above that at the step's start."""
         self._recorder = recorder
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
         self._passing: Pass | None = None
 
+    def seconds(self) -> tuple[float, float]:
+        """The medians of those of its forwards and backwards."""
+        seconds, passes = self._recorder.backend.seconds, self._complete()
+        return (
+            statistics.median(seconds((one.forward_start, one.forward_end) for one in passes)),
+            statistics.median(seconds((one.backward_start, one.backward_end) for one in passes)),
+        )
+
+    def after_it_s(self) -> float:
+        """The median of the seconds between its forwards and their backwards."""
+        return statistics.median(
+            self._recorder.backend.seconds((one.forward_end, one.backward_start) for one in self._complete())
+        )
+
     def profile(self) -> LayerProfile:
-        """What was found."""
+        """What was found.
+
+        Raises:
+            ValueError: A pass was not complete.
+        """
         for what in ("forward", "backward"):
             if not self.passes or any(getattr(one, f"{what}_end") is None for one in self.passes):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
                     "the modules that the model calls, and let step call backward()."
                 )
-        seconds = self._recorder.backend.seconds
         tensors = tuple(self.tensors.values())
-        resident_bytes = sum(sum(layer.tensors.values()) for layer in self._recorder.layers[: self.number + 1])
-        return LayerProfile(
-            statistics.median(seconds((one.forward_start, one.forward_end) for one in self.passes)),
-            statistics.median(seconds((one.backward_start, one.backward_end) for one in self.passes)),
-            sum(tensors),
-            tensors,
-            max(0, self._peak_bytes - resident_bytes),
-        )
+        return LayerProfile(*self.seconds(), sum(tensors), tensors)
+
+    def _complete(self) -> list[Pass]:
+        return [one for one in self.passes if one.backward_end is not None]
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._passing = None
@@ -121,13 +153,14 @@ class MeasuredLayer(LayerListener):
             self._recorder.hooks.callback(hook.remove)
         self.passes.append(passing)
         self._recorder.running = self
-        passing.forward_start = self._begin()
+        passing.forward_start, _ = self._recorder.mark()
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._passing is not None:
             self._recorder.running = None
             self.counted = self._recorder.counts
-            self._passing.forward_end = self._end()
+            self._passing.forward_end, most_bytes = self._recorder.mark()
+            self.forward_bytes = max(self.forward_bytes, most_bytes)
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._passing is not None:
@@ -136,12 +169,14 @@ class MeasuredLayer(LayerListener):
     def _begin_backward(self, passing: Pass, _: object) -> None:
         if passing.backward_start is not None:
             return  # another output had its gradient first
-        passing.backward_start = self._begin()
+        passing.backward_start, between_bytes = self._recorder.mark()
+        if self._recorder.reads_memory and self is self._recorder.layers[-1]:
+            self._recorder.between_bytes = max(self._recorder.between_bytes, between_bytes)
         if passing.ends_with_input:
             return
 
         def one_more(_: object) -> None:
-            passing.backward_end = self._end()
+            self._mark_backward(passing)
 
         hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
         for hook in hooks:
@@ -158,53 +193,67 @@ class MeasuredLayer(LayerListener):
     def _end_backward(self, passing: Pass) -> None:
         # A leaf that is the input of several passes tells each of them of each gradient.
         if passing.backward_start is not None and passing.backward_end is None:
-            passing.backward_end = self._end()
+            self._mark_backward(passing)
 
-    def _begin(self) -> Event:
-        """The mark of something that begins, forward or backward."""
-        if self._recorder.reads_memory:
-            torch.accelerator.reset_peak_memory_stats(self._recorder.backend.device)
-        return self._recorder.backend.mark()
+    def _mark_backward(self, passing: Pass) -> None:
+        passing.backward_end, most_bytes = self._recorder.mark()
+        self.backward_bytes = max(self.backward_bytes, most_bytes)
 
-    def _end(self) -> Event:
-        """The mark of its end."""
-        mark = self._recorder.backend.mark()
-        if self._recorder.reads_memory:
-            peak_bytes = torch.accelerator.max_memory_allocated(self._recorder.backend.device)
-            self._peak_bytes = max(self._peak_bytes, peak_bytes - self._recorder.start_bytes)
-        return mark
+
+def rest_s(backend: Backend, marks: Sequence[Event], rounds: int, known_s: float) -> float:
+    """What a microbatch takes beside what is known of it, in steps between marks with so many rounds in all."""
+    microbatch_s = statistics.median(backend.seconds(pairwise(marks))) * (len(marks) - 1) / rounds
+    return max(0.0, microbatch_s - known_s)
 
 
 class LayerTimes(Attachment):
-    """Times forward and backward of layers, as they are run in whatever way, until :meth:`remove`."""
+    """Times forward and backward of layers, as they are run in whatever way, until :meth:`remove`.
+
+    Args:
+        layers: In call order.
+        backend: Of the device on which they run.
+    """
 
     def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend) -> None:
         self._recorder = Measurement(backend, 0)
         self._timed = [MeasuredLayer(self._recorder, number, module) for number, module in enumerate(layers)]
+        self._recorder.layers = self._timed
         super().__init__(layers, self._timed)
 
     def remove(self) -> None:
         super().remove()
         self._recorder.hooks.close()
 
-    def clear(self) -> None:
-        """Forget what was timed so far."""
+    def start(self, *, reads_memory: bool) -> None:
+        """Forget what was timed so far; from now on, also ask an accelerator what is allocated if that is wanted."""
         for layer in self._timed:
             layer.passes.clear()
+        if reads_memory:
+            self._recorder.read_memory()
 
     @property
     def complete(self) -> bool:
         """Whether each layer has run forward and backward."""
         return all(layer.passes and layer.passes[0].backward_end is not None for layer in self._timed)
 
+    @property
+    def rounds(self) -> int:
+        """How many microbatches have come by."""
+        return len(self._timed[-1].passes)
+
     def seconds(self) -> list[tuple[float, float]]:
-        """Of each layer, those of its first forward and backward."""
-        firsts = [layer.passes[0] for layer in self._timed]
-        forward = self._recorder.backend.seconds((one.forward_start, one.forward_end) for one in firsts)
-        backward = self._recorder.backend.seconds((one.backward_start, one.backward_end) for one in firsts)
-        return list(zip(forward, backward, strict=True))
+        """Of each layer, the median of those of its forwards, and of its backwards."""
+        return [layer.seconds() for layer in self._timed]
 
     def loss_s(self) -> float:
         """Seconds between the last layer's forward and its backward."""
-        last = self._timed[-1].passes[0]
-        return self._recorder.backend.seconds([(last.forward_end, last.backward_start)])[0]
+        return self._timed[-1].after_it_s()
+
+    def peaks(self) -> Peaks:
+        """The most that was allocated while each layer ran, above what there was in the beginning."""
+        return self._recorder.peaks()
+
+    def most_bytes(self) -> int:
+        """The most of all that was allocated."""
+        self._recorder.mark()
+        return self._recorder.most_bytes

@@ -6,6 +6,7 @@ by one, and the planner adds them up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,9 +59,9 @@ class BackwardPiece(NamedTuple):
     """Which of the layer's travelling pieces it waits for; those that were saved later are back before."""
     recompute_s: float = 0.0
     taken_bytes: int = 0
-    """Device memory that computing again takes."""
+    """The most device memory that computing again takes."""
     passing_bytes: int = 0
-    """Of it, what is given back before the piece itself: what autograd has not saved."""
+    """What of it, and of what was computed again before, is given back when that is done: what nobody reads later."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,17 @@ def passes_of(layer: LayerProfile, treatment: LayerTreatment | None = None, *, t
 
     Args:
         layer: What it costs.
-        treatment: Of its regions; everything that it saves is treated alike if left out.
+        treatment: Of its regions; everything that it saves is treated alike, and nothing recorded, if left out.
         travels: Whether the layer's set moves. If not, all that is kept stays.
     """
     if not layer.regions:
         return _of_tensors(layer, travels=travels)
+    forward_s = layer.recorded_s
     if treatment is None:
         saved = frozenset(number for number, region in enumerate(layer.regions) if region.saved)
-        treatment = LayerTreatment(saved, saved)
-    return _of_regions(layer, Treated(layer.regions, treatment.kept), treatment.travelling if travels else frozenset())
+        treatment, forward_s = LayerTreatment(saved, saved), layer.forward_s
+    travelling = treatment.travelling if travels else frozenset()
+    return _of_regions(layer, Treated(layer.regions, treatment.kept), travelling, forward_s)
 
 
 def _of_tensors(layer: LayerProfile, *, travels: bool) -> Passes:
@@ -170,7 +173,7 @@ def _of_tensors(layer: LayerProfile, *, travels: bool) -> Passes:
     return Passes(forward, backward, tensors if travels else (), layer.workspace_bytes)
 
 
-def _of_regions(layer: LayerProfile, treated: Treated, travelling: frozenset[int]) -> Passes:
+def _of_regions(layer: LayerProfile, treated: Treated, travelling: frozenset[int], forward_s: float) -> Passes:
     """Regions share the seconds of forward and backward as their operations share those of forward."""
     regions = treated.regions
     total_s = sum(region.seconds for region in regions)
@@ -180,7 +183,7 @@ def _of_regions(layer: LayerProfile, treated: Treated, travelling: frozenset[int
     let_go = _let_go(treated)
     forward = tuple(
         ForwardPiece(
-            share * layer.forward_s,
+            share * forward_s,
             region.nbytes if number in treated.held or _passes(treated, number) else 0,
             sum(regions[other].nbytes for other in let_go[number]),
             number in places,
@@ -213,14 +216,24 @@ def _backward(treated: Treated, places: dict[int, int], seconds: list[float]) ->
     """Each region's backward, the last one first, and before it what is computed again because it asks for that."""
     regions = treated.regions
     left = set(treated.recomputed)
-    unread = {number for number in left if not regions[number].saved}
-    """What is computed again for others only, and was not let go yet."""
+    readers = Counter(read for again in left for read in regions[again].reads)
+    """How many that are computed again have yet to read a region."""
+
+    def let_go(number: int) -> int:
+        """The bytes that are let go when a region was computed again."""
+        for read in regions[number].reads:
+            readers[read] -= 1
+        done = (read for read in {number, *regions[number].reads} if read in treated.recomputed and not readers[read])
+        return sum(regions[read].nbytes for read in done if not regions[read].saved)
+
     for number in reversed(range(len(regions))):
         again = _leading_to(regions, number, left) if regions[number].saved else []
         left.difference_update(again)
-        read_later = {read for later in left for read in regions[later].reads}
-        passing = [other for other in unread if other not in left and other not in read_later]
-        unread.difference_update(passing)
+        here_bytes = most_bytes = 0
+        for other in again:
+            here_bytes += regions[other].nbytes
+            most_bytes = max(most_bytes, here_bytes)
+            here_bytes -= let_go(other)
         asked = {number, *again, *(read for other in again for read in regions[other].reads)}
         there = number in treated.held or _passes(treated, number)
         yield BackwardPiece(
@@ -228,8 +241,8 @@ def _backward(treated: Treated, places: dict[int, int], seconds: list[float]) ->
             regions[number].nbytes if there else 0,
             min((places[other] for other in asked if other in places), default=None),
             sum(regions[other].seconds for other in again),
-            sum(regions[other].nbytes for other in again),
-            sum(regions[other].nbytes for other in passing),
+            most_bytes,
+            most_bytes - here_bytes,
         )
 
 

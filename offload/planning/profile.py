@@ -34,6 +34,8 @@ class LayerProfile:
             temporary tensors, gradients.
         regions: What its operations make, in the order of forward; the layer is one region if left out. The saved
             ones are its activation set, and the list of tensors.
+        recorded_s: Seconds of its forward while its operations are recorded, as those of a layer with treatments by
+            region are: more than ``forward_s`` where the device waits for the host; the same if left out.
 
     Raises:
         ValueError: A value is negative or not finite, the tensors or the saved regions do not add up to
@@ -46,8 +48,10 @@ class LayerProfile:
     tensors: tuple[int, ...] = ()
     workspace_bytes: int = 0
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
+    recorded_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recorded_s", max(self.forward_s, self.recorded_s))
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
             _check_not_negative(name, getattr(self, name))
         if self.regions:
@@ -62,12 +66,25 @@ class LayerProfile:
 
     @classmethod
     def from_regions(
-        cls, regions: Iterable[RegionProfile], forward_s: float, backward_s: float, *, workspace_bytes: int = 0
+        cls,
+        regions: Iterable[RegionProfile],
+        forward_s: float,
+        backward_s: float,
+        *,
+        workspace_bytes: int = 0,
+        recorded_s: float = 0.0,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
         regions = tuple(regions)
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(forward_s, backward_s, saved_bytes, workspace_bytes=workspace_bytes, regions=regions)
+        return cls(
+            forward_s,
+            backward_s,
+            saved_bytes,
+            workspace_bytes=workspace_bytes,
+            regions=regions,
+            recorded_s=recorded_s,
+        )
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
@@ -103,6 +120,8 @@ class LayerProfile:
             tensors,
             round(self.workspace_bytes * ratio),
             regions=regions,
+            # If the device waits for the host, tokens do not change that.
+            recorded_s=self.recorded_s if self.recorded_s > self.forward_s else 0.0,
         )
 
     def pieces(self) -> tuple[int, ...]:
@@ -121,16 +140,18 @@ class Profile:
         layers: One :class:`LayerProfile` per layer, in call order.
         loss_s: Compute seconds between the last layer's forward and its backward: head and loss.
         other_s: Compute seconds of the rest of the step: embedding, optimizer.
+        loss_bytes: The most that is on the device in ``loss_s`` beside the activation sets.
     """
 
     layers: tuple[LayerProfile, ...]
     loss_s: float = 0.0
     other_s: float = 0.0
+    loss_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        _check_not_negative("loss_s", self.loss_s)
-        _check_not_negative("other_s", self.other_s)
+        for name in ("loss_s", "other_s", "loss_bytes"):
+            _check_not_negative(name, getattr(self, name))
 
     @property
     def saved_bytes(self) -> int:
@@ -155,7 +176,7 @@ class Profile:
         if not (tokens_ratio > 0 and math.isfinite(tokens_ratio)):
             raise ValueError(f"tokens_ratio must be a positive, finite number, got {tokens_ratio!r}")
         layers = tuple(layer.scaled(tokens_ratio) for layer in self.layers)
-        return Profile(layers, self.loss_s * tokens_ratio, self.other_s)
+        return Profile(layers, self.loss_s * tokens_ratio, self.other_s, round(self.loss_bytes * tokens_ratio))
 
     def to_json(self) -> str:
         """The profile as text, for :meth:`from_json`."""
@@ -176,7 +197,7 @@ class Profile:
         for layer in values["layers"]:
             regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
             layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
-        return cls(tuple(layers), values["loss_s"], values["other_s"])
+        return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""

@@ -36,6 +36,8 @@ class Interlude(NamedTuple):
 
     label: str
     duration_s: float
+    nbytes: int = 0
+    """Device memory that it needs while it runs."""
 
 
 def simulate(
@@ -74,7 +76,8 @@ def simulate(
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
-    steps.insert(steps.index(backward(schedule.model_layers - 1)), Interlude("loss", profile.loss_s))
+    loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
+    steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
     return Simulation(schedule, profile.layers, link, treatments).run(steps, title)
 
 
@@ -136,7 +139,8 @@ class Simulation:
         """Play the points of the schedule in their order, and what compute does between them."""
         for step in steps:
             if isinstance(step, Interlude):
-                self._add(_Task("compute", "other", step.duration_s, step.label))
+                other = self._add(_Task("compute", "other", step.duration_s, step.label))
+                other.taken_bytes = other.freed_bytes = step.nbytes
                 continue
             for layer in self._schedule.releases(step):
                 self._hold(-self._passes[layer].travelling_bytes, after=next(reversed(self._copies[layer]), None))

@@ -77,7 +77,10 @@ def region_layers(draw, most: int = 6) -> LayerProfile:
         regions.append(region(f"r{number}", nbytes, ms, *sorted(reads), saved=saved, recomputable=recomputable))
     workspace_bytes = draw(st.integers(0, 50)) * MIB
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
-    return LayerProfile.from_regions(regions, forward_s, backward_s, workspace_bytes=workspace_bytes)
+    recorded_s = draw(st.integers(0, 60)) / 1e3
+    return LayerProfile.from_regions(
+        regions, forward_s, backward_s, workspace_bytes=workspace_bytes, recorded_s=recorded_s
+    )
 
 
 @st.composite
@@ -85,7 +88,7 @@ def profiles(draw) -> Profile:
     """One or two kinds of layers, in any order."""
     kinds = draw(st.lists(region_layers(), min_size=1, max_size=2))
     layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
-    return Profile(tuple(layers), draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)))
+    return Profile(tuple(layers), draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)), draw(st.integers(0, 200)) * MIB)
 
 
 @st.composite
@@ -116,7 +119,8 @@ class TestSimulation:
         again_s = sum(Treated(layer.regions, treated.kept).recompute_s for layer, treated in layers)
         recomputed = [span.duration_s for span in timeline.spans if span.kind == "recompute"]
         assert sum(recomputed) == pytest.approx(again_s)
-        assert timeline.busy_s("compute") == pytest.approx(profile.compute_s + again_s)
+        recording_s = sum(layer.recorded_s - layer.forward_s for layer in profile.layers)
+        assert timeline.busy_s("compute") == pytest.approx(profile.compute_s + recording_s + again_s)
 
     @given(treated_steps())
     def test_what_travels_goes_out_and_comes_back(self, step):
@@ -136,7 +140,7 @@ class TestSimulation:
         num_layers = len(schedule.offloaded_layers)
         passes = [passes_of(*layer, travels=number < num_layers) for number, layer in enumerate(layers)]
         timeline = simulate(schedule, profile, link, treatments=treatments)
-        assert peak_bytes(passes, num_layers) == timeline.peak_bytes
+        assert peak_bytes(passes, num_layers, profile.loss_bytes) == timeline.peak_bytes
         predicted_s = step_s(passes, num_layers, link, profile.loss_s) + profile.other_s
         assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
@@ -147,7 +151,8 @@ class TestSimulation:
             treatment(layer, frozenset(n for n, one in enumerate(layer.regions) if one.saved), travels=True)
             for layer in profile.layers
         ]
-        assert simulate(schedule, profile, link) == simulate(schedule, profile, link, treatments=saved)
+        alike = replace(profile, layers=tuple(replace(one, recorded_s=0.0) for one in profile.layers))
+        assert simulate(schedule, profile, link) == simulate(schedule, alike, link, treatments=saved)
 
     def step(self, num_layers: int, kept: set[int], **more: float) -> Timeline:
         """Three layers: 1 s for each region but the input, 2 s of their backward, 100 bytes/s, 10 bytes a region."""
@@ -443,7 +448,7 @@ class TestPlan:
         with pytest.raises(ValueError) as caught:
             plan(REFERENCE, "512MiB", PCIE, max_host_bytes=0)
         assert str(caught.value) == (
-            "memory_budget must be at least 2847932416 bytes (2.65 GiB), the least peak that offloading and "
+            "memory_budget must be at least 2780823552 bytes (2.59 GiB), the least peak that offloading and "
             "recomputing reach within max_host_bytes = 0 (0 B), with 0 of 20 layers offloaded, got 536870912 bytes "
             "(512.0 MiB); raise it or use smaller microbatches."
         )
@@ -507,6 +512,17 @@ class TestProfile:
         assert (layer.forward_s, layer.backward_s) == pytest.approx((growth * 0.0059, growth * 0.012))
         assert (layer.saved_bytes, layer.workspace_bytes) == (2 * DECODER.saved_bytes, 600 * MIB)
         assert twice.other_s == REFERENCE.other_s
+
+    @pytest.mark.parametrize(("recorded_s", "expected_s"), [(0.0, 2.0), (3.0, 3.0), (1.5, 2.0)])
+    def test_the_time_of_the_host_does_not_scale(self, recorded_s, expected_s):
+        profile = Profile((LayerProfile(1.0, 2.0, 30, recorded_s=recorded_s),))
+        assert profile.scaled(2.0).layers[0].recorded_s == expected_s
+
+    def test_a_layer_that_is_not_treated_is_not_recorded(self):
+        layer = replace(DECODER, recorded_s=2 * DECODER.forward_s)
+        held = frozenset(number for number, one in enumerate(layer.regions) if one.saved)
+        assert passes_of(layer, travels=True).forward_s == pytest.approx(layer.forward_s)
+        assert passes_of(layer, LayerTreatment(held), travels=False).forward_s == pytest.approx(layer.recorded_s)
 
     def test_scaled_without_regions(self):
         profile = Profile((LayerProfile(1.0, 2.0, 30, (10, 20), 4), LayerProfile(1.0, 2.0, 30)), 0.5, 0.25)
