@@ -9,5 +9,6 @@ not done ahead, and the modules hold the stand-in. Backward has the slot loaded 
 gradient; a node of the graph takes it off. When backward leaves the layer, ``reduce.py`` averages it over the ranks,
 if there are several, and ``gradients.py`` copies it to the host, into what ``parameter.grad`` will be, or into staging,
 from which a worker adds it. At the end of backward it is in ``parameter.grad``, for the optimizer; or the worker has
-made the step before that (``step.py``). ``stats.py`` counts.
+made the step before that (``step.py``). ``stats.py`` counts, and ``stay.py`` keeps layers where they are when the model
+moves.
 """

@@ -115,7 +115,7 @@ class WeightLayer:
             if host.parameter.data_ptr() != host.address:
                 raise RuntimeError(
                     f"{host.name} must stay in the host memory that stream_weights gave it, but its data was replaced "
-                    "(by .to(), .cuda() or .half() for example); call remove(), move the model, then stream again."
+                    "(by .to() of a part of the layer for example); call remove(), move the model, then stream again."
                 )
 
     def renew(self, stream: object) -> None:

@@ -22,6 +22,7 @@ from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import check_group
 from offload.weights.stats import WeightStats
+from offload.weights.stay import let_go, let_stay
 from offload.weights.step import is_part
 from offload.weights.stream import StreamedLayer, WeightStream
 
@@ -45,6 +46,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         )
         inner = [each for module in modules for each in module.modules()]
         self._buffers = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
+        let_stay(modules, stream.device)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
@@ -159,6 +161,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         if self._stream.reducer is not None:
             self._stream.reducer.close()
         self._attachment.remove()
+        let_go(self._modules)
         _move_buffers(self._buffers)
         self._stream = None
 
@@ -191,7 +194,7 @@ def stream_weights(
     Nothing changes in the model or in the training loop. Parameters stay the same objects under the same names,
     on the CPU from now on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as they do for a
     model on the CPU; their gradients are in ``p.grad`` when ``backward()`` returns. What is outside ``layers``
-    stays where it is, and belongs on ``device``::
+    stays where it is, and belongs on ``device``; ``model.to(device)``, which trainers call, moves that alone::
 
         model.embed.to("cuda"), model.head.to("cuda")
         with stream_weights(model.layers, "cuda") as streamed:

@@ -433,10 +433,10 @@ def test_streamed_twice() -> None:
     stream_weights(layers, "cpu").remove()
 
 
-def test_moved_model(device: torch.device) -> None:
+def test_part_of_a_layer_that_moved(device: torch.device) -> None:
     layers, x = build("gpt", 2, device)
     with stream_weights(layers, device):
-        layers.double()
+        layers[0].norm1.double()
         with pytest.raises(RuntimeError, match=r"layer 0's norm1.weight must stay in the host memory"):
             layers[0](x)
 
