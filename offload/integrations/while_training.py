@@ -24,7 +24,7 @@ class WhileTraining:
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of the model that it is
             given. By default, the one list of modules that is not inside another.
-        options: What else :func:`offload.offload_layers` takes, such as ``schedule``, ``plan`` or ``min_bytes``.
+        options: What else :func:`offload.offload_layers` takes, such as ``memory_budget``, ``plan`` or ``min_bytes``.
 
     Raises:
         TypeError: It does not take one of them.

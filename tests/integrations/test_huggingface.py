@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from llama import LAYERS, llama
 from torch import nn
 
 import offload
+from offload.base.checks import parse_bytes
 from offload.integrations.huggingface import OffloadCallback
 from offload.integrations.while_training import find_layers
 
@@ -23,8 +25,8 @@ class Recorder(transformers.TrainerCallback):
         self.logs = dict(logs)
 
 
-def make_trainer(folder, callbacks, fails=False, **options):
-    model = llama(transformers, torch.device("cpu"))
+def make_trainer(folder, callbacks, fails=False, model=None, **options):
+    model = llama(transformers, torch.device("cpu")) if model is None else model
     tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -35,16 +37,14 @@ def make_trainer(folder, callbacks, fails=False, **options):
                 raise OSError("the disk is full")
             return loss
 
+    defaults = {"max_steps": 3, "save_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(
         str(folder),
         per_device_train_batch_size=2,
-        max_steps=3,
         logging_steps=1,
         report_to="none",
-        save_strategy="no",
         disable_tqdm=True,
-        use_cpu=True,
-        **options,
+        **defaults | options,
     )
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
@@ -71,6 +71,140 @@ def test_trains_the_same_and_logs_what_moved(tmp_path, options):
     moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
     assert 0 < moved[0] < moved[1] < moved[2] == callback.handle.stats().offloaded_bytes
     assert not has_hooks(trainer.model)
+
+
+@pytest.mark.parametrize(("budget", "options"), [("200KiB", {}), ("1GiB", {}), ("200KiB", {"bf16": True})])
+def test_trains_the_same_within_a_budget(tmp_path, budget, options):
+    expected = make_trainer(tmp_path, [], max_steps=6, **options)
+    expected.train()
+
+    callback = OffloadCallback(memory_budget=budget, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], max_steps=6, **options)
+    trainer.train()
+
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert isinstance(callback.handle, offload.BudgetedLayers)
+    assert callback.handle.plan.memory_budget == parse_bytes(budget)
+    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
+    assert 0 < moved[0] < moved[1] <= moved[5] == callback.handle.stats().offloaded_bytes
+    assert (moved[5] == moved[2]) is (budget == "1GiB")  # then all is kept once the plan is made
+    assert not has_hooks(trainer.model)
+
+
+def test_auto_asks_the_device_which_the_cpu_is_not(tmp_path):
+    trainer = make_trainer(tmp_path, [OffloadCallback(memory_budget="auto")])
+    with pytest.raises(ValueError, match="on the CPU, give bytes"):
+        trainer.train()
+
+
+def moving_llama():
+    """A Llama that moves as to a device where it is not yet: each tensor's memory is replaced."""
+    model = llama(transformers, torch.device("cpu"))
+
+    class Moving(type(model)):
+        moves = 0
+
+        def to(self, *args, **kwargs):
+            Moving.moves += 1
+            return self._apply(torch.clone)
+
+    model.__class__ = Moving
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"optim": "sgd"},
+        {"max_grad_norm": 0.01},
+    ],
+)
+def test_trains_streamed_weights_the_same(tmp_path, options):
+    """Trainer moves the model twice, clips gradients, evaluates, saves."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2} | options
+    expected = make_trainer(tmp_path / "expected", [], **options)
+    expected.train()
+
+    model = moving_llama()
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
+        trainer = make_trainer(tmp_path / "streamed", [], model=model, **options)
+        trainer.train()
+        assert streamed.stats().loads >= 3 * 2 * (LAYERS - 1)
+    assert model.moves >= 2
+
+    assert losses(trainer) == losses(expected)
+    for name in ("eval_loss", "grad_norm"):
+        found, wanted = (
+            [entry[name] for entry in one.state.log_history if name in entry] for one in (trainer, expected)
+        )
+        assert found == wanted
+        assert len(found) == 3
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    saved, wanted = (
+        safetensors.torch.load_file(folder / "checkpoint-2/model.safetensors")
+        for folder in (tmp_path / "streamed", tmp_path / "expected")
+    )
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
+
+
+def test_resumes_with_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [], save_strategy="steps", save_steps=2)
+    expected.train()
+
+    model = moving_llama()
+    with offload.stream_weights(model.model.layers, "cpu"):
+        trainer = make_trainer(tmp_path, [], model=model)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+
+
+def test_offloads_activations_beside_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [])
+    expected.train()
+
+    model = moving_llama()
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    with offload.stream_weights(model.model.layers, "cpu"):
+        trainer = make_trainer(tmp_path, [callback], model=model)
+        trainer.train()
+    assert losses(trainer) == losses(expected)
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.gpu
+def test_trains_streamed_weights_on_a_gpu(tmp_path):
+    """Optimizers round in other places on the CPU than on a GPU; SGD with a power of two does not."""
+    options = {
+        "use_cpu": False,
+        "optim": "sgd",
+        "learning_rate": 2.0**-6,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+    }
+    expected = make_trainer(tmp_path, [], **options)
+    expected.train()
+    model = llama(transformers, torch.device("cpu"))
+    with offload.stream_weights(model.model.layers, "cuda") as streamed:
+        trainer = make_trainer(tmp_path, [], model=model, **options)
+        trainer.train()
+        assert streamed.stats().loads > 0
+        assert {parameter.device.type for parameter in model.model.layers.parameters()} == {"cpu"}
+        assert model.model.embed_tokens.weight.device.type == "cuda"
+    assert losses(trainer) == losses(expected)
+
+    model = llama(transformers, torch.device("cpu"))
+    with offload.stream_weights(model.model.layers, "cuda"):
+        trainer = make_trainer(tmp_path, [], model=model, use_cpu=False)  # AdamW, gradients clipped at 1
+        trainer.train()
+    assert losses(trainer)[0] == losses(expected)[0]
+    assert all(torch.tensor(losses(trainer)).isfinite())
 
 
 def test_reporters_behind_it_get_what_moved_and_evaluation_does_not(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import offload
+from offload.base.checks import parse_bytes
 from offload.integrations.lightning import OffloadCallback
 
 pytestmark = [
@@ -79,6 +81,43 @@ def test_trains_the_same_and_logs_what_moved(tmp_path, options):
     assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
     assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
     assert not has_hooks(module)
+
+
+@pytest.mark.parametrize("budget", ["20KiB", "1GiB"])
+def test_trains_the_same_within_a_budget(tmp_path, budget):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [])
+    callback = OffloadCallback(memory_budget=budget, min_bytes=1)
+    trainer = fit(module, tmp_path, [callback])
+
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    assert callback.handle.plan.memory_budget == parse_bytes(budget)
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert not has_hooks(module)
+
+
+class Moving(Module):
+    """Moves as to a device where it is not yet: each tensor's memory is replaced."""
+
+    moves = 0
+
+    def to(self, *args, **kwargs):
+        self.moves += 1
+        return self._apply(torch.clone)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+def test_trains_streamed_weights_the_same(tmp_path, options):
+    expected, module = Module(), Moving()
+    fit(expected, tmp_path, [], **options)
+    with offload.stream_weights(module.layers, "cpu") as streamed:
+        fit(module, tmp_path, [], **options)
+        assert streamed.stats().loads >= 8 * 2 * 4
+    assert module.moves
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
 def test_removes_when_training_raises(tmp_path):
