@@ -23,7 +23,7 @@ from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions
 from offload.recompute.costs import RegionProfile
-from offload.recompute.modules import CurrentModule
+from offload.recompute.modules import ModuleNames
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
 from offload.recompute.record import Value, make_again, make_meanwhile
 from offload.recompute.recorder import Recorder
@@ -66,9 +66,9 @@ class RegionSet(ActivationSet):
         if not self._treatments.learned:
             self._treatments.begin()
         layer = self._treatments.layer
-        module = CurrentModule(None if self._treatments.learned or layer is None else layer())
-        self._recorder = _LayerRecorder(self, module)
-        module.__enter__()
+        self._recorder = _LayerRecorder(
+            self, ModuleNames(None if self._treatments.learned or layer is None else layer())
+        )
         self._recorder.__enter__()
         super().enter()
 
@@ -78,7 +78,6 @@ class RegionSet(ActivationSet):
         if recorder is None:
             return
         leave_modes(_LayerRecorder)
-        recorder.module.__exit__()
         self._end_operation()
         first = not self._treatments.learned
         if (first or self._waiting) and not (failed or self.transfers.backend.capturing):
@@ -172,13 +171,13 @@ class RegionSet(ActivationSet):
         if isinstance(decide(tensor, self._rules), type):
             self._sources.append(value)
 
-    def made(self, tensor: torch.Tensor, value: Value, module: CurrentModule, *, new: bool) -> None:
+    def made(self, tensor: torch.Tensor, value: Value, modules: ModuleNames, *, new: bool) -> None:
         """The layer has computed a value."""
         region = region_of(value)
         if region is None:
             return
         if not self._treatments.learned:
-            self._treatments.name(region, module.name)
+            self._treatments.name(region, modules.current())
         elif new and region in self._treatments.unsaved:
             with counting_versions():
                 self._keep(tensor, value)
@@ -282,9 +281,9 @@ def _make_again(reference: weakref.ref[RegionSet], value: Value) -> torch.Untype
 class _LayerRecorder(Recorder):
     """The recorder of one layer's forward, which tells the layer's set."""
 
-    def __init__(self, owner: RegionSet, module: CurrentModule) -> None:
+    def __init__(self, owner: RegionSet, modules: ModuleNames) -> None:
         super().__init__()
-        self.module = module
+        self.modules = modules
         self.tells = not owner._treatments.learned or bool(owner._treatments.unsaved)
         self._owner = owner
 
@@ -292,7 +291,7 @@ class _LayerRecorder(Recorder):
         self._owner.given(tensor, value)
 
     def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
-        self._owner.made(tensor, value, self.module, new=new)
+        self._owner.made(tensor, value, self.modules, new=new)
 
 
 class _Keeper:

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import sys
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
-class CurrentModule(AbstractContextManager["CurrentModule"]):
-    """Follows the forward of a layer's submodules, while entered.
+class ModuleNames:
+    """The qualified names of a layer's submodules.
+
+    Which of them computes is read from the interpreter's stack. Hooks would say it as well, but make the compiler
+    compile what is in the layer in another way, with other bits.
 
     Args:
-        layer: The layer; ``None`` follows nothing.
+        layer: The layer; ``None`` has no names.
     """
 
     def __init__(self, layer: nn.Module | None) -> None:
         self._names = {} if layer is None else {id(module): name for name, module in layer.named_modules()}
-        self._open: list[str] = []
-        self._hooks: list[Any] = []
 
-    @property
-    def name(self) -> str:
-        """The qualified name of the innermost submodule that computes; empty for the layer itself."""
-        return self._open[-1] if self._open else ""
+    def current(self) -> str:
+        """That of the innermost submodule that computes; empty for the layer itself."""
+        frame = sys._getframe(1) if self._names else None
+        while frame is not None:
+            if frame.f_code is _CALL:
+                name: str | None = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
 
-    def __enter__(self) -> CurrentModule:
-        if self._names:
-            self._hooks = [
-                register_module_forward_pre_hook(self._begin),
-                register_module_forward_hook(self._end, always_call=True),
-            ]
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        self._open.append(self._names.get(id(module), self.name))
-
-    def _end(self, *_: Any) -> None:
-        del self._open[-1:]
+_CALL = nn.Module._call_impl.__code__
