@@ -19,6 +19,7 @@ from offload.activations.microbatch import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
+from offload.activations.usage import Usage
 from offload.base import autograd, trace
 from offload.base.checks import parse_min_bytes, warn_caller
 from offload.base.compiler import interpreted
@@ -86,6 +87,9 @@ class OffloadContext(ContextDecorator):
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
+        self._counts = True
+        """Whether the layer that was entered last is the one after the one before, as nobody said which."""
+        self._usage = Usage(model_layers)
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
         self._warned = False
         self.microbatch = -1
@@ -126,6 +130,8 @@ class OffloadContext(ContextDecorator):
                 "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
                 "reset()."
             )
+        self._usage.forward_begins()
+        self._counts = layer is None
         number = self._next_layer(layer)
         takes_all = not (self._round.passes_by(number) or autograd.in_checkpoint())
         if takes_all and (reason := autograd.why_no_hooks()) is not None:
@@ -169,6 +175,7 @@ class OffloadContext(ContextDecorator):
             alive = opened.alive if self._round.passes_by(opened.layer) else None
             opened.close()
             if not failed:
+                self._usage.forward_ended(opened.layer, self.schedule)
                 self._closed = _Closed(self._round, opened, alive)
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
@@ -216,7 +223,9 @@ class OffloadContext(ContextDecorator):
             )
         if self._closed is not None:
             opened = self._closed.opened
-            marked = autograd.before_backward(output, self._first_node, self._closed.begin_backward)
+            nodes = autograd.before_backward(output, self._first_node, self._closed.begin_backward)
+            self._usage.synced(opened.layer, self._closed.microbatch, nodes, counted=self._counts)
+            marked = bool(nodes)
             opened.in_graph |= marked and self._closed.alive is not None
             if not marked or opened.gone:
                 # Nothing leads from the output to what the layer has saved, or nothing holds that any more: a frozen

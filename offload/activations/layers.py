@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -47,6 +47,11 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
         """What happens to the regions of a layer: treatments by the regions' names, once it has run forward."""
         treatments = self._context.treatments[layer] if self._context.treatments else None
         return {} if treatments is None else treatments.by_name()
+
+    def __enter__(self) -> Self:
+        if not self._attachment:
+            raise RuntimeError("the handle must be in use, but it was removed; call offload_layers again.")
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

@@ -53,6 +53,13 @@ class Round:
         last = self.sets.get(self.last_layer)
         return last is not None and last.gone and not last.backward_begun
 
+    def runs_late(self, layer: int) -> bool:
+        """Whether backward has begun for a layer that the schedule has go back only after forward of ``layer``."""
+        if self.schedule is None:
+            return False
+        before = self.schedule.order[: self.schedule.order.index(forward(layer))]
+        return any(one.backward_begun and backward(one.layer) not in before for one in self.sets.values())
+
     def passes_by(self, layer: int) -> bool:
         """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.
 

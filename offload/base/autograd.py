@@ -6,7 +6,7 @@ Most of it is not in PyTorch's public interface, so that a new version of PyTorc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+_MOST_NODES = 10_000
+"""A layer has hundreds."""
 _WITHOUT_MEMORY = {TransformType.Jvp, TransformType.Functionalize}
 
 
@@ -93,8 +95,8 @@ def leave_modes(kind: type[TorchDispatchMode]) -> None:
         mode.__exit__(None, None, None)
 
 
-def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> bool:
-    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; whether there is one.
+def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> list[Any]:
+    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; returns these nodes.
 
     The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only passes on
     belongs to another one; it may live on from step to step, and would collect a hook in each.
@@ -106,4 +108,15 @@ def before_backward(output: object, first_node: int, begin: Callable[[Any], None
     }
     for node in nodes:
         node.register_prehook(begin)
-    return bool(nodes)
+    return list(nodes)
+
+
+def nodes_from(nodes: Iterable[Any], first_node: int) -> Iterator[Any]:
+    """These nodes and all that backward comes to from them: those made from ``first_node`` on, and leaves."""
+    waiting, seen = list(nodes), set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node not in seen and node._sequence_nr() >= first_node:  # a leaf's node has the highest number there is
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions if before is not None]

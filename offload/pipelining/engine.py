@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -185,6 +185,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
         return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+
+    def __enter__(self) -> Self:
+        if not self._wrappers:
+            raise RuntimeError("the handle must be in use, but it was detached; call attach again.")
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.detach()

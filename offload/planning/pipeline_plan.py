@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from offload.base.checks import format_bytes, format_s, is_int, parse_bytes
+from offload.base.checks import format_bytes, format_s, is_int, parse_bytes, warn_caller
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, Chunk, number_chunks, read_actions
@@ -162,7 +162,7 @@ def plan_pipeline(
         profile: Stage → what a chunk of it costs; all alike if left out.
         link: How fast copies are; needed with a profile.
         memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``;
-            needs a profile. If no schedule meets it, the one that needs least is returned.
+            needs a profile. If no schedule meets it, the one that needs least is returned, with a warning.
         fraction: Fraction of the saved bytes to offload, 0 to 1. What has no time to travel stays all the same.
         lookahead: Start each reload so many actions before its backward, or right after its release if that is later;
             as many as the copy needs, if left out.
@@ -217,7 +217,14 @@ def plan_pipeline(
     placements = [walk.choose(link, lookahead, is_enough) for walk in slowed[shortest : shortest + 1 + LONGER_WAITS]]
     placements.append(walk.choose(INSTANT_LINK, lookahead, is_enough))
     # Of those that wait equally long, but for rounding, the first.
-    return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))
+    best = min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))
+    if memory_budget is not None and best.peak_bytes > most_bytes + ROUNDING * best.saved_bytes:
+        warn_caller(
+            f"memory_budget must be at least {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}), the least peak "
+            f"that offloading reaches here, got {format_bytes(most_bytes)}; the plan breaks the budget. Raise it, use "
+            "smaller microbatches, or a schedule with fewer of them in flight."
+        )
+    return best
 
 
 def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:

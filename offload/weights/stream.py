@@ -111,7 +111,7 @@ class StreamedLayer(LayerListener):
         forward = _Forward(layer, layer.version(), None if call.recomputes else threading.current_thread())
         marked = before_backward(output, call.first_node, partial(stream.begin_backward, forward))
         if not call.recomputes:
-            layer.needs_backward = marked
+            layer.needs_backward = bool(marked)
 
     def before_state_dict(self) -> None:
         self._stream.give_up()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -164,6 +164,10 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         let_go(self._modules)
         _move_buffers(self._buffers)
         self._stream = None
+
+    def __enter__(self) -> Self:
+        self._alive()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

@@ -148,8 +148,14 @@ def test_a_budget_moves_no_more_than_it_needs():
 
 def test_a_budget_that_cannot_be_met_gives_the_least():
     order, profile, link = stage_that_needs(0.5)
-    plan = plan_pipeline(order, profile, link, memory_budget=0, parts=8)
+    with pytest.warns(
+        UserWarning, match=r"^memory_budget must be at least \d+ bytes .* the plan breaks the budget"
+    ) as told:
+        plan = plan_pipeline(order, profile, link, memory_budget=0, parts=8)
     assert 0 < plan.peak_bytes < plan.peak_bytes_without
+    assert [one.filename for one in told] == [__file__]
+    least = plan_pipeline(order, profile, link, memory_budget=plan.peak_bytes, parts=8)  # without a warning
+    assert least.peak_bytes == plan.peak_bytes
 
 
 V_ORDER = read_actions(
@@ -164,7 +170,8 @@ V_ORDER = read_actions(
 
 def test_what_cannot_be_met_moves_no_more_than_it_helps():
     profile = {0: StageProfile(0.1, 0.2, 0.0, 10_000), 3: StageProfile(0.1, 0.1, 0.1, 10_000)}
-    plan = plan_pipeline(V_ORDER, profile, Link(55e3, 55e3, 100e3), memory_budget=0, parts=4)
+    with pytest.warns(UserWarning, match="the plan breaks the budget"):
+        plan = plan_pipeline(V_ORDER, profile, Link(55e3, 55e3, 100e3), memory_budget=0, parts=4)
     # The second stage's chunks are needed as soon as they are there, and one is there at any time.
     assert plan.peak_bytes == 10_000
     assert 0 < plan.offloaded_bytes <= 0.5 * plan.saved_bytes
@@ -179,6 +186,7 @@ def test_what_cannot_be_met_moves_no_more_than_it_helps():
     budget=st.floats(0.0, 1.0),
 )
 @settings(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore:memory_budget must be at least")
 def test_a_budget_is_met_wherever_it_can_be_and_with_no_longer_waits_than_at_once(order, times, nbytes, duplex, budget):
     forward_s, backward_s, weight_s = times
     profile = {stage: StageProfile(forward_s, backward_s, weight_s, nbytes) for stage in (0, 3)}
@@ -316,6 +324,8 @@ def test_the_first_step_is_measured():
     handle.detach()
     assert "100% of their bytes offloaded" in repr(handle)
     assert repr(handle).endswith("device='cpu', detached)")
+    with pytest.raises(RuntimeError, match="the handle must be in use, but it was detached"), handle:
+        pass
 
 
 @pytest.mark.usefixtures("_group")
