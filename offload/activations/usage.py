@@ -73,8 +73,8 @@ class Usage:
         if len(microbatch.sets) == 1:
             self._rounds += 1
             self._leaves = self._leaves_of(nodes)
-            before = nodes_from(nodes, min(self._returned)) if self._returned else ()
-            if all(node._sequence_nr() not in self._returned for node in before):
+            read = (node for one in nodes_from(nodes, self._first_node) for node, _ in one.next_functions)
+            if all(node is None or node._sequence_nr() not in self._returned for node in read):
                 return
             if counted:
                 self._say("order", f"{wanted}, but the layer after those reads what they return; pass their number.")
