@@ -17,18 +17,23 @@ Note:
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from offload.base.checks import format_bytes
+from offload.base.checks import format_bytes, format_s
+from offload.base.progress import LongWork
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps, held_beside
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
+
+_logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
@@ -139,8 +144,14 @@ class HostPool:
             if missing:
                 _forbid_in_capture(missing)
                 slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
-                with ThreadPoolExecutor(RESERVE_THREADS) as threads:
-                    list(threads.map(self._pin, slabs))  # an error cancels what has not begun
+                with LongWork("pinning host memory", missing) as work, ThreadPoolExecutor(RESERVE_THREADS) as threads:
+
+                    def pin(size: int) -> None:
+                        self._pin(size)
+                        work.advance(size)
+
+                    list(threads.map(pin, slabs))  # an error cancels what has not begun
+                self._say_pinned(missing, work.seconds)
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
@@ -216,16 +227,22 @@ class HostPool:
             )
         if self._refusal is not None and size >= self._refusal[0]:
             raise HostMemoryError(self._refusal[1])
+        begin_s = time.perf_counter()
         try:
             self._pin(nbytes)
         except HostMemoryError as error:
             self._refusal = (size, str(error))
             raise
+        self._say_pinned(nbytes, time.perf_counter() - begin_s)
 
     def _pin(self, nbytes: int) -> None:
         slab = self._allocate(nbytes)
         self._slabs.append(slab)
         self._free.append(Range(slab, 0, nbytes))
+
+    def _say_pinned(self, nbytes: int, seconds: float) -> None:
+        amounts = format_bytes(nbytes), format_s(seconds), format_bytes(self.pinned_bytes)
+        _logger.info("pinned %s of host memory in %s; the pool has %s", *amounts)
 
 
 def _forbid_in_capture(missing: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.base.checks import check_int, parse_bytes, parse_min_bytes
+from offload.base.checks import check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
 from offload.base.layer_events import (
     Attachment,
     LayerListener,
@@ -23,6 +23,7 @@ from offload.base.layer_events import (
     check_layers,
     listeners_on,
 )
+from offload.base.progress import LongWork
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
@@ -136,13 +137,24 @@ def profile_layers(
     _check_not_offloaded(modules)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(device)
-    try:
-        return _measure(modules, step, min_bytes, backend, steps, regions=regions)
-    except torch.OutOfMemoryError:
-        if not regions:
-            raise
-    _logger.info("The model does not fit: it is measured with everything recomputed, and inputs that travel.")
-    return measure_frugally(modules, step, min_bytes=min_bytes, device=backend.device, steps=steps)
+    with LongWork("profiling", steps + 2 + 2 * regions, "steps") as work:
+
+        def counted() -> None:
+            step()
+            work.advance(1)
+
+        try:
+            found = _measure(modules, counted, min_bytes, backend, steps, regions=regions)
+        except torch.OutOfMemoryError:
+            if not regions:
+                raise
+            _logger.info("The model does not fit: it is measured with everything recomputed, and inputs that travel.")
+            found = None
+        if found is None:  # not where the error is held, whose frames hold tensors
+            found = measure_frugally(modules, counted, min_bytes=min_bytes, device=backend.device, steps=steps)
+    amounts = len(modules), format_s(work.seconds), format_bytes(found.saved_bytes)
+    _logger.info("profiled %d layers in %s; they save %s", *amounts)
+    return found
 
 
 def _measure(

@@ -7,7 +7,9 @@ simulated, stalls included, so the prediction comes with a timeline to look at.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import time
 import warnings
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +27,8 @@ from offload.planning.search import Search
 from offload.planning.simulate import simulate
 from offload.planning.table import region_table
 from offload.schedule.schedule import Schedule
+
+_logger = logging.getLogger(__name__)
 
 MORE = 1.25
 """How much more of something :attr:`Plan.helps` asks for."""
@@ -241,6 +245,7 @@ def plan(
             text of another form.
         TypeError: A number of bytes is neither an int nor a str.
     """
+    begin_s = time.perf_counter()
     budget = parse_bytes(memory_budget, "memory_budget")
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     if link is None:
@@ -268,4 +273,7 @@ def plan(
         # That k = N-1 cannot overlap is part of the prediction.
         warnings.simplefilter("ignore", UserWarning)
         schedule = Schedule.default(choice.num_layers, choices.count)
+    layers, host_bytes = choices.count, format_bytes(choices.host_bytes(choice))
+    amounts = format_bytes(budget), choice.num_layers, layers, host_bytes, format_s(time.perf_counter() - begin_s)
+    _logger.info("planned for %s: %d of %d layers travel, with %s; in %s", *amounts)
     return Plan(schedule, profile, link, budget, choices.treatments(choice), host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,8 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.base.checks import format_bytes, is_int
+from offload.base.checks import format_bytes, format_s, is_int
 from offload.base.layer_events import Attachment, check_layers
+from offload.base.progress import LongWork
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
@@ -25,6 +27,8 @@ from offload.weights.stats import WeightStats
 from offload.weights.stay import let_go, let_stay
 from offload.weights.step import is_part
 from offload.weights.stream import StreamedLayer, WeightStream
+
+_logger = logging.getLogger(__name__)
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 """What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
@@ -249,7 +253,14 @@ def stream_weights(
     if process_group is not None:
         check_group(process_group, backend.device, modules)
     known: dict[nn.Parameter, HostParameter] = {}
-    found = [WeightLayer(number, module, backend, known, grad_dtype) for number, module in enumerate(modules)]
+    found = []
+    with LongWork("moving weights to pinned host memory", len(modules), "steps") as work:
+        for number, module in enumerate(modules):
+            found.append(WeightLayer(number, module, backend, known, grad_dtype))
+            work.advance(1)
+    weight_bytes = sum(len(host.flat) for host in known.values())
+    amounts = format_bytes(weight_bytes), len(modules), format_s(work.seconds)
+    _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
     stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging, process_group)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers()

@@ -1,0 +1,203 @@
+"""Long work says what it does: lines in the log, and a bar where somebody watches."""
+
+import io
+import logging
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.base import progress
+from offload.base.progress import LongWork
+from offload.device.select import get_backend
+from offload.host.page_locked import HostMemoryError
+from offload.host.pool import HostPool
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal, of the test's body alone: pytest has its own before and after."""
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    return Terminal()
+
+
+def work(**options):
+    with LongWork("pinning host memory", 4 << 30, **options) as long:
+        for _ in range(4):
+            long.advance(1 << 30)
+
+
+def test_shows_a_bar_in_a_terminal(terminal):
+    with redirect_stderr(terminal):
+        work()
+    text = terminal.getvalue()
+    assert "pinning host memory:  25%" in text
+    assert "1.00G/4.00G" in text
+
+
+def test_counts_steps(terminal):
+    with redirect_stderr(terminal), LongWork("profiling", 3, "steps") as long:
+        for _ in range(3):
+            long.advance(1)
+    assert "1/3" in terminal.getvalue()
+    assert "steps" in terminal.getvalue()
+
+
+def test_more_than_was_thought_is_no_error(terminal):
+    with redirect_stderr(terminal), LongWork("profiling", 2, "steps") as long:
+        for _ in range(5):
+            long.advance(1)
+    assert "1/2" in terminal.getvalue()
+
+
+def test_shows_nothing_before_two_seconds(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 2.0)
+    with redirect_stderr(terminal):
+        work()
+    assert not terminal.getvalue()
+    with redirect_stderr(terminal), LongWork("pinning host memory", 2) as long:
+        long._begin_s -= 2.0
+        long.advance(1)
+    assert "pinning host memory" in terminal.getvalue()
+
+
+def test_shows_nothing_where_nobody_watches(monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    file = io.StringIO()
+    with redirect_stderr(file):
+        work()
+    assert not file.getvalue()
+    with redirect_stderr(None):
+        work()
+
+
+def test_does_without_tqdm(terminal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with redirect_stderr(terminal):
+        work()
+    assert not terminal.getvalue()
+
+
+def test_a_notebook_is_watched(monkeypatch):
+    with redirect_stderr(io.StringIO()):
+        assert not progress.somebody_watches()
+        kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
+        monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
+        assert progress.somebody_watches()
+
+
+def test_an_error_closes_the_bar(terminal):
+    long = LongWork("pinning host memory", 2)
+
+    def fail():
+        with long:
+            long.advance(1)
+            raise OSError("full")
+
+    with redirect_stderr(terminal), pytest.raises(OSError, match="full"):
+        fail()
+    assert long._bar.disable  # closed
+
+
+def test_the_library_imports_no_tqdm_by_itself():
+    code = """if True:
+        import sys, torch
+        before = {name for name in sys.modules if name.startswith("tqdm")}
+        import offload
+        offload.reserve_host_memory("1MiB", "cpu")
+        assert {name for name in sys.modules if name.startswith("tqdm")} == before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What it is used for.
+
+
+def pool(allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)):
+    return HostPool(allocate)
+
+
+def test_reserving_shows_and_says_what_was_pinned(terminal, monkeypatch, caplog):
+    monkeypatch.setattr("offload.host.pool.RESERVE_BYTES", 1 << 20)
+    with caplog.at_level(logging.INFO, "offload.host.pool"), redirect_stderr(terminal):
+        pool().reserve(4 << 20)
+    assert "pinning host memory:" in terminal.getvalue()
+    assert "/4.00M" in terminal.getvalue()
+    [line] = caplog.messages
+    assert line.startswith("pinned 4.00 MiB of host memory in ")
+    assert line.endswith("s; the pool has 4.00 MiB")
+
+
+def test_a_pool_that_grows_says_so_once(caplog):
+    grown = pool()
+    with caplog.at_level(logging.INFO, "offload.host.pool"):
+        buffers = [grown.take(1 << 20)]
+        assert caplog.messages[0].startswith("pinned 1.00 MiB of host memory in ")
+        grown.give(buffers.pop(), SimpleNamespace(query=lambda: True, synchronize=lambda: None))
+        grown.take(1 << 20)
+    assert len(caplog.messages) == 1
+
+
+def test_what_could_not_be_pinned_is_not_said_to_be(caplog):
+    def refuse(nbytes):
+        raise HostMemoryError("no")
+
+    with caplog.at_level(logging.INFO, "offload.host.pool"):
+        for ask in (lambda one: one.reserve(1 << 20), lambda one: one.take(1 << 20)):
+            with pytest.raises(HostMemoryError):
+                ask(pool(refuse))
+    assert not caplog.messages
+
+
+def make_layers():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+    x = torch.randn(32, 64)
+
+    def step():
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.sum().backward()
+
+    return layers, step
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_profiling_and_planning_say_what_they_did(regions, terminal, caplog):
+    layers, step = make_layers()
+    steps = 0
+
+    def counted():
+        nonlocal steps
+        steps += 1
+        step()
+
+    with caplog.at_level(logging.INFO, "offload.planning"), redirect_stderr(terminal):
+        profile = offload.profile_layers(layers, counted, min_bytes=1, device="cpu", steps=1, regions=regions)
+        made = offload.plan(profile, "1GiB", offload.Link(1e9, 1e9, 2e9))
+    assert f"/{steps}" in terminal.getvalue()
+    first, last = caplog.messages
+    assert first.startswith("profiled 4 layers in ")
+    assert first.endswith(" KiB")
+    assert last.startswith(f"planned for 1.00 GiB: {made.num_layers} of 4 layers travel, with 0 B; in ")
+
+
+def test_streaming_weights_says_what_moved(caplog):
+    layers, _ = make_layers()
+    with (
+        caplog.at_level(logging.INFO, "offload.weights.streamed"),
+        offload.stream_weights(layers, get_backend("cpu").device) as streamed,
+    ):
+        weight_bytes = streamed.stats().weight_bytes
+    [line] = caplog.messages
+    assert line.startswith(f"moved {weight_bytes / 1024:.1f} KiB of weights of 4 layers to pinned host memory in ")
