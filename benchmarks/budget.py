@@ -16,15 +16,15 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import offload
+from benchmarks.host_cost import host_cost
 from benchmarks.instruments import deterministic, give_memory_back, metered, timed
 from benchmarks.models import Llama, Model, Stack
 from benchmarks.report import environment, table, write
@@ -35,11 +35,16 @@ from offload.device.select import resolve_device
 GIB = 1 << 30
 BUDGETS_GIB = {
     "decoder": (20, 15.2, 15, 12, 9.6, 9.5, 8, 6, 4, 2.82, 2.8, 2),
-    "norm_mlp": (10, 7, 5, 3, 2),
-    "llama": (10, 7, 5, 3, 2),
+    "norm_mlp": (12, 9.5, 8, 6, 4, 2.8, 2),
+    "llama": (12, 9.5, 8, 6, 4, 2.8, 2),
+    "compiled": (20, 15, 12, 9.5, 8, 6, 4),
 }
+LINES_GIB = {"llama": (6, 2.8)}
+"""Budgets that are given to ``memory_budget=`` as well."""
 PARTS = ("host", *BUDGETS_GIB)
 TURNS, STEPS = 3, 3
+WARM_UP_S = 6.0
+"""A GPU that has rested is faster than it is at its power limit, by some percent."""
 
 Row = dict[str, Any]
 
@@ -52,10 +57,12 @@ def models(device: torch.device, *, small: bool) -> dict[str, Callable[[], Model
         sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 4}
         tokens, vocabulary, dtype = 64, 128, torch.float32
     heads = {"num_key_value_heads": sizes["num_attention_heads"] // 4}
+    compiler = "aot_eager" if small else "inductor"
     return {
         "decoder": lambda: Stack(reference_decoder(small=small), device),
         "norm_mlp": lambda: Stack(norm_mlp(small=small), device),
         "llama": lambda: Llama(device, tokens=tokens, dtype=dtype, vocab_size=vocabulary, **sizes, **heads),
+        "compiled": lambda: Stack(reference_decoder(small=small), device, compiled=compiler),
     }
 
 
@@ -75,31 +82,81 @@ def around_checkpoints(model: Model, min_bytes: int) -> Iterator[None]:
             yield
 
 
-def measure(name: str, build: Callable[[], Model], device: torch.device, link: Any, *, small: bool) -> list[Row]:
-    """All rows of one model."""
-    model = build()
-    min_bytes = 1 if small else DEFAULT_MIN_BYTES
-    begin = time.perf_counter()
-    profile = offload.profile_layers(model.layers, model.step, min_bytes=min_bytes, device=device, regions=True)
-    print(f"\n{name}: profiled in {time.perf_counter() - begin:.1f} s\n{profile}")
-    ways: list[tuple[Row, Callable[[], AbstractContextManager[Any]]]] = [
-        ({"what": "nothing"}, nullcontext),
-        ({"what": "checkpoint all"}, model.checkpointing),
-        ({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(model, min_bytes)),
-    ]
-    budgets = [round(gib * GIB) for gib in BUDGETS_GIB[name]]
-    if small:
-        budgets = [profile.saved_bytes * 3 // 4, profile.saved_bytes // 2]
-    for budget in budgets:
-        asked: Row = {"what": f"budget {budget / GIB:.4g} GiB", "budget_bytes": budget}
+class Case:
+    """One model: how it is trained within budgets, and what that takes.
+
+    Args:
+        name: Of the model.
+        build: Makes it.
+        device: Where it is trained.
+        small: At small sizes, for a CPU.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Model], device: torch.device, *, small: bool) -> None:
+        self.name = name
+        self.model = build()
+        self.device = device
+        self.small = small
+        self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
+        self.rows: list[Row] = []
+        self._ways: list[tuple[Row, Callable[[], AbstractContextManager[Any]]]] = []
+        self._expected: list[torch.Tensor] = []
+
+    def measure(self, link: Any) -> list[Row]:
+        """All rows."""
+        by_region = self.name != "compiled"
+        self._warm_up()
+        begin = time.perf_counter()
+        profile = offload.profile_layers(
+            self.model.layers, self.model.step, min_bytes=self.min_bytes, device=self.device, regions=by_region
+        )
+        print(f"\n{self.name}: profiled in {time.perf_counter() - begin:.1f} s\n{profile}")
+        self._add({"what": "nothing"}, nullcontext)
+        if by_region:
+            self._add({"what": "checkpoint all"}, self.model.checkpointing)
+            self._add({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(self.model, self.min_bytes))
+        whole = replace(profile, layers=tuple(replace(one, regions=(), recorded_s=0.0) for one in profile.layers))
+        for gib in BUDGETS_GIB[self.name]:
+            budget = round(gib * GIB)
+            if self.small:
+                budget = round(profile.saved_bytes * gib / 24)
+            if by_region:
+                self._add_plan(f"budget {gib:.4g} GiB", profile, budget, link)
+            self._add_plan(f"whole layers, {gib:.4g} GiB", whole, budget, link)
+        for row, enter in self._ways:
+            self._measure_first(row, enter)
+        for _ in range(TURNS - 1):
+            for row, enter in self._ways:
+                with enter():
+                    timed(self.model.step, self.device)
+                    timed(self.model.step, self.device)
+                    row["times_s"] += [timed(self.model.step, self.device) for _ in range(STEPS)]
+        for gib in LINES_GIB.get(self.name, ()):
+            self._measure_line(gib, profile.saved_bytes // 2 if self.small else round(gib * GIB))
+        for row in self.rows:
+            if "error" not in row:
+                row["step_s"] = statistics.median(row["times_s"])
+                row["ratio"] = row["step_s"] / statistics.median(self.rows[0]["times_s"])
+        return [{"model": self.name, **row} for row in self.rows]
+
+    def _warm_up(self) -> None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < (0 if self.small else WARM_UP_S):
+            timed(self.model.step, self.device)
+
+    def _add(self, row: Row, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.rows.append(row)
+        self._ways.append((row, enter))
+
+    def _add_plan(self, what: str, profile: Any, budget: int, link: Any) -> None:
+        row: Row = {"what": what, "budget_bytes": budget}
         start = time.process_time()
         try:
             plan = offload.plan(profile, budget, link, max_host_bytes="100GiB")
         except ValueError as error:
-            print(f"  {budget / GIB:.2f} GiB: {error}")
-            ways.append((asked | {"error": str(error)}, nullcontext))
-            continue
-        row = asked | {
+            self.rows.append(row | {"error": str(error)})
+            return
+        row |= {
             "predicted_s": plan.step_s,
             "predicted_peak_bytes": plan.peak_bytes,
             "planned_in_s": time.process_time() - start,
@@ -107,95 +164,56 @@ def measure(name: str, build: Callable[[], Model], device: torch.device, link: A
             "layers": plan.num_layers,
             "recompute_s": plan.recompute_s,
         }
-        ways.append((row, lambda plan=plan: by_plan(model, plan, min_bytes)))
-        print(plan)
-    expected: list[torch.Tensor] = []
-    for row, enter in ways:
-        if "error" not in row:
-            measure_row(model, row, enter, device, expected)
-            print(row, flush=True)
-    for _ in range(TURNS - 1):
-        for row, enter in ways:
-            if "error" not in row:
-                with enter():
-                    timed(model.step, device)
-                    timed(model.step, device)
-                    row["times_s"] += [timed(model.step, device) for _ in range(STEPS)]
-    for row, _ in ways:
-        if "error" not in row:
-            row["step_s"] = statistics.median(row["times_s"])
-            row["ratio"] = row["step_s"] / statistics.median(ways[0][0]["times_s"])
-    return [{"model": name, **row} for row, _ in ways]
+        self._add(row, lambda: by_plan(self.model, plan, self.min_bytes))
 
+    def _measure_first(self, row: Row, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+        """The peak, first times, and whether gradients are those of the first row."""
+        give_memory_back(self.device)
+        with enter():
+            for _ in range(2):
+                self.model.step()
+            row["peak_bytes"], _ = metered(self.model.step, self.device)
+            row["times_s"] = [timed(self.model.step, self.device) for _ in range(STEPS)]
+            row["bit_identical"] = self._same_bits()
+        print(row, flush=True)
 
-def measure_row(
-    model: Model, row: Row, enter: Callable[[], AbstractContextManager[Any]], device: torch.device, expected: list[Any]
-) -> None:
-    """The peak, first times, and whether gradients are those of the first row."""
-    give_memory_back(device)
-    with enter():
-        for _ in range(2):
-            model.step()
-        row["peak_bytes"], _ = metered(model.step, device)
-        row["times_s"] = [timed(model.step, device) for _ in range(STEPS)]
-        for leaf in model.leaves:
+    def _same_bits(self) -> bool:
+        for leaf in self.model.leaves:
             leaf.grad.zero_()  # type: ignore[union-attr]
         with deterministic():
-            model.step()
-    found = [leaf.grad for leaf in model.leaves if leaf.grad is not None]
-    if not expected:
-        expected.extend(gradient.clone() for gradient in found)
-    row["bit_identical"] = all(map(torch.equal, expected, found))
+            self.model.step()
+        found = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
+        if not self._expected:
+            self._expected = [gradient.clone() for gradient in found]
+        return all(map(torch.equal, self._expected, found))
+
+    def _measure_line(self, gib: float, budget: int) -> None:
+        """The steps after ``memory_budget=``: two that measure, and then those that follow the plan."""
+        give_memory_back(self.device)
+        row: Row = {"what": f"memory_budget= {gib:.4g} GiB", "budget_bytes": budget}
+        with offload.offload_layers(
+            self.model.layers, memory_budget=budget, min_bytes=self.min_bytes, max_host_bytes="100GiB"
+        ) as handle:
+            steps = [metered(self.model.step, self.device) for _ in range(5)]
+            row["learning_s"] = [step_s for _, step_s in steps[:2]]
+            row["times_s"] = [step_s for _, step_s in steps[2:]]
+            row["peak_bytes"] = max(peak_bytes for peak_bytes, _ in steps[2:])
+            row["predicted_s"], row["predicted_peak_bytes"] = handle.plan.step_s, handle.plan.peak_bytes
+            row["bit_identical"] = self._same_bits()
+        self.rows.append(row)
+        print(row, flush=True)
 
 
-def host_cost(device: torch.device, operations: int = 100, repeats: int = 50) -> dict[str, dict[str, float]]:
-    """Host seconds per operation of a layer of small tensors, forward and backward; the least of many runs."""
-    x = torch.rand(64, device=device, requires_grad=True)
-
-    class Layer(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(operations // 2):
-                x = torch.tanh(x) * x
-            return x
-
-    def policy(_context: object, _operation: object, *_: object, **__: object) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    layer = Layer()
-    selective = partial(create_selective_checkpoint_contexts, policy)
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "nothing": lambda: layer(x),
-        "checkpoint": lambda: checkpoint(layer, x, use_reentrant=False),
-        "selective checkpoint": lambda: checkpoint(layer, x, use_reentrant=False, context_fn=selective),
-        "regions": lambda: layer(x),
-    }
-    found = {}
-    for name, forward in ways.items():
-        with ExitStack() as stack:
-            if name == "regions":
-                everything = {"*": "recompute"}
-                stack.enter_context(
-                    offload.offload_layers(
-                        [layer, torch.nn.Identity()], 0, treatments=everything, min_bytes=1, device=device
-                    )
-                )
-            least = [math.inf, math.inf]
-            for _ in range(repeats):
-                timed(lambda: None, device)
-                begin = time.perf_counter()
-                y = forward()
-                least[0] = min(least[0], time.perf_counter() - begin)
-                loss = y.sum()
-                timed(lambda: None, device)
-                begin = time.perf_counter()
-                loss.backward()
-                least[1] = min(least[1], time.perf_counter() - begin)
-        found[name] = {"forward_s": least[0] / operations, "backward_s": least[1] / operations}
-        print(f"{name:22s} {1e6 * least[0] / operations:6.1f} {1e6 * least[1] / operations:6.1f} us per operation")
-    return found
+def best_other(row: Row, rows: list[Row]) -> float | None:
+    """Of the simple ways that fit the budget of a plan by region, the seconds of the fastest."""
+    if not row["what"].startswith("budget"):
+        return None
+    simple = (one for one in rows if one["model"] == row["model"] and not one["what"].startswith(("budget", "memory")))
+    fitting = [one["step_s"] for one in simple if one.get("peak_bytes", math.inf) <= row["budget_bytes"]]
+    return min(fitting, default=None)
 
 
-def shown(row: Row) -> Row:
+def shown(row: Row, rows: list[Row]) -> Row:
     """A row as people read it."""
     if "error" in row:
         return {"model": row["model"], "what": row["what"], "note": row["error"][:60]}
@@ -205,7 +223,9 @@ def shown(row: Row) -> Row:
         found["fits"] = "yes" if row["peak_bytes"] <= row["budget_bytes"] else "NO"
         found["predicted ms, %"] = 100 * (row["predicted_s"] / row["step_s"] - 1)
         found["predicted GiB, %"] = 100 * (row["predicted_peak_bytes"] / row["peak_bytes"] - 1)
-        found["planned in s"] = row["planned_in_s"]
+        found["planned in s"] = row.get("planned_in_s", 0.0)
+        other_s = best_other(row, rows)
+        found["x best other"] = "" if other_s is None else f"{row['step_s'] / other_s:.3f}"
     return found | {"bits": "same" if row["bit_identical"] else "DIFFER"}
 
 
@@ -231,10 +251,10 @@ def main() -> None:
         record["host_cost"] = host_cost(device, repeats=5 if arguments.small else 50)
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:
-            rows += measure(name, build, device, link, small=arguments.small)
+            rows += Case(name, build, device, small=arguments.small).measure(link)
             write(arguments.out, record)
     write(arguments.out, record)
-    print(table([shown(row) for row in rows]))
+    print(table([shown(row, rows) for row in rows]))
 
 
 if __name__ == "__main__":
