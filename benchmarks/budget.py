@@ -42,7 +42,7 @@ BUDGETS_GIB = {
 LINES_GIB = {"llama": (6, 2.8)}
 """Budgets that are given to ``memory_budget=`` as well."""
 PARTS = ("host", *BUDGETS_GIB)
-TURNS, STEPS = 3, 3
+TURNS, STEPS = 2, 3
 WARM_UP_S = 6.0
 """A GPU that has rested is faster than it is at its power limit, by some percent."""
 
