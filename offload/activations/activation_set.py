@@ -138,9 +138,7 @@ class ActivationSet:
             self.transfers.counters.offloaded_tensors += 1
         if storage.state is not LEAVING and storage.state is not AWAY:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
-            if not known.operation:
-                known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
-            known.operation.append((weakref.ref(storage), self))
+            self._await_operation(storage)
         return MovedHandle(tensor, token, storage)
 
     def _pack_parts(self, tensor: torch.Tensor, parts: Parts, token: Token, changes: int) -> SubclassHandle:
@@ -167,6 +165,13 @@ class ActivationSet:
             storage.move_with(self.layer, tensor, stays=self._stays)
         return storage
 
+    def _await_operation(self, storage: SavedStorage) -> None:
+        """Note a storage until the operation at work, which saves it, is over."""
+        known = self._known
+        if not known.operation:
+            known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
+        known.operation.append((weakref.ref(storage), self))
+
     def _end_operation(self) -> None:
         """What the operation has saved is complete, with one event for all: what is to travel now is copied."""
         known = self._known
@@ -175,7 +180,7 @@ class ActivationSet:
         moving: ActivationSet | None = None
         for reference, owner in saved:
             storage = reference()
-            if storage is None or known.stream is None or owner._drops(storage):
+            if storage is None or known.stream is None:
                 continue
             if ready is None:
                 ready = known.stream.record_event()
@@ -188,10 +193,6 @@ class ActivationSet:
             owner._follow(storage)
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
-
-    def _drops(self, storage: SavedStorage) -> bool:
-        """Let a storage go whose operation is over, if it is to be computed again; whether it was."""
-        return False
 
     def _follow(self, storage: SavedStorage) -> None:
         """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""

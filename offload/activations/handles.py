@@ -119,15 +119,6 @@ class MovedHandle(Handle):
             self.view = view
         return view
 
-    def looks_like(self, tensor: torch.Tensor) -> bool:
-        """Whether the very tensor that it is of is as it was."""
-        return (
-            self.version == tensor._version
-            and self.size == tensor.size()
-            and self.stride == tensor.stride()
-            and self.start == tensor.storage_offset()
-        )
-
     def storages(self) -> Iterator[SavedStorage]:
         yield self.storage
 

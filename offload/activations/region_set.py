@@ -51,10 +51,12 @@ class RegionSet(ActivationSet):
         """Sees the layer's forward, while that runs."""
         self._values: dict[int, Value] = {}
         """What is in saved storages whose operation is not over, by the storage's address."""
-        self._dropping: dict[int, Value] = {}
-        """The same of those that are to be dropped when it is."""
-        self._handles: dict[Value, tuple[weakref.ref[torch.Tensor], weakref.ref[MovedHandle]]] = {}
-        """The last handle of what a value holds, and for which tensor: another operation often saves the same one."""
+        self._dropping: list[tuple[weakref.ref[SavedStorage], Value]] = []
+        """Those that are to be dropped when it is, and what is in them."""
+        self._value: Value | None = None
+        """What is being packed now, if it is to be dropped."""
+        self._handles: dict[Value, weakref.ref[MovedHandle]] = {}
+        """The last handle of what a value holds: another operation often saves the very same tensor."""
         self._waiting: list[tuple[weakref.ref[SavedStorage], Value]] = []
         """What a first forward has saved: all of that is treated at its end."""
         self._sources: list[Value] = []
@@ -95,49 +97,62 @@ class RegionSet(ActivationSet):
                 self._keep(source.given, source)
         self._end_operation()
         self._waiting, self._sources, self._dropped = [], [], []
-        self._values, self._dropping, self._handles = {}, {}, {}
+        self._values, self._handles = {}, {}
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         recorder = self._recorder
         if recorder is None or type(tensor) is not torch.Tensor:
             return super().pack(tensor, changes)
-        value = recorder.value_at(tensor.untyped_storage()._cdata)
-        known = None if value is None else self._handles.get(value)
-        if known is not None and known[0]() is tensor and not changes:
-            again = known[1]()
-            if again is not None and again.storage.state is DROPPED and again.looks_like(tensor):
-                if self._known.operation and next_node() != self._known.node:
-                    self._end_operation()
-                again.storage.tensors += 1
+        known, dropping = self._known, None
+        if (self._dropping or known.operation) and next_node() != known.node:
+            self._end_operation()
+        value = None if changes or tensor.layout is not torch.strided else recorder.holds(tensor)
+        if value is not None and self._treatments.drops(value):
+            saved = self._handles.get(value)
+            handle = None if saved is None else saved()
+            if (
+                handle is not None
+                and handle.version == tensor._version
+                and (handle.storage.state is DROPPED or handle.storage.state is WRITTEN)
+                and value.is_as_made(tensor)
+            ):
+                handle.storage.tensors += 1
                 if self.state is not OffloadState.RESIDENT:
                     self.transfers.counters.offloaded_tensors += 1
-                return again
+                return handle
+            dropping = self._value = value
         with torch._C._ExcludeDispatchKeyGuard(_MODES):  # what is done to it here is not the layer's doing
-            handle = super().pack(tensor, changes)
-        if type(handle) is not MovedHandle:
-            return handle
-        storage, original = handle.storage, handle.storage.original
-        if original in self._values or original in self._dropping:
-            return handle
-        value = recorder.read(tensor)
-        if self._treatments.drops(region_of(value)):
-            self._dropping[original] = value
-            self._handles[value] = weakref.ref(tensor), weakref.ref(handle)
-            return handle
-        self._values[original] = value
-        if value.keeper is None and (storage.state is WRITTEN or value.call is None):
-            # Else the storage may hold what was there before a write that its version does not tell.
-            value.keeper = _Keeper(storage, handle.token, handle.version, handle.versions)
-        return handle
+            packed = super().pack(tensor, changes)
+        taken, self._value = dropping is not None and self._value is None, None
+        if type(packed) is not MovedHandle:
+            return packed
+        if taken and dropping is not None:
+            self._handles[dropping] = weakref.ref(packed)
+        elif packed.storage.original not in self._values:
+            value = self._values[packed.storage.original] = recorder.read(tensor)
+            if value.keeper is None and (packed.storage.state is WRITTEN or value.call is None):
+                # Else the storage may hold what was there before a write that its version does not tell.
+                value.keeper = _Keeper(packed.storage, packed.token, packed.version, packed.versions)
+        return packed
 
-    def _drops(self, storage: SavedStorage) -> bool:
-        value = self._dropping.pop(storage.original, None)
-        if value is None:
-            return False
-        if storage.layer != self.layer or not self._drop(storage, value):
-            self._values[storage.original] = value
-            return False
-        return True
+    def _await_operation(self, storage: SavedStorage) -> None:
+        value, self._value = self._value, None
+        if value is None or storage.state is not WRITTEN:
+            super()._await_operation(storage)
+            return
+        if not (self._dropping or self._known.operation):
+            self._known.node, self._known.stream = next_node(), self._compute_stream
+        self._dropping.append((weakref.ref(storage), value))
+
+    def _end_operation(self) -> None:
+        dropping, self._dropping = self._dropping, []
+        for reference, value in dropping:
+            storage = reference()
+            if storage is not None and storage.layer == self.layer and not self._drop(storage, value):
+                self._values[storage.original] = value
+                super()._await_operation(storage)
+        if self._known.operation:
+            super()._end_operation()
 
     def _drop(self, storage: SavedStorage, value: Value) -> bool:
         """Drop a storage, if it can be; whether it was."""
@@ -159,12 +174,10 @@ class RegionSet(ActivationSet):
 
     def _moves(self, storage: SavedStorage, value: Value) -> bool:
         """Drop a storage if that is its treatment; whether it is left to move with the set."""
-        region = region_of(value)
-        treatment = self._treatments.of(region)
-        if treatment is RECOMPUTE and region in self._treatments.proven and not value.empty and not value.overwritten:
+        if self._treatments.drops(value) and not value.empty and not value.overwritten:
             self._drop(storage, value)
             return False
-        return treatment is not KEEP
+        return self._treatments.of(region_of(value)) is not KEEP
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
@@ -187,13 +200,11 @@ class RegionSet(ActivationSet):
         maker = decide(tensor, self._rules)
         if not isinstance(maker, type) or tensor.is_inference():
             return
-        if self._known.operation and next_node() != self._known.node:
+        if (self._dropping or self._known.operation) and next_node() != self._known.node:
             self._end_operation()
         storage = self._storage_of(tensor, maker, 0)
         self._values[storage.original] = value
-        if not self._known.operation:
-            self._known.node, self._known.stream = next_node(), self.transfers.backend.compute_stream()
-        self._known.operation.append((weakref.ref(storage), self))
+        self._await_operation(storage)
         value.keeper = _Keeper(storage, self.alive or self._new_token(), tensor._version, version_counter(tensor))
         value.hold()  # no handle does
 
@@ -225,6 +236,7 @@ class RegionSet(ActivationSet):
                 self._list(saved, original)
             treatments.follow_plan()
             treatments.learned = True
+        treatments.settle()
 
     def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
         """What recomputation reads of what is to be kept, and autograd does not save by itself."""

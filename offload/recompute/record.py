@@ -50,8 +50,10 @@ class Value:
     """
 
     # Defaults of the class, as most values of a forward have no others, and each is made while the device waits.
+    tensor: weakref.ref[torch.Tensor] | None = None
+    """The tensor that a call has made it in, as long as nobody was seen to look into it in another way."""
     geometry: Geometry | None = None
-    """How the tensor looks into it that has made it, or in which the layer was given it, if there is one."""
+    """How that tensor looks into it, or the one in which the layer was given it; filled in when a call reads it so."""
     memory: torch.Tensor | None = None
     """Where it is, once it was made again, and while it is wanted; with a geometry, this tensor has that."""
     given: torch.Tensor | None = None
@@ -74,6 +76,13 @@ class Value:
         self.call = call
         self.place = place
         self.nbytes = nbytes
+
+    def is_as_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the one that a call has made it in. If so, no attribute of it need be asked.
+
+        Else it could have become a look of another kind, by an assignment to ``.data``, which nobody is told.
+        """
+        return self.tensor is not None and self.tensor() is tensor
 
     @property
     def changed(self) -> bool:

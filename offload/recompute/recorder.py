@@ -19,7 +19,6 @@ from offload.recompute.kinds import Kind, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import (
     Call,
-    Geometry,
     Look,
     Value,
     copy_of_storage,
@@ -64,15 +63,16 @@ class Recorder(TorchDispatchMode):
         """Compiled code inside of the layer stays compiled; what it makes are sources."""
         return True
 
-    def value_at(self, address: int) -> Value | None:
-        """What the storage at this address holds now, if the layer has computed or read it."""
-        return self._values.get(address)
+    def holds(self, tensor: torch.Tensor) -> Value | None:
+        """What the storage of a tensor holds now, if the layer has computed or read it."""
+        return self._values.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = operation_of(function)
         kind = operation.kind
         if kind is Kind.VIEW:
+            self._look(tensors_of(args))
             return operation.run(*args, **kwargs)
         written = _written(operation, args, kwargs) if operation.written else []
         call = None if types or kind is Kind.OPAQUE else self._call(operation, args, kwargs, written)
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
     def _call(self, operation: Operation, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Call | None:
         """A call that can be run again, if that is possible."""
         for tensor in written:
-            value = self.value_at(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
+            value = self.holds(tensor) if is_plain(tensor) else None
             if value is None or value.call is None:
                 return None  # what the layer has not made would be written twice
             value.empty = False
@@ -109,8 +109,13 @@ class Recorder(TorchDispatchMode):
         found: list[Any] = []
         for item in given:
             if isinstance(item, _Tensor):
-                value, geometry = self.read(item), geometry_of(item)
+                value = self.read(item)
                 reads[value] = None
+                geometry = value.geometry
+                if geometry is None or not value.is_as_made(item):
+                    geometry = geometry_of(item)
+                    if value.is_as_made(item):
+                        value.geometry = geometry
                 found.append(value if geometry == value.geometry else Look(value, geometry))
             else:
                 found.append(self._written_down(item, reads) if isinstance(item, list | tuple) else item)
@@ -130,7 +135,8 @@ class Recorder(TorchDispatchMode):
             return found
         if not is_plain(tensor) or tensor.is_inference():
             raise UnseenError  # PyTorch does not tell whether an inference tensor was changed since
-        value = self._add(None, 0, storage, geometry_of(tensor))
+        value = self._add(None, 0, storage)
+        value.geometry = geometry_of(tensor)
         with counting_versions():
             value.given, value.version = tensor.detach(), tensor._version
         self.given(tensor, value)
@@ -144,12 +150,13 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             known = self._values.get(storage._cdata)
             if known is None:
-                value = self._add(call, place, storage, geometry_of(tensor))
-                value.empty = empty
+                value = self._add(call, place, storage)
+                value.tensor, value.empty = weakref.ref(tensor), empty
                 if self.tells:
                     self.made(tensor, value, new=True)
             elif not any(tensor is one for one in written):
                 # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
+                self._look([tensor])
                 with counting_versions():
                     known.aliases += (version_counter(tensor),)
         place = len(results)
@@ -158,25 +165,33 @@ class Recorder(TorchDispatchMode):
             old = self._values.get(storage._cdata)
             if old is not None and old.call is not call:  # else another view of it was written as well
                 old.overwrite()
-                value = self._add(call, place, storage, None)
+                value = self._add(call, place, storage)
                 value.aliases = old.aliases
                 if self.tells:
                     self.made(tensor, value, new=False)
                 place += 1
 
-    def _add(self, call: Call | None, place: int, storage: torch.UntypedStorage, geometry: Geometry | None) -> Value:
+    def _add(self, call: Call | None, place: int, storage: torch.UntypedStorage) -> Value:
         value = Value(call, place, storage.nbytes())
-        value.geometry = geometry
         if call is not None:
             call.makes.append(weakref.ref(value))
         self._addresses.append(storage._weak_ref())
         self._values[storage._cdata] = value
         return value
 
+    def _look(self, tensors: list[torch.Tensor]) -> None:
+        """Somebody is about to look into these in another way."""
+        for tensor in tensors:
+            value = self.holds(tensor) if type(tensor) is _Tensor and tensor.layout is _strided else None
+            if value is not None and value.tensor is not None:
+                if value.geometry is None and value.is_as_made(tensor):
+                    value.geometry = geometry_of(tensor)
+                value.tensor = None
+
     def _save_from(self, written: list[torch.Tensor]) -> None:
         """An operation that is not written down is about to write into these: keep what calls have read there."""
         for tensor in written:
-            value = self.value_at(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
+            value = self.holds(tensor) if is_plain(tensor) else None
             if value is not None and value.given is not None:
                 value.memory = look_into(copy_of_storage(tensor.untyped_storage()), value.geometry)
                 value.given = None

@@ -100,6 +100,8 @@ class LayerTreatments:
         self._patterns = patterns
         self._source = treatment_of(SOURCE, patterns)
         self._known: dict[Region, Treatment] = {}
+        self._dropped: set[Region] = set()
+        """What is to be computed again, and is known to come out the same."""
         self._named: Counter[str] = Counter()
 
     def begin(self) -> None:
@@ -118,9 +120,14 @@ class LayerTreatments:
             return OFFLOAD if self._source is RECOMPUTE else self._source
         return self._known.get(region, KEEP)
 
-    def drops(self, region: Region | None) -> bool:
+    def drops(self, value: Value) -> bool:
         """Whether it is to be computed again, and is known to come out the same."""
-        return self.learned and region in self.proven and self._known.get(region) is RECOMPUTE
+        call = value.call
+        return call is not None and (call.operation, call.time, value.place) in self._dropped  # as a Region, but sooner
+
+    def settle(self) -> None:
+        """What was learned is complete for now."""
+        self._dropped = {region for region in self.proven if self._known.get(region) is RECOMPUTE}
 
     def awaits_proof(self, region: Region | None) -> bool:
         """Whether it is to be computed again, and nobody knows yet that it comes out the same."""
@@ -153,6 +160,7 @@ class LayerTreatments:
                     self.unsaved.add(region)
             else:
                 self._known[region] = RECOMPUTE
+        self.settle()
 
     def follow_plan(self) -> None:
         """Treat the regions as was planned.
