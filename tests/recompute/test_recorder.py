@@ -1,0 +1,171 @@
+"""What is written down of a forward is what that forward did, however much it looks like the ones before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from torch import nn
+
+import offload
+
+LAYERS = 3
+STEPS = 5
+
+
+class Changing(nn.Module):
+    """A layer that is told which step of training it is in."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.step = 0
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight, self.step)
+
+
+def _another_way(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (x @ w).tanh()
+    if step == 2:
+        y = (y * x).sigmoid() @ w
+    return (y * y).sin()
+
+
+def _another_scalar(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (x @ w * (step + 2)).tanh()
+    return torch.clamp(y, -0.5, 0.1 * step + 0.2) * y
+
+
+def _in_place_now_and_then(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = x @ w
+    z = y.tanh()
+    if step % 2:
+        y.mul_(2)
+        z = z * 1
+        z.add_(y)
+    return z.sigmoid() * y
+
+
+def _another_order(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    one, two = (x @ w).tanh(), (x * 2).tanh()
+    if step % 2:
+        one, two = two, one
+    return (one - two).sin() * one
+
+
+def _saved_several_times(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (x @ w).tanh()
+    z = y * y * y.mT.contiguous().mT + y.view(-1).view_as(y) * y
+    return z * y.sigmoid()
+
+
+def _turned_in_place(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = w * x.mean().tanh() + 1
+    if step != 1:
+        y.t_()
+    z = y.exp()
+    return (x @ (z * 0.1 + y.cos().sigmoid())).sin()
+
+
+def _looked_into_in_another_way_by_data(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (w @ w).detach() * 2
+    if step % 2:
+        y.data = y.data.t()  # the same object, over the same memory, and nobody is told
+    z = w * y  # saves y as it is now
+    return x @ (z.tanh() * y)
+
+
+def _other_memory_by_data(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (w @ w).detach() * 2
+    if step % 2:
+        y.data = (w - 3).detach()
+    return x @ ((w * y).tanh() * y)
+
+
+def _sparse(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    mask = (w > 0).to(w.dtype).to_sparse()
+    y = (x @ w * 0.1).tanh().flatten(0, -2)
+    return (torch.sparse.mm(mask, y.t()).t() * y).reshape(x.shape)
+
+
+def _random_now_and_then(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = torch.nn.functional.dropout((x @ w).tanh(), 0.5, training=step % 2 == 1)
+    return torch.nn.functional.dropout(y * x, 0.1 * step)
+
+
+FUNCTIONS: dict[str, Any] = {
+    function.__name__[1:]: function
+    for function in (
+        _another_way, _another_scalar, _in_place_now_and_then, _another_order, _saved_several_times, _turned_in_place,
+        _looked_into_in_another_way_by_data, _other_memory_by_data, _sparse, _random_now_and_then,
+    )
+}  # fmt: skip
+
+
+def steps_of(layers: nn.ModuleList, inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The gradients of several steps, each with its input."""
+    found = []
+    for step, x in enumerate(inputs):
+
+        def forward_and_backward(x: torch.Tensor = x, step: int = step) -> None:
+            for layer in layers:
+                layer.step = step
+                x = layer(x)
+            loss_of(x).backward()
+
+        torch.manual_seed(step)
+        found.append(gradients(leaves_of(layers, x), forward_and_backward))
+    return found
+
+
+TREATMENTS: dict[str, dict[str, str]] = {
+    "all": {"*": "recompute"},
+    "some": {"*mm": "offload", "tanh": "keep", "*": "recompute"},
+}
+
+
+@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=list(TREATMENTS))
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
+@pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])
+def test_each_forward_is_written_down_as_it_is(
+    shapes: str, function: Any, treatments: dict[str, str], lab: Lab
+) -> None:
+    layers, x = build(lambda: Changing(function), LAYERS, lab.device)
+    inputs = [x.detach().clone().requires_grad_() for _ in range(STEPS)]
+    if shapes == "other shapes":
+        inputs = [
+            torch.rand(1 + step % 3, WIDTH + step % 2, WIDTH, device=lab.device, requires_grad=True)
+            for step in range(STEPS)
+        ]
+    expected = steps_of(layers, inputs)
+    lab.adverse()
+    with offload.offload_layers(layers, 0, treatments=treatments, min_bytes=0, device=lab.device) as handle:
+        for wanted, found in zip(expected, steps_of(layers, inputs), strict=True):
+            assert_same(wanted, found)
+        assert "recompute" in handle.regions(0).values()
+
+
+def test_a_tensor_that_was_dropped_must_not_be_changed(lab: Lab) -> None:
+    """As autograd has it, although it is computed again as it was; also where several operations have saved it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+        y = (x @ w).exp()
+        z = y * x
+        if step == 3:
+            y.add_(1)
+        return z
+
+    layers, x = build(lambda: Changing(function), LAYERS, lab.device)
+    with offload.offload_layers(layers, 0, treatments={"*": "recompute"}, min_bytes=0, device=lab.device):
+        steps_of(layers, [x] * 3)
+        for layer in layers:
+            layer.step = 3
+        loss = loss_of(layers[0](x))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
