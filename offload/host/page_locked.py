@@ -152,11 +152,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         machine = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
         return None
-    return max(0, min([machine, *_left_in_groups(root)]))
+    return max(0, min([machine, *(most - used for most, used in memory_groups(root))]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group that the process is in has left; its file cache can be dropped."""
+def memory_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Of each control group around this process that has a limit: the limit, and the bytes in use.
+
+    File cache, which can be dropped, does not count as used.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -175,7 +178,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 fields = _fields(directory / "memory.stat")
             except (OSError, ValueError):  # not there, or "max"
                 continue
-            yield most - used + sum(fields.get(name, 0) for name in cache)
+            yield most, used - sum(fields.get(name, 0) for name in cache)
 
 
 def _fields(path: Path) -> dict[str, int]:
