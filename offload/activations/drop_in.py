@@ -18,7 +18,7 @@ from offload.activations.states import OffloadState, OffloadStateError
 from offload.base.checks import check_int, is_int
 from offload.device.backend import Stream
 from offload.host.limits import HostMemory, WhenFull
-from offload.schedule.schedule import Schedule, SynchronizationDict
+from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
 
 
 def get_cpu_offload_context(
@@ -96,6 +96,8 @@ def get_cpu_offload_context(
         raise ValueError(
             "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
         )
+    if schedule is not None:
+        check_schedule(schedule)
     if schedule is not None and synchronization_dict is not None:
         raise ValueError("schedule and synchronization_dict exclude each other; give one.")
     if manual_synchronization:

@@ -15,7 +15,7 @@ from offload.activations.stats import OffloadStats
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.recompute.treatments import LayerTreatments, Treatment, parse_treatments
-from offload.schedule.schedule import HasSchedule, Schedule
+from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
 
 
 class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
@@ -117,17 +117,20 @@ def offload_layers(
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules.
+        TypeError: ``layers`` does not hold modules, or an argument is of another type; the message says which, and what
+            to write.
         ValueError: There are no layers, one is listed twice, inside another or offloaded already, or the schedule
             does not fit their number.
     """
     modules = check_layers(layers, _OffloadedLayer, "offloaded", "cannot be offloaded")
+    if schedule is not None:
+        check_schedule(schedule)
     if memory_budget is not None and (schedule, plan, treatments) != (None, None, None):
         raise ValueError("memory_budget excludes schedule, plan and treatments, which it decides; give it alone.")
     if plan is not None:
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
-        schedule = plan.schedule
+        schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
     if schedule is None:
         schedule = Schedule.default(0 if memory_budget is not None else num_layers, len(modules))
     if schedule.model_layers != len(modules):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
+from numbers import Real
 
 _UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -24,9 +26,40 @@ def is_int(value: object, least: int, most: int | None = None) -> bool:
 def check_int(name: str, value: object, *, least: int) -> None:
     """Raise a ``TypeError`` for what is no int, and a ``ValueError`` for one that is less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {describe(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise a ``TypeError`` that says what was ``expected``, and what to write, for what is not of this kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise a ``TypeError`` for what cannot be called."""
+    if not callable(value):
+        raise TypeError(
+            f"{name} must be a function without arguments, got {describe(value)}; pass {name}, not {name}()"
+        )
+
+
+def check_number(name: str, value: object, *, positive: bool = False, unit: str = "") -> None:
+    """Raise a ``TypeError`` for what is no number, and a ``ValueError`` for one that is negative or not finite."""
+    wanted = f"{'a positive, finite number' if positive else 'a finite number, at least 0'}{unit and f' ({unit})'}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def describe(value: object) -> str:
+    """What an error says that it got: the value where that is short, and else what kind of thing it is."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
 
 
 def parse_bytes(value: int | str, name: str = "value") -> int:
@@ -39,7 +72,7 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
         ValueError: ``value`` is negative, or a text of another form.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be an int (bytes) or a text such as '40GiB', got {value!r}")
+        raise TypeError(f"{name} must be an int (bytes) or a text such as '40GiB', got {describe(value)}")
     if isinstance(value, int):
         if value < 0:
             raise ValueError(f"{name} must be at least 0 bytes, got {value}")

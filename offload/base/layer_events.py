@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.base.autograd import in_backward, next_node
+from offload.base.checks import describe
 from offload.base.compiler import forget_compiled, interpreted
 
 
@@ -131,7 +132,13 @@ def check_layers(
 ) -> list[nn.Module]:
     """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for errors."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        raise TypeError(f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers")
+        name = next((name for name, part in layers.named_modules() if isinstance(part, nn.ModuleList)), "")
+        raise TypeError(
+            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
+            + (f", such as model.{name}" if name else "")
+        )
+    if not isinstance(layers, Iterable) or isinstance(layers, str | Mapping):
+        raise TypeError(f"layers must be a list of modules, such as model.layers, got {describe(layers)}")
     modules = list(layers)
     if not modules:
         raise ValueError("layers must hold at least one module, got none")

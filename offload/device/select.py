@@ -15,12 +15,18 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device with its index; ``None`` is the current accelerator, or the CPU where there is none.
 
     Raises:
-        ValueError: The device is neither the CPU nor of the accelerator's type.
+        ValueError: There is no such device, or it is neither the CPU nor of the accelerator's type.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         device = accelerator or torch.device("cpu")
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device must be one of this machine's, such as 'cpu' or 'cuda:0', got {device!r}; leave it out to use the "
+            "best"
+        ) from None
     if resolved.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or resolved.type != accelerator.type:

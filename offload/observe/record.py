@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 
 from offload.base import trace
+from offload.base.checks import check_callable, check_int
 from offload.base.trace import Mark
 from offload.device.select import resolve_device
 from offload.observe.memory import CpuAllocations
@@ -73,6 +74,8 @@ def record_timeline(
     Raises:
         RuntimeError: Nothing was recorded, for example because another profiler runs.
     """
+    check_callable("step", step)
+    check_int("warmup", warmup, least=0)
     resolved = resolve_device(device)
     for _ in range(warmup):
         step()

@@ -34,7 +34,7 @@ from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs,
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
-from offload.planning.pipeline_plan import PipelinePlan, check_options, plan_pipeline
+from offload.planning.pipeline_plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.planning.profile import StageProfile
 from offload.schedule.schedule import Schedule
 
@@ -100,6 +100,7 @@ def attach(
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
+    check_costs(profile, link)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)

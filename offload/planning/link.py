@@ -6,8 +6,9 @@ is full duplex: both directions at once move almost twice the bytes of one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from offload.base.checks import check_number, check_type
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a positive, finite number (bytes per second), got {value!r}")
+            check_number(name, getattr(self, name), positive=True, unit="bytes per second")
 
     def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
         """Bytes per second of the d2h and the h2d stream, of which the given ones are busy.
@@ -50,3 +49,8 @@ class Link:
         rates = (self.d2h_bytes_per_s, self.h2d_bytes_per_s, self.duplex_bytes_per_s)
         d2h, h2d, duplex = (f"{rate / 1e9:.1f}" for rate in rates)
         return f"{self.device or 'link'}: d2h {d2h}, h2d {h2d}, both {duplex} GB/s"
+
+
+def check_link(link: object) -> None:
+    """Raise a ``TypeError`` for what is no link."""
+    check_type("link", link, Link, "a Link, such as measure_link() gives or Link(55e9, 55e9, 100e9) says")

@@ -15,7 +15,7 @@ import torch
 
 from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.base.checks import check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
+from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
 from offload.base.layer_events import (
     Attachment,
     LayerListener,
@@ -133,6 +133,7 @@ def profile_layers(
         of one. On an accelerator, the allocator is asked to forget earlier peaks.
     """
     check_int("steps", steps, least=1)
+    check_callable("step", step)
     modules = check_layers(layers, MeasuredLayer, "measured", "cannot be measured")
     _check_not_offloaded(modules)
     min_bytes = parse_min_bytes(min_bytes)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from offload.base.checks import check_type
+
 KINDS = ("F", "B", "I", "W")
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
@@ -50,6 +52,7 @@ def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
     Raises:
         ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
     """
+    check_type("actions", actions, Iterable, 'what a rank runs, in order, such as ["0F0", "0F1", "0B0", "0B1"]')
     found = tuple(_read(actions))
     ran: dict[Chunk, str] = {}
     for action in found:

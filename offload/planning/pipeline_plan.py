@@ -23,11 +23,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
-from offload.base.checks import format_bytes, format_s, is_int, parse_bytes, warn_caller
+from offload.base.checks import check_type, format_bytes, format_s, is_int, parse_bytes, warn_caller
 from offload.observe.timeline import Timeline
-from offload.planning.link import Link
+from offload.planning.link import Link, check_link
 from offload.planning.pipeline_order import Action, Chunk, number_chunks, read_actions
 from offload.planning.pipeline_walk import Stay, Walk
 from offload.planning.profile import StageProfile
@@ -170,9 +171,11 @@ def plan_pipeline(
 
     Raises:
         ValueError: Arguments out of range or that exclude each other, or actions that are no training step.
+        TypeError: ``actions``, ``profile`` or ``link`` is something else.
     """
     order = read_actions(actions)
     check_options(memory_budget, fraction, lookahead, parts)
+    check_costs(profile, link)
     if profile is None:
         if memory_budget is not None:
             raise ValueError("memory_budget needs a profile, which says how large the activation sets are; give both")
@@ -249,8 +252,19 @@ def check_options(memory_budget: int | str | None, fraction: float | None, looka
         parse_bytes(memory_budget, "memory_budget")
     if memory_budget is not None and fraction is not None:
         raise ValueError("memory_budget and fraction exclude each other; give one.")
-    if fraction is not None and not 0 <= fraction <= 1:
+    if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
         raise ValueError(f"fraction must be from 0 to 1, got {fraction!r}")
     for name, value, minimum in (("lookahead", lookahead, 0), ("parts", parts, 1)):
         if value is not None and not is_int(value, minimum):
             raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
+
+
+def check_costs(profile: object, link: object) -> None:
+    """Raise a ``TypeError`` for what is no profile of stages, or no link."""
+    if profile is not None:
+        wanted = "a dictionary of stages, such as {0: StageProfile(forward_s=0.1, backward_s=0.2, saved_bytes=1 << 30)}"
+        check_type("profile", profile, Mapping, wanted)
+        for costs in profile.values():  # type: ignore[attr-defined]
+            check_type("each entry of profile", costs, StageProfile, "a StageProfile")
+    if link is not None:
+        check_link(link)

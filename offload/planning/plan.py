@@ -20,9 +20,9 @@ from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.as_json import read_json, to_json
 from offload.planning.choices import Choices
-from offload.planning.link import Link
+from offload.planning.link import Link, check_link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
-from offload.planning.profile import Profile
+from offload.planning.profile import Profile, check_profile
 from offload.planning.search import Search
 from offload.planning.simulate import simulate
 from offload.planning.table import region_table
@@ -243,15 +243,17 @@ def plan(
     Raises:
         ValueError: Nothing meets the budget; the message names the least one that can be met. Or a number of bytes is a
             text of another form.
-        TypeError: A number of bytes is neither an int nor a str.
+        TypeError: A number of bytes is neither an int nor a str, or ``profile`` or ``link`` is something else.
     """
     begin_s = time.perf_counter()
     budget = parse_bytes(memory_budget, "memory_budget")
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+    check_profile(profile)
     if link is None:
         from offload.planning.measure import measure_link  # The only part of planning that needs torch.
 
         link = measure_link()
+    check_link(link)
     if not profile.layers:
         raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
     choices = Choices(profile, link)

@@ -6,14 +6,13 @@ written by hand, to ask what another model or machine would do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload.base.checks import format_bytes, format_s
+from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
 from offload.planning.as_json import read_json, to_json
 from offload.recompute.costs import RegionProfile
 
@@ -53,11 +52,11 @@ class LayerProfile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recorded_s", max(self.forward_s, self.recorded_s))
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
-            _check_not_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         if self.regions:
             self._check_regions()
         for nbytes in self.tensors:
-            _check_not_negative("each of tensors", nbytes)
+            check_number("each of tensors", nbytes)
         if self.tensors and sum(self.tensors) != self.saved_bytes:
             raise ValueError(
                 f"tensors must add up to saved_bytes = {self.saved_bytes}, got {self.tensors} with sum "
@@ -88,8 +87,8 @@ class LayerProfile:
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
-            _check_not_negative("seconds of a region", region.seconds)
-            _check_not_negative("nbytes of a region", region.nbytes)
+            check_number("seconds of a region", region.seconds)
+            check_number("nbytes of a region", region.nbytes)
             if not all(0 <= read < number for read in region.reads):
                 raise ValueError(
                     f"region {number}, {region.name!r}, must read regions before it, got {region.reads}; list the "
@@ -149,9 +148,16 @@ class Profile:
     loss_bytes: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        layers = tuple(self.layers) if isinstance(self.layers, Iterable) else (self.layers,)
+        for layer in layers:
+            if not isinstance(layer, LayerProfile):
+                raise TypeError(
+                    f"layers must hold a LayerProfile for each layer, got {describe(layer)}; profile_layers(layers, "
+                    "step) measures a model's."
+                )
+        object.__setattr__(self, "layers", layers)
         for name in ("loss_s", "other_s", "loss_bytes"):
-            _check_not_negative(name, getattr(self, name))
+            check_number(name, getattr(self, name))
 
     @property
     def saved_bytes(self) -> int:
@@ -173,8 +179,7 @@ class Profile:
         Raises:
             ValueError: ``tokens_ratio`` is not a positive, finite number.
         """
-        if not (tokens_ratio > 0 and math.isfinite(tokens_ratio)):
-            raise ValueError(f"tokens_ratio must be a positive, finite number, got {tokens_ratio!r}")
+        check_number("tokens_ratio", tokens_ratio, positive=True)
         layers = tuple(layer.scaled(tokens_ratio) for layer in self.layers)
         return Profile(layers, self.loss_s * tokens_ratio, self.other_s, round(self.loss_bytes * tokens_ratio))
 
@@ -246,7 +251,7 @@ class StageProfile:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _check_not_negative(name, value)
+            check_number(name, value)
 
 
 def _growth(name: str, ratio: float) -> float:
@@ -254,6 +259,6 @@ def _growth(name: str, ratio: float) -> float:
     return ratio**2 if "attention" in name.lower() else ratio
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a finite number, at least 0, got {value!r}")
+def check_profile(profile: object) -> None:
+    """Raise a ``TypeError`` for what is no profile."""
+    check_type("profile", profile, Profile, "a Profile, such as profile_layers(layers, step) gives")

@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
-from offload.planning.link import Link
+from offload.planning.link import Link, check_link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Profile, check_profile
 from offload.schedule.points import Point, backward
-from offload.schedule.schedule import HasSchedule, Schedule
+from offload.schedule.schedule import HasSchedule, Schedule, schedule_of
 
 
 class Interlude(NamedTuple):
@@ -65,7 +65,9 @@ def simulate(
     if not isinstance(schedule, Schedule):
         if treatments is None:
             treatments = getattr(schedule, "treatments", None)
-        schedule = schedule.schedule
+        schedule = schedule_of("schedule", schedule, "a Schedule, such as Schedule.default(4, 32), or a plan")
+    check_profile(profile)
+    check_link(link)
     if len(profile.layers) != schedule.model_layers:
         raise ValueError(
             f"profile must have as many layers as the schedule, {schedule.model_layers}, got "

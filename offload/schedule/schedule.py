@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from offload.base.checks import check_int, warn_caller
+from offload.base.checks import check_int, check_type, describe, warn_caller
 from offload.schedule.points import Move, Point, backward, check_layers, check_order, find_order, forward
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
@@ -49,6 +49,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_int("model_layers", self.model_layers, least=1)
+        for move in self.moves:
+            check_type("each of moves", move, Move, "a Move, of a layer, a release and a reload")
         moves = tuple(sorted(self.moves, key=lambda move: move.layer))
         check_layers(moves, self.model_layers)
         order = tuple(self.order) or find_order(moves, self.model_layers)
@@ -86,7 +88,9 @@ class Schedule:
         if num_layers and num_layers == model_layers - 1:
             warn_caller(
                 f"num_layers = model_layers - 1 = {num_layers} keeps one activation set on the device, so "
-                f"copies cannot overlap with compute; use num_layers={num_layers - 1} or less for overlap."
+                "copies cannot overlap with compute; "
+                + (f"use num_layers={num_layers - 1} or less" if num_layers > 1 else "it takes three layers or more")
+                + " for overlap."
             )
         kept = model_layers - num_layers
         moves = tuple(Move(i, forward(kept + i), backward(kept + i - 1)) for i in range(num_layers))
@@ -197,3 +201,19 @@ class HasSchedule(Protocol):
     @property
     def schedule(self) -> Schedule:
         """What moves when."""
+
+
+def schedule_of(name: str, value: object, expected: str) -> Schedule:
+    """The schedule that a plan carries, or a ``TypeError`` that says what was ``expected`` in place of ``value``."""
+    found = getattr(value, "schedule", None)
+    if not isinstance(found, Schedule):
+        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
+    return found
+
+
+def check_schedule(value: object) -> None:
+    """Raise a ``TypeError`` for what is no schedule, with what to write in its place."""
+    if isinstance(getattr(value, "schedule", None), Schedule):
+        raise TypeError(f"schedule must be a Schedule, got {describe(value)}, which has one; pass it as plan=")
+    written = "Schedule.default(4, 32), or Schedule.from_synchronization_dict(entries, 32) of a dictionary"
+    check_type("schedule", value, Schedule, f"a Schedule, such as {written}")

@@ -190,7 +190,7 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
 
 def stream_weights(
     layers: Iterable[nn.Module],
-    device: torch.device | str | int | None,
+    device: torch.device | str | int | None = None,
     *,
     num_slots: int = 2,
     grad_dtype: torch.dtype | None = None,

@@ -1,0 +1,150 @@
+"""What public functions say when they are given something else than they take: what was expected, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+import offload.pipelining
+from offload import LayerProfile, Link, Profile, Schedule
+from offload.device.select import resolve_device
+from offload.planning.pipeline_plan import PipelinePlan
+from offload.planning.profile import StageProfile
+
+LINK = Link(1e9, 1e9, 2e9)
+PROFILE = Profile(tuple(LayerProfile(1e-3, 2e-3, 1 << 20) for _ in range(4)))
+ORDER = ["0F0", "0F1", "0B0", "0B1"]
+STAGES = {0: StageProfile(forward_s=0.1, backward_s=0.2, saved_bytes=1 << 30)}
+
+
+def layers(count: int = 4) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = layers()
+
+
+def step() -> None:
+    raise AssertionError("nothing may run before the arguments are checked")
+
+
+def budget_of(value: Any) -> Any:
+    return offload.offload_layers(layers(), memory_budget=value, device="cpu")
+
+
+LAYERS_WANTED = r"layers must be a list of modules, such as model\.layers, got "
+PROFILE_WANTED = r"profile must be a Profile, such as profile_layers\(layers, step\) gives, got "
+LINK_WANTED = r"link must be a Link, such as measure_link\(\) gives or Link\(55e9, 55e9, 100e9\) says, got "
+SCHEDULE_WANTED = (
+    r"schedule must be a Schedule, such as Schedule\.default\(4, 32\), or Schedule\.from_synchronization_dict"
+)
+DEVICE_WANTED = r"device must be one of this machine's, such as 'cpu' or 'cuda:0', got 'gpu'; leave it out"
+
+WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: offload.plan(layers(), "1GiB", LINK), TypeError, PROFILE_WANTED + "a ModuleList"),
+    (lambda: offload.plan(PROFILE, "2MiB", 55e9), TypeError, LINK_WANTED + r"55000000000\.0"),
+    (lambda: offload.plan(PROFILE, None, LINK), TypeError, "memory_budget must be an int"),
+    (lambda: offload.plan(PROFILE, -1, LINK), ValueError, "memory_budget must be at least 0 bytes, got -1"),
+    (lambda: offload.plan(PROFILE, "2MiB", LINK, max_host_bytes=-1), ValueError, "max_host_bytes must be at least 0"),
+    (lambda: offload.simulate(3, PROFILE, LINK), TypeError, r"schedule must be a Schedule, .* or a plan, got 3"),
+    (lambda: offload.simulate(Schedule(4), layers(), LINK), TypeError, PROFILE_WANTED + "a ModuleList"),
+    (lambda: offload.simulate(Schedule(4), PROFILE, 55e9), TypeError, LINK_WANTED),
+    (lambda: offload.profile_layers(Model(), step), TypeError, r"got one Model; .* such as model\.blocks"),
+    (lambda: offload.profile_layers(layers(), 3), TypeError, "step must be a function without arguments, got 3"),
+    (lambda: offload.record_timeline(torch.ones(1), "cpu"), TypeError, "step must be .* got a Tensor"),
+    (lambda: offload.record_timeline(step, "cpu", warmup=-1), ValueError, "warmup must be at least 0, got -1"),
+    (lambda: offload.measure_link("cpu", piece_bytes="none"), ValueError, "piece_bytes must be a number and a unit"),
+    (lambda: offload.measure_link("gpu"), ValueError, DEVICE_WANTED),
+    (lambda: offload.memory_meter("gpu").__enter__(), ValueError, DEVICE_WANTED),
+    (lambda: offload.reserve_host_memory(None), TypeError, "nbytes must be an int"),
+    (lambda: offload.reserve_host_memory(-1), ValueError, "nbytes must be at least 0 bytes"),
+    (lambda: offload.offload_layers(3), TypeError, LAYERS_WANTED + "3"),
+    (lambda: offload.offload_layers(None), TypeError, LAYERS_WANTED + "None"),
+    (lambda: offload.offload_layers("model.layers"), TypeError, LAYERS_WANTED + "'model.layers'"),
+    (lambda: offload.offload_layers(PROFILE), TypeError, LAYERS_WANTED + "a Profile"),
+    (lambda: offload.offload_layers({"a": nn.Tanh()}), TypeError, LAYERS_WANTED + "a dict"),
+    (
+        lambda: offload.offload_layers(Model()),
+        TypeError,
+        r"got one Model; pass its list of layers, such as model\.blocks",
+    ),
+    (lambda: offload.offload_layers(layers(), layers()), TypeError, "num_layers must be an int, got a ModuleList$"),
+    (lambda: offload.offload_layers(layers(), schedule={0: (True, 2, False, 1)}), TypeError, SCHEDULE_WANTED),
+    (
+        lambda: offload.offload_layers(layers(), schedule=offload.plan(PROFILE, "2MiB", LINK)),
+        TypeError,
+        "schedule must be a Schedule, got a Plan, which has one; pass it as plan=",
+    ),
+    (lambda: offload.offload_layers(layers(), plan=PROFILE), TypeError, "plan must be what offload.plan returns"),
+    (lambda: offload.offload_layers(layers(), 1, device="gpu"), ValueError, DEVICE_WANTED),
+    (lambda: offload.offload_layers(layers(), 1, max_host_bytes=-1), ValueError, "max_host_bytes must be at least 0"),
+    (lambda: budget_of(-1), ValueError, "memory_budget must be at least 0 bytes, got -1"),
+    (lambda: budget_of(1e9), TypeError, r"memory_budget must be an int \(bytes\) or a text"),
+    (lambda: offload.stream_weights(3), TypeError, LAYERS_WANTED + "3"),
+    (lambda: offload.get_cpu_offload_context(True, 1, 4, schedule={}), TypeError, SCHEDULE_WANTED),
+    (lambda: Schedule(4, ((0, 1),)), TypeError, "each of moves must be a Move"),
+    (lambda: Link("55GB/s", 1, 2), TypeError, r"d2h_bytes_per_s must be a positive, .* got '55GB/s'"),
+    (lambda: Profile(layers()), TypeError, "layers must hold a LayerProfile for each layer, got a Linear"),
+    (lambda: Profile(3), TypeError, "layers must hold a LayerProfile for each layer, got 3"),
+    (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
+    (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
+    (lambda: offload.plan_pipeline(3), TypeError, "actions must be what a rank runs, in order"),
+    (lambda: offload.plan_pipeline(ORDER, PROFILE, LINK), TypeError, "profile must be a dictionary of stages"),
+    (lambda: offload.plan_pipeline(ORDER, {0: PROFILE}, LINK), TypeError, "each entry of profile must be a StageP"),
+    (lambda: offload.plan_pipeline(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
+    (lambda: offload.plan_pipeline(ORDER, fraction="all"), ValueError, "fraction must be from 0 to 1, got 'all'"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG)
+def test_says_what_was_expected(call: Callable[[], object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^{text}" if text[0] != "g" else text):
+        call()
+
+
+def planned(budget: str) -> PipelinePlan:
+    return offload.plan_pipeline(ORDER, STAGES, LINK, memory_budget=budget)
+
+
+@pytest.mark.parametrize(
+    "accepts",
+    [
+        lambda size: offload.plan(PROFILE, size, LINK, max_host_bytes=size),
+        planned,
+        lambda size: offload.measure_link("cpu", piece_bytes="1MB", repeats=1),
+        lambda size: offload.reserve_host_memory("1MB", "cpu"),
+        offload.HostMemory,
+        lambda size: offload.get_cpu_offload_context(True, 1, 4, min_bytes=size, max_host_bytes=size, device="cpu"),
+        lambda size: offload.offload_layers(layers(), 2, min_bytes=size, max_host_bytes=size).remove(),
+        lambda size: budget_of(size).remove(),
+        lambda size: offload.offload_layers(layers(), treatments={"*": "keep"}, num_layers=2, min_bytes=size).remove(),
+    ],
+)
+@pytest.mark.parametrize("size", ["24GB", "24GiB", 24 << 30])
+def test_sizes_are_bytes_or_a_text(accepts: Callable[[int | str], object], size: int | str) -> None:
+    accepts(size)
+
+
+def test_weights_go_to_the_best_device() -> None:
+    with offload.stream_weights(layers()) as streamed:
+        assert streamed._stream is not None
+        assert streamed._stream.device == resolve_device(None)
+
+
+def test_no_advice_to_offload_nothing() -> None:
+    with pytest.warns(UserWarning, match="it takes three layers or more for overlap") as told:
+        offload.offload_layers(layers(2), 1).remove()
+    assert "0 or less" not in str(told[0].message)
+
+
+def test_profiles_take_keywords() -> None:
+    assert LayerProfile(forward_s=1.0, backward_s=2.0, saved_bytes=3) == LayerProfile(1.0, 2.0, 3)
+    assert StageProfile(forward_s=1.0, backward_s=2.0, weight_s=0.5, saved_bytes=3) == StageProfile(1.0, 2.0, 0.5, 3)
