@@ -27,7 +27,9 @@ import torch.distributed as dist
 import offload.pipelining
 from benchmarks.pipeline_case import Case, Way, steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS, SCHEDULES, SMALL, Model, Pipeline, described
-from benchmarks.pipeline_report import BOUND, HALF, NOTHING, predicted_slowdown, predictions, summary
+from benchmarks.pipeline_prediction import with_predictions, written_moves
+from benchmarks.pipeline_report import BOUND, HALF, NOTHING, summary
+from benchmarks.pipeline_widths import predictions
 from benchmarks.report import environment, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.pipelining import PipelinePlan, StageProfile
@@ -110,8 +112,6 @@ def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapp
     return found | {
         "slowdown": way.step_s / nothing.step_s - 1,
         "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
-        "predicted_slowdown": predicted_slowdown(way.plan, nothing.step_s),
-        "predicted_peak_saved": (way.plan.peak_bytes_without - way.plan.peak_bytes) / nothing.peak_bytes,
         "predicted_peak_bytes": way.plan.peak_bytes,
         "predicted_peak_bytes_without": way.plan.peak_bytes_without,
         "predicted_steady_bytes_per_s": steady_bytes_per_s(way.plan.timeline),
@@ -122,6 +122,7 @@ def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapp
         **way.stats,
         "actions": [repr(action) for action in way.plan.actions],
         "parts": way.plan.parts,
+        "moves": written_moves(way.plan.schedule),
         "profile": {stage: asdict(costs) for stage, costs in profile.items()},
     }
 
@@ -229,6 +230,7 @@ def main() -> None:
                 print(f"{name}, width {width}:", flush=True)
             mine = run_case(name, model, links, device, args, clock)
             rows = [{"schedule": name, "width": width, **row} for found in gather(mine) for row in found]
+            rows = with_predictions({**record, "rows": rows})["rows"]
             record["rows"] += rows
             if is_first:
                 print(summary(rows), flush=True)

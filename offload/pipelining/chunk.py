@@ -39,8 +39,9 @@ class ChunkPass:
         self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
     ) -> None:
         self.parts = parts
-        self.saved_bytes = 0
-        """Bytes saved so far, as far as they can travel."""
+        self.tensors: list[int] = []
+        """The bytes of each tensor saved so far, as far as they can travel."""
+        self._saved_bytes = 0
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
@@ -56,8 +57,9 @@ class ChunkPass:
         for storage in packed.handle.storages():
             if id(storage) not in self._counted:
                 self._counted.add(id(storage))
-                self.saved_bytes += storage.nbytes
-        while self._part < self.parts - 1 and self.saved_bytes >= (self._part + 1) * self._part_bytes:
+                self.tensors.append(storage.nbytes)
+                self._saved_bytes += storage.nbytes
+        while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
             self._next_part(in_operation=True)
         return packed
 

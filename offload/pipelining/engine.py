@@ -222,7 +222,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             passing.end_forward()
         self._passes[action.chunk] = passing
         if self._probe is not None:
-            self._probe.count(stage.stage_index, passing.saved_bytes)
+            self._probe.count(stage.stage_index, passing.tensors)
         return result
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,19 +68,25 @@ class Probe:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._saved_bytes: dict[int, int] = {}
+        self._tensors: dict[int, tuple[int, ...]] = {}
+        self._weight_bytes: dict[int, int] = {}
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
         """Measure the block as ``action``."""
+        before_bytes = self._allocated_bytes()
         start = self._backend.mark()
         yield
         self._marks[action.stage, action.kind].append((start, self._backend.mark()))
+        if action.kind == "I":
+            more_bytes = self._allocated_bytes() - before_bytes
+            self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes.get(action.stage, 0))
 
-    def count(self, stage: int, saved_bytes: int) -> None:
-        """Note the size of the activation set of one of the stage's chunks."""
-        self._saved_bytes[stage] = max(saved_bytes, self._saved_bytes.get(stage, 0))
+    def count(self, stage: int, tensors: Sequence[int]) -> None:
+        """Note the bytes of what one of the stage's chunks has saved."""
+        if sum(tensors) >= sum(self._tensors.get(stage, ())):
+            self._tensors[stage] = tuple(tensors)
 
     def profile(self) -> dict[int, StageProfile]:
         """What was measured; of several chunks the fastest counts, as the first ones also load kernels."""
@@ -89,10 +95,17 @@ class Probe:
                 self._fastest_s(stage, "F"),
                 self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
                 self._fastest_s(stage, "W"),
-                saved_bytes,
+                sum(tensors),
+                tensors,
+                self._weight_bytes.get(stage, 0),
             )
-            for stage, saved_bytes in self._saved_bytes.items()
+            for stage, tensors in self._tensors.items()
         }
+
+    def _allocated_bytes(self) -> int:
+        """Device memory in use, in host time, as tensors come and go; the CPU does not say."""
+        device = self._backend.device
+        return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
     def _fastest_s(self, stage: int, kind: str) -> float:
         return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)

@@ -32,14 +32,21 @@ class Walk:
         chunks = number_chunks(actions)
         # Layers are the parts of all chunks, numbered in the order of forwards.
         stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
+        cuts = {stage: costs.cut(parts) for stage, costs in profile.items()}
+        tensors = [part for chunk in chunks for part in cuts[chunk.stage]]
         self.parts = parts
-        self.nbytes = [stage.saved_bytes / parts for stage in stages]
+        self.nbytes = [
+            float(sum(part)) if stage.tensors else stage.saved_bytes / parts
+            for stage, part in zip(stages, tensors, strict=True)
+        ]
         self.layers = [
-            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, round(stage.saved_bytes / parts))
-            for stage in stages
+            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, sum(part), part if stage.tensors else ())
+            for stage, part in zip(stages, tensors, strict=True)
         ]
         self.steps: list[Point | Interlude] = []
         """Points, and the backwards for the weights between them."""
+        self.action_steps: list[list[Point | Interlude]] = []
+        """The same, for each action."""
         self.order: list[Point] = []
         """The points alone."""
         self.start_s = [0.0]
@@ -49,9 +56,12 @@ class Walk:
         self.backward_at = [0] * len(stages)
         """Layer → index of its backward in the order."""
         freed_at = [0] * len(stages)
+        held_at: list[tuple[int, float]] = []
+        """(Index of a point, bytes that are held from there on, or no longer, for the half for the weights)."""
         for action in actions:
             first = chunks[action.chunk] * parts
             layers = range(first, first + parts)
+            before = len(self.steps)
             if action.kind == "W":
                 weight_s = profile[action.stage].weight_s
                 self.steps.append(Interlude(repr(action), weight_s))
@@ -62,11 +72,19 @@ class Walk:
                 elif action.kind != "W":
                     self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
                 freed_at[layer] = len(self.order)  # the chunk's last action says it last
+            weight_bytes = profile[action.stage].weight_bytes
+            if action.kind == "I":
+                held_at += [(self.backward_at[layer], weight_bytes / parts) for layer in layers]
+            elif action.kind == "W":
+                held_at.append((len(self.order), -weight_bytes))
+            self.action_steps.append(self.steps[before:])
         self._changes_without = [0.0] * len(self.start_s)
         """Point → bytes that come or go before it if nothing moves."""
         for nbytes, made, freed in zip(self.nbytes, self.forward_at, freed_at, strict=True):
             self._changes_without[made] += nbytes
             self._changes_without[freed] -= nbytes
+        for index, change in held_at:
+            self._changes_without[index] += change
 
     def _add(self, point: Point, duration_s: float) -> int:
         self.order.append(point)

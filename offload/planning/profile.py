@@ -239,19 +239,53 @@ class StageProfile:
         backward_s: Compute seconds of its backward, or of the half for the inputs.
         weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
         saved_bytes: Size of its activation set, as far as it can travel.
+        tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
+        weight_bytes: What the half for the inputs leaves on the device for that for the weights, beside the set.
 
     Raises:
-        ValueError: A value is negative or not finite.
+        ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
     """
 
     forward_s: float = 1.0
     backward_s: float = 2.0
     weight_s: float = 0.0
     saved_bytes: int = 1
+    tensors: tuple[int, ...] = ()
+    weight_bytes: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
         for name, value in vars(self).items():
-            check_number(name, value)
+            for one in value if name == "tensors" else (value,):
+                check_number(name, one)
+        if self.tensors and sum(self.tensors) != self.saved_bytes:
+            raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
+
+    def stretched(self, ratio: float) -> StageProfile:
+        """The same with ``ratio`` times the seconds."""
+        return replace(
+            self,
+            forward_s=ratio * self.forward_s,
+            backward_s=ratio * self.backward_s,
+            weight_s=ratio * self.weight_s,
+        )
+
+    def cut(self, parts: int) -> list[tuple[int, ...]]:
+        """The tensors of each part if the set is cut into that many: a part ends with the tensor that fills it.
+
+        Without a list of tensors, each part is one, of equal size.
+        """
+        if not self.tensors:
+            edges = [round(self.saved_bytes * part / parts) for part in range(parts + 1)]
+            return [(end - start,) for start, end in pairwise(edges)]
+        cut: list[list[int]] = [[] for _ in range(parts)]
+        part, so_far = 0, 0
+        for nbytes in self.tensors:
+            cut[part].append(nbytes)
+            so_far += nbytes
+            while part < parts - 1 and so_far >= (part + 1) * self.saved_bytes / parts:
+                part += 1
+        return [tuple(part) for part in cut]
 
 
 def _growth(name: str, ratio: float) -> float:

@@ -1,7 +1,7 @@
 """What the executor would do, and when: a schedule played against what layers cost and a link.
 
 What is played is any sequence of forwards and backwards, with other compute between them: a training step is one, a
-pipeline rank's step another.
+pipeline rank's step another. Several devices are played side by side, where what one does waits for another.
 
 The rules are the executor's own. Copies to the host are queued when a tensor is saved and run one
 at a time, in order, on the d2h stream. A release lets compute wait until the layer's copies are
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,22 @@ class Interlude(NamedTuple):
     duration_s: float
     nbytes: int = 0
     """Device memory that it needs while it runs."""
+
+
+class Arrival(NamedTuple):
+    """Compute has come so far, and tells the devices that wait for it."""
+
+    label: str
+
+
+class Expected(NamedTuple):
+    """Compute goes on when the :class:`Arrival` of the same label has been reached, on whichever device."""
+
+    label: str
+
+
+Stream = tuple[int, Lane]
+"""One of the three streams of the device of that number."""
 
 
 def simulate(
@@ -125,9 +141,12 @@ class Simulation:
         layers: Sequence[LayerProfile],
         link: Link,
         treatments: Sequence[LayerTreatment | None] | None = None,
+        beside: Simulation | None = None,
     ) -> None:
         self._schedule = schedule
         self._link = link
+        self._arrivals: dict[str, _Task] = {} if beside is None else beside._arrivals
+        """What devices wait for, and tell each other: one table for all that are played together."""
         moving = set(schedule.offloaded_layers)
         self._passes: list[Passes] = [
             passes_of(layer, treatment, travels=number in moving)
@@ -139,10 +158,20 @@ class Simulation:
 
     def run(self, steps: Iterable[Point | Interlude], title: str) -> Timeline:
         """Play the points of the schedule in their order, and what compute does between them."""
+        self.queue(steps)
+        play([self], self._rates)
+        return self.timeline(title)
+
+    def queue(self, steps: Iterable[Point | Interlude | Arrival | Expected]) -> None:
+        """Put into the streams what the steps ask for, to be played with :func:`play`."""
         for step in steps:
             if isinstance(step, Interlude):
                 other = self._add(_Task("compute", "other", step.duration_s, step.label))
                 other.taken_bytes = other.freed_bytes = step.nbytes
+                continue
+            if isinstance(step, Arrival | Expected):
+                arrival = self._arrivals.setdefault(step.label, _Task("compute", "other", 0.0, step.label))
+                self._add(arrival if isinstance(step, Arrival) else _Task("compute", "other", 0.0, "", None, arrival))
                 continue
             for layer in self._schedule.releases(step):
                 self._hold(-self._passes[layer].travelling_bytes, after=next(reversed(self._copies[layer]), None))
@@ -155,7 +184,9 @@ class Simulation:
             else:
                 self._backward(step)
             self._hold(-workspace_bytes)
-        self._play()
+
+    def timeline(self, title: str) -> Timeline:
+        """What was played."""
         return Timeline(tuple(self._spans()), tuple(self._memory()), title)
 
     def _add(self, task: _Task) -> _Task:
@@ -195,33 +226,16 @@ class Simulation:
             task.freed_bytes = piece.freed_bytes
             self._add(task)
 
-    def _play(self) -> None:
-        """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
-        now_s = 0.0
-        queues = {lane: deque(tasks) for lane, tasks in self._tasks.items()}
-        left = {task: task.amount for tasks in self._tasks.values() for task in tasks}
-        while any(queues.values()):
-            heads = [queue[0] for queue in queues.values() if queue]
-            busy = {task.lane: task for task in heads if task.after is None or task.after.end_s <= now_s}
-            d2h, h2d = self._link.rates(d2h="d2h" in busy, h2d="h2d" in busy)
-            rate = {"compute": 1.0, "d2h": d2h, "h2d": h2d}
-            ends = {lane: now_s + left[task] / rate[lane] for lane, task in busy.items()}
-            then_s = min(ends.values())
-            for lane, task in busy.items():
-                task.start_s = min(task.start_s, now_s)
-                if ends[lane] == then_s:
-                    task.end_s = then_s
-                    queues[lane].popleft()
-                else:
-                    left[task] = max(0.0, left[task] - (then_s - now_s) * rate[lane])
-            now_s = then_s
+    def _rates(self, busy: frozenset[Stream]) -> dict[Stream, float]:
+        d2h, h2d = self._link.rates(d2h=(0, "d2h") in busy, h2d=(0, "h2d") in busy)
+        return {(0, "d2h"): d2h, (0, "h2d"): h2d}
 
     def _spans(self) -> Iterator[Span]:
-        """What was played, with the stalls: where a task of compute starts later than the one before has ended."""
+        """What was played, with the stalls: where a task of compute starts later than the one before, for a copy."""
         compute: list[Span] = []
         last_end_s = 0.0
         for task in self._tasks["compute"]:
-            if task.after is not None and task.start_s > last_end_s:
+            if task.after is not None and task.after.lane != "compute" and task.start_s > last_end_s:
                 what = f"wait for {task.after.label}"
                 compute.append(Span("compute", "stall", last_end_s, task.start_s, what, task.after.layer))
             if task.amount:
@@ -241,3 +255,38 @@ class Simulation:
                 held += change
                 if change:
                     yield time_s, held
+
+
+def play(devices: Sequence[Simulation], rates: Callable[[frozenset[Stream]], Mapping[Stream, float]]) -> None:
+    """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link.
+
+    Args:
+        devices: What was queued, on each device.
+        rates: The busy streams → bytes per second of those that copy.
+
+    Raises:
+        ValueError: All devices wait for each other.
+    """
+    now_s = 0.0
+    queues = {
+        (number, lane): deque(tasks) for number, device in enumerate(devices) for lane, tasks in device._tasks.items()
+    }
+    left = {task: task.amount for tasks in queues.values() for task in tasks}
+    while any(queues.values()):
+        heads = [(stream, queue[0]) for stream, queue in queues.items() if queue]
+        busy = {stream: task for stream, task in heads if task.after is None or task.after.end_s <= now_s}
+        if not busy:
+            waited = sorted({task.after.label for _, task in heads if task.after is not None and task.after.label})
+            raise ValueError(f"devices must not wait for each other for ever, got no end of the wait for {waited}")
+        copying = rates(frozenset(busy))
+        rate = {stream: 1.0 if stream[1] == "compute" else copying[stream] for stream in busy}
+        ends = {stream: now_s + left[task] / rate[stream] for stream, task in busy.items()}
+        then_s = min(ends.values())
+        for stream, task in busy.items():
+            task.start_s = min(task.start_s, now_s)
+            if ends[stream] == then_s:
+                task.end_s = then_s
+                queues[stream].popleft()
+            else:
+                left[task] = max(0.0, left[task] - (then_s - now_s) * rate[stream])
+        now_s = then_s

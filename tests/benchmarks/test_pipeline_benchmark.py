@@ -11,7 +11,8 @@ from scripts import NO_GPU, TORCH, as_torchrun, run_scripts
 from benchmarks import pipeline
 from benchmarks.pipeline_case import steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS
-from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING, prediction_rows
+from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
+from benchmarks.pipeline_widths import prediction_rows
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline

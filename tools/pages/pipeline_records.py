@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from page_text import ROOT
 
+from benchmarks.pipeline_prediction import with_predictions
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING
 
 RECORDS = (ROOT / "results/pipeline_2.json", ROOT / "results/pipeline_4.json")
@@ -36,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def read_records(paths: Iterable[Path]) -> list[Row]:
-    """The records, if they show what the page says about them.
+    """The records, if they show what the page says about them; what is predicted is what the simulator says now.
 
     Raises:
         ValueError: A gradient differs, the first rank's peak was not halved, that cost time in the widest model,
@@ -56,7 +57,7 @@ def read_records(paths: Iterable[Path]) -> list[Row]:
         shares = [row["steady_to_link"]["alone"] or 0.0 for row in narrow]
         if min(shares, default=0.0) < BOUND_SHARE:
             raise ValueError(f"1F1B, width {narrowest(record)}: must be bound by the link, but its shares are {shares}")
-    return records
+    return [with_predictions(record) for record in records]
 
 
 def measured(record: Row, *ways: str, rank: int | None = 0) -> Iterator[Measured]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from matplotlib.lines import Line2D
 from page_text import GB, GIB, day_of, gib, image, markdown_table, ms, percent, torch_of
 from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
 
-from benchmarks.pipeline_report import BOUND, FREE, HALF, prediction_rows
+from benchmarks.pipeline_report import BOUND, FREE, HALF
+from benchmarks.pipeline_widths import prediction_rows
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
@@ -290,8 +292,13 @@ def _range(shares: Iterable[float]) -> str:
     return f"{percent(min(shown))} to {percent(max(shown))}"
 
 
+@cache
+def _records() -> list[Row]:
+    return read_records(RECORDS)
+
+
 def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
-    return lambda _: make(read_records(RECORDS))
+    return lambda _: make(_records())
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
@@ -301,9 +308,9 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "pipeline_links"): _block(links_table),
     ("table", "pipeline_bound"): _block(bound_table),
     ("table", "pipeline_ranks"): _block(ranks_table),
-    ("picture", "pipeline"): lambda page: picture(read_records(RECORDS), page),
+    ("picture", "pipeline"): lambda page: picture(_records(), page),
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_records(RECORDS))}
+PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(_records())}
 """Path in the repository → what is drawn there."""

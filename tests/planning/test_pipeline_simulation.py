@@ -1,0 +1,159 @@
+"""All ranks of a pipeline in one simulation."""
+
+import pytest
+
+from offload.planning.link import Link
+from offload.planning.pipeline_order import gpipe_order, one_f_one_b_order
+from offload.planning.pipeline_plan import plan_pipeline
+from offload.planning.pipeline_simulation import simulate_pipeline
+from offload.planning.profile import StageProfile
+from offload.planning.shared_link import SharedLink
+
+LINK = Link(1.0, 1.0, 2.0)
+COSTS = StageProfile(1.0, 2.0, saved_bytes=2)
+
+
+def plans_of(*orders, link=LINK, costs=COSTS, **options):
+    """A plan for each rank, each stage with the same costs."""
+    found = []
+    for order in orders:
+        stages = {int(action[0]) if isinstance(action, str) else action.stage for action in order}
+        found.append(plan_pipeline(order, dict.fromkeys(stages, costs), link, **options))
+    return found
+
+
+def computed(timeline):
+    return [(span.label, span.start_s, span.end_s) for span in timeline.lane("compute")]
+
+
+def test_what_a_stage_runs_waits_for_its_neighbours():
+    step = simulate_pipeline(plans_of(["0F0", "0B0"], ["1F0", "1B0"], fraction=0.0))
+    first, last = map(computed, step.timelines)
+    assert first == [("F0", 0.0, 1.0), ("B0", 4.0, 6.0)]
+    assert last == [("F0", 1.0, 2.0), ("B0", 2.0, 4.0)]
+    assert step.step_s == step.step_s_without == 6.0
+    assert step.slowdown == 0
+    assert step.bubbles_s == (3.0, 3.0)
+    assert "2 ranks" in repr(step)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (3, 3)])
+def test_bubbles_are_those_that_are_known(stages, microbatches):
+    for order in (lambda s: one_f_one_b_order(s, stages, microbatches), lambda s: gpipe_order(s, microbatches)):
+        step = simulate_pipeline(plans_of(*map(order, range(stages)), fraction=0.0))
+        assert step.step_s == pytest.approx(3.0 * (microbatches + stages - 1))
+        assert step.bubbles_s == pytest.approx([3.0 * (stages - 1)] * stages)
+
+
+def test_the_half_for_the_inputs_is_what_the_stage_before_waits_for():
+    costs = StageProfile(1.0, 2.0, weight_s=5.0, saved_bytes=2)
+    step = simulate_pipeline(plans_of(["0F0", "0B0"], ["1F0", "1I0", "1W0"], costs=costs, fraction=0.0))
+    assert computed(step.timelines[0])[-1] == ("B0", 4.0, 6.0)
+    assert computed(step.timelines[1])[-1] == ("1W0", 4.0, 9.0)
+
+
+def test_stages_of_one_rank_wait_for_nothing_in_between():
+    step = simulate_pipeline(plans_of(["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"], fraction=0.0))
+    assert step.step_s == 12.0
+
+
+def test_a_wait_that_fits_into_a_bubble_costs_nothing():
+    order = [one_f_one_b_order(stage, 3, 6) for stage in range(3)]
+    (first,) = plans_of(order[0], fraction=0.75, parts=4, link=Link(0.7, 0.7, 1.4))
+    assert first.stall_s > 1.0
+    step = simulate_pipeline([first, *plans_of(*order[1:], fraction=0.0)])
+    assert step.slowdown == pytest.approx(0.0)
+    assert step.timelines[0].stall_s > 0.1
+
+
+def test_a_rank_that_waits_lets_the_others_wait():
+    order = [one_f_one_b_order(stage, 2, 4) for stage in range(2)]
+    (slow,) = plans_of(order[0], fraction=1.0, link=Link(0.2, 0.2, 0.4))
+    step = simulate_pipeline([slow, *plans_of(order[1], fraction=0.0)])
+    assert step.slowdown > 0.5
+    assert step.bubbles_s[1] > 3.0 + 0.5 * step.step_s_without
+
+
+def test_compute_is_stretched_to_the_measured_step():
+    plans = plans_of(*(one_f_one_b_order(stage, 2, 4) for stage in range(2)))
+    step = simulate_pipeline(plans, step_s_without=30.0)
+    assert step.step_s_without == pytest.approx(30.0)
+    assert step.timelines[0].lane("compute")[0].duration_s == pytest.approx(2.0)
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    crossed = plans_of(["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"], fraction=0.0)
+    with pytest.raises(
+        ValueError, match=r"must not wait for each other for ever, got no end of the wait for \['0F1', '1B0'\]"
+    ):
+        simulate_pipeline(crossed)
+    with pytest.raises(ValueError, match="one link for each of the 2 ranks, got 1"):
+        simulate_pipeline(crossed, SharedLink.private([LINK]))
+
+
+# --- The link that devices share --------------------------------------------------------------------------------
+
+
+SHARED = SharedLink((Link(50.0, 50.0, 90.0),) * 4, (Link(30.0, 40.0, 35.0),) * 4)
+
+
+def test_who_copies_alone_has_the_link_alone():
+    assert SHARED.rates(frozenset()) == {}
+    assert SHARED.rates(frozenset({(2, "d2h")})) == pytest.approx({(2, "d2h"): 50.0})
+    assert SHARED.rates(frozenset({(2, "d2h"), (2, "h2d")})) == pytest.approx({(2, "d2h"): 45.0, (2, "h2d"): 45.0})
+
+
+def test_all_at_once_have_what_was_measured_all_at_once():
+    everything = frozenset((rank, lane) for rank in range(4) for lane in ("d2h", "h2d"))
+    assert SHARED.rates(everything) == pytest.approx(dict.fromkeys(everything, 17.5))
+    down = frozenset((rank, "d2h") for rank in range(4))
+    assert SHARED.rates(down) == pytest.approx(dict.fromkeys(down, 30.0))
+
+
+def test_some_have_what_the_host_gives_and_no_more_than_alone():
+    two = frozenset({(0, "d2h"), (1, "d2h")})
+    assert SHARED.rates(two) == pytest.approx(dict.fromkeys(two, 50.0))
+    three = frozenset((rank, "d2h") for rank in range(3))
+    assert SHARED.rates(three) == pytest.approx(dict.fromkeys(three, 40.0))
+
+
+def test_what_one_cannot_use_the_others_have():
+    mixed = SharedLink(
+        (Link(10.0, 10.0, 20.0), Link(60.0, 60.0, 90.0)), (Link(10.0, 10.0, 15.0), Link(40.0, 40.0, 45.0))
+    )
+    rates = mixed.rates(frozenset({(0, "d2h"), (1, "d2h")}))
+    # 50 in all, in proportion to what each reaches alone.
+    assert rates == pytest.approx({(0, "d2h"): 50 / 7, (1, "d2h"): 300 / 7})
+    rates = mixed.rates(frozenset({(0, "d2h"), (0, "h2d"), (1, "d2h")}))
+    assert rates == pytest.approx({(0, "d2h"): 50 / 7, (0, "h2d"): 10.0, (1, "d2h"): 300 / 7})
+
+
+def test_a_link_is_needed_for_each_device():
+    with pytest.raises(ValueError, match="must have a link for each device, got 2 and 1"):
+        SharedLink((LINK, LINK), (LINK,))
+
+
+# --- What stages cost -------------------------------------------------------------------------------------------
+
+
+def test_parts_end_with_the_tensor_that_fills_them():
+    costs = StageProfile(saved_bytes=100, tensors=(10, 50, 20, 20))
+    assert costs.cut(4) == [(10, 50), (), (20,), (20,)]
+    assert costs.cut(1) == [(10, 50, 20, 20)]
+    assert StageProfile(saved_bytes=10).cut(4) == [(2,), (3,), (3,), (2,)]
+    with pytest.raises(ValueError, match="tensors must add up to saved_bytes = 100, got 30"):
+        StageProfile(saved_bytes=100, tensors=(10, 20))
+
+
+def test_a_plan_knows_what_each_part_holds():
+    costs = {0: StageProfile(1.0, 2.0, saved_bytes=100, tensors=(10, 50, 20, 20))}
+    plan = plan_pipeline(["0F0", "0F1", "0B0", "0B1"], costs, Link(1e9, 1e9, 2e9), parts=4, fraction=0.0)
+    assert [plan._walk.nbytes[layer] for layer in range(4)] == [60, 0, 20, 20]
+    assert plan.peak_bytes == 200
+
+
+def test_what_waits_for_the_weights_is_on_the_device():
+    costs = {1: StageProfile(1.0, 1.0, 1.0, saved_bytes=100, weight_bytes=40)}
+    order = ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
+    assert plan_pipeline(order, costs, LINK, fraction=0.0).peak_bytes == 280
+    assert plan_pipeline(["1F0", "1B0"], costs, LINK, fraction=0.0).peak_bytes == 100
