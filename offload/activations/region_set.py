@@ -128,8 +128,8 @@ class RegionSet(ActivationSet):
             return packed
         if taken and dropping is not None:
             self._handles[dropping] = weakref.ref(packed)
-        elif packed.storage.original not in self._values:
-            value = self._values[packed.storage.original] = recorder.read(tensor)
+        elif self._values.get(packed.storage.original) is not (value := recorder.read(tensor)):
+            self._values[packed.storage.original] = value
             if value.keeper is None and (packed.storage.state is WRITTEN or value.call is None):
                 # Else the storage may hold what was there before a write that its version does not tell.
                 value.keeper = _Keeper(packed.storage, packed.token, packed.version, packed.versions)
@@ -164,7 +164,7 @@ class RegionSet(ActivationSet):
         return True
 
     def _follow(self, storage: SavedStorage) -> None:
-        value = self._values.pop(storage.original, None)
+        value = self._values.get(storage.original)  # it stays there: one operation may save a storage several times
         if value is None:
             super()._follow(storage)
         elif not self._treatments.learned or self._treatments.awaits_proof(region_of(value)):

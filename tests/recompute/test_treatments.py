@@ -300,6 +300,17 @@ def test_what_no_pattern_names_is_kept(lab: Lab) -> None:
     assert found["mm"] == without["mm"]
 
 
+@pytest.mark.filterwarnings("ignore:a whole round of")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_kept_does_not_travel(block: str, lab: Lab) -> None:
+    """Also what one operation saves several times: attention saves three views of one product."""
+    layers, x = build(block, LAYERS, lab.device)
+    with offloaded(layers, lab, {"*": "keep"}, 2) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        assert handle.stats().offloaded_bytes == 0
+
+
 def test_patterns_may_name_modules(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     with offloaded(layers, lab, {"norm?: *": "recompute", "gate: mm": "offload"}, 2) as handle:
