@@ -78,8 +78,8 @@ class ActivationSet:
         """Whether the graph let go of everything that the layer saved."""
         return self.in_graph and self._graph() is None
 
-    def enter(self) -> None:
-        """The layer's forward begins: autograd hands over what it saves."""
+    def enter(self, inputs: object = None) -> None:
+        """The layer's forward begins with ``inputs``, if they are known: autograd hands over what it saves."""
         push_hooks(self.pack, unpack)
 
     def leave(self, *, failed: bool) -> None:

@@ -114,8 +114,10 @@ class OffloadContext(ContextDecorator):
             raise
 
     @interpreted
-    def enter(self, layer: int | None = None) -> None:
+    def enter(self, layer: int | None = None, inputs: object = None) -> None:
         """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
+
+        What it is called with, positional arguments and those by name, are its ``inputs``.
 
         Where PyTorch allows no hooks on saved tensors, the error leaves the context as it was before.
         """
@@ -157,7 +159,7 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         selective.opened.append(opened)
         if takes_all:
-            opened.enter()
+            opened.enter(inputs)
 
     @interpreted
     def exit(self, *, failed: bool = False) -> None:

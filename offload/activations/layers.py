@@ -180,7 +180,7 @@ class _OffloadedLayer(LayerListener):
         self._entered = not self._context.has_nothing_to_do()
         if self._entered:
             self._context.abort()  # a forward that an interrupt has cut off, of this layer or another
-            self._context.enter(self._number)
+            self._context.enter(self._number, inputs)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._entered:

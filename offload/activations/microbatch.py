@@ -10,6 +10,7 @@ from offload.activations.region_set import RegionSet
 from offload.activations.states import OffloadState
 from offload.activations.transfers import Transfers
 from offload.activations.what_moves import Rules
+from offload.activations.whole_set import WholeSet
 from offload.base import trace
 from offload.recompute.treatments import LayerTreatments
 from offload.schedule.points import Point, backward, forward
@@ -81,7 +82,8 @@ class Round:
         parts = (layer, self.transfers, rules, self._known)
         treatments = self._treatments[layer] if self._treatments else None
         if treatments is not None:
-            opened: ActivationSet = RegionSet(*parts, stays=stays, treatments=treatments)
+            kind = WholeSet if treatments.whole else RegionSet
+            opened: ActivationSet = kind(*parts, stays=stays, treatments=treatments)
         else:
             opened = ActivationSet(*parts, stays=stays)
         self.sets[layer] = opened

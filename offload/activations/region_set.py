@@ -47,12 +47,12 @@ class RegionSet(ActivationSet):
     def __init__(self, *args: Any, treatments: LayerTreatments, stays: bool) -> None:
         super().__init__(*args, stays=stays)
         self._treatments = treatments
-        self._recorder: _LayerRecorder | None = None
+        self._recorder: Recorder | None = None
         """Sees the layer's forward, while that runs."""
         self._values: dict[int, Value] = {}
-        """What is in saved storages whose operation is not over, by the storage's address."""
+        """What is in saved storages, by the storage's address."""
         self._dropping: list[tuple[weakref.ref[SavedStorage], Value]] = []
-        """Those that are to be dropped when it is, and what is in them."""
+        """Those that are to be dropped when their operation is over, and what is in them."""
         self._value: Value | None = None
         """What is being packed now, if it is to be dropped."""
         self._handles: dict[Value, weakref.ref[MovedHandle]] = {}
@@ -63,7 +63,7 @@ class RegionSet(ActivationSet):
         """What the layer was given, as far as it may travel."""
         self._dropped: list[weakref.ref[Value]] = []
 
-    def enter(self) -> None:
+    def enter(self, inputs: object = None) -> None:
         leave_modes(_LayerRecorder)  # of a forward that an interrupt has kept from leaving it
         if not self._treatments.learned:
             self._treatments.begin()

@@ -43,6 +43,11 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     return call
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether a module's whole forward is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
 def leave_to_interpreter(package: str) -> None:
     """Where a compiled layer breaks its graph, the compiler would take our hooks for the program's code."""
     if "torch._dynamo" in sys.modules:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -62,6 +62,23 @@ class LayerCall:
     def failed(self) -> bool:
         """Whether the forward, which ends now, has raised: the program may be handling another error around it."""
         return sys.exception() is not self._handled_error
+
+
+class _Telling(threading.local):
+    silent = False
+
+
+_telling = _Telling()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Run a layer once more without a word to its listeners, who would take that for its next forward."""
+    before, _telling.silent = _telling.silent, True
+    try:
+        yield
+    finally:
+        _telling.silent = before
 
 
 class LayerListener:
@@ -262,7 +279,8 @@ class _Hook:
 
     @interpreted
     def __call__(self, *args: object) -> None:
-        self._tell(*args)
+        if not _telling.silent:
+            self._tell(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, ())
@@ -290,7 +308,7 @@ class _Checkpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         events = self.events
-        if events.runs or in_backward():
+        if events.runs or in_backward() or _telling.silent:
             # The layer's forward calls it, inside of the hooks, as in newer models.
             return self.function(*args, **kwargs)
         output = None

@@ -6,7 +6,7 @@ order its threads arrive gives other bits each time. What does not come out the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -53,7 +53,7 @@ def _unsound(calls: list[Call], original: Original) -> list[Value]:
     return found
 
 
-def seconds_of(calls: list[Call], original: Original, backend: Backend) -> list[float]:
+def seconds_of(calls: Sequence[Call], original: Original, backend: Backend) -> list[float]:
     """What calls take, one after the other, each with what the forward has given it."""
     marks = []
 
@@ -68,7 +68,7 @@ def seconds_of(calls: list[Call], original: Original, backend: Backend) -> list[
 
 
 def _run(
-    calls: list[Call],
+    calls: Sequence[Call],
     original: Original,
     made: Callable[[Value, torch.UntypedStorage], torch.UntypedStorage],
     around: Callable[[Call], AbstractContextManager[None]],

@@ -21,6 +21,11 @@ class RandomState(AbstractContextManager[None]):
         self._present = self._generator.get_state()
         self._generator.set_state(self._state)
 
+    @property
+    def moved(self) -> bool:
+        """Whether somebody has drawn since."""
+        return not torch.equal(self._state, self._generator.get_state())
+
     def restore(self) -> None:
         """Give the generator the state again."""
         self._generator.set_state(self._state)

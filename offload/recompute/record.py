@@ -182,6 +182,9 @@ class Call:
         random: The generator's state before it, if it draws random numbers.
     """
 
+    one_region = False
+    """Whether all that it makes is treated alike."""
+
     __slots__ = ("args", "dtype", "kwargs", "makes", "needed", "number", "operation", "random", "reads", "time")
 
     def __init__(
@@ -263,12 +266,12 @@ class Call:
                 copy = copies.get(value)
                 return look(value, geometry) if copy is None else look_into(copy.untyped_storage(), geometry)
 
-        args = _given(self.args, read)
-        kwargs = dict(zip(self.kwargs, _given(self.kwargs.values(), read), strict=True)) if self.kwargs else {}
+        args = tensors_given(self.args, read)
+        kwargs = dict(zip(self.kwargs, tensors_given(self.kwargs.values(), read), strict=True)) if self.kwargs else {}
         if self.random is None and self.dtype is torch.get_default_dtype():
             result = self.operation.run(*args, **kwargs)
         else:
-            with self.random or nullcontext(), _default_dtype(self.dtype):
+            with self.random or nullcontext(), with_default_dtype(self.dtype):
                 result = self.operation.run(*args, **kwargs)
         return [*tensors_of(result), *copies.values()]
 
@@ -316,12 +319,13 @@ def make_again(value: Value) -> torch.UntypedStorage:
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """Calls were seen below autograd and autocast, and run there again; some kernels ask whether gradients are on."""
-    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_ABOVE):
+    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(ABOVE):
         yield
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let operations make what they are told no other type for in this one."""
     present = torch.get_default_dtype()
     if dtype is present:
         yield
@@ -350,7 +354,7 @@ def _values_in(given: Any) -> Iterator[Value]:
             yield from _values_in(item)
 
 
-def _given(written_down: Iterable[Any], look: Callable[[Value, Geometry | None], torch.Tensor]) -> list[Any]:
+def tensors_given(written_down: Iterable[Any], look: Callable[[Value, Geometry | None], torch.Tensor]) -> list[Any]:
     """What a call was given, with tensors in place of values and looks."""
     given: list[Any] = []
     for item in written_down:
@@ -360,7 +364,7 @@ def _given(written_down: Iterable[Any], look: Callable[[Value, Geometry | None],
         elif kind is Look:
             given.append(look(item.value, item.geometry))
         else:
-            given.append(_given(item, look) if kind is list else item)
+            given.append(tensors_given(item, look) if kind is list else item)
     return given
 
 
@@ -374,7 +378,7 @@ def whole(memory: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
-_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 for _name, _key in torch._C.DispatchKey.__members__.items():
     if _name.startswith(("Autograd", "Autocast")) and _name != "AutogradFunctionality":
-        _ABOVE |= torch._C.DispatchKeySet(_key)
+        ABOVE |= torch._C.DispatchKeySet(_key)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from offload.base.compiler import is_compiled
 from offload.recompute.costs import RegionProfile
 from offload.recompute.kinds import Operation
 from offload.recompute.record import Value
@@ -48,7 +49,7 @@ class Region(NamedTuple):
 def region_of(value: Value) -> Region | None:
     """The region of what a call has made; ``None`` for a source."""
     call = value.call
-    return None if call is None else Region(call.operation, call.time, value.place)
+    return None if call is None else Region(call.operation, call.time, 0 if call.one_region else value.place)
 
 
 class Numbered(Protocol):
@@ -93,6 +94,8 @@ class LayerTreatments:
         """Those that were computed again and compared: a first forward may not have saved all that later ones do."""
         self.unsaved: set[Region] = set()
         """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
+        self.draws = False
+        """Of a layer that is one region: whether its first forward has drawn random numbers."""
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
         self.order: list[Region | None] = []
@@ -110,6 +113,12 @@ class LayerTreatments:
         self._known, self._named = {}, Counter()
 
     @property
+    def whole(self) -> bool:
+        """Whether the layer is one region, since nobody sees what it does: it is compiled."""
+        layer = None if self.layer is None else self.layer()
+        return layer is not None and is_compiled(layer)
+
+    @property
     def lists_all(self) -> bool:
         """Whether the first forward has to list and prove all regions, and not only those to be computed again."""
         return self.measures or self.planned is not None
@@ -123,7 +132,13 @@ class LayerTreatments:
     def drops(self, value: Value) -> bool:
         """Whether it is to be computed again, and is known to come out the same."""
         call = value.call
-        return call is not None and (call.operation, call.time, value.place) in self._dropped  # as a Region, but sooner
+        if call is None:
+            return False
+        return (
+            call.operation,
+            call.time,
+            0 if call.one_region else value.place,
+        ) in self._dropped  # a Region, but sooner
 
     def settle(self) -> None:
         """What was learned is complete for now."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
-from models import GptBlock, assert_same, build, step_gradients
+from models import WIDTH, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
 from torch import nn
 
 import offload
@@ -53,3 +54,233 @@ def test_compiled_submodules(lab: Lab) -> None:
             for _ in range(3):
                 assert_same(expected, step_gradients(layers, x))
             assert "block.qkv: addmm" in handle.regions(0)
+
+
+def in_place(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def wrapped(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
+
+
+def inductor(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer)  # type: ignore[return-value]
+
+
+COMPILED = {"in place": in_place, "wrapped": wrapped, "inductor": inductor}
+
+
+def compiled(block: Any, how: Callable[[nn.Module], nn.Module], lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
+    layers, x = build(block, LAYERS, lab.device)
+    return nn.ModuleList(how(layer) for layer in layers), x
+
+
+@pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("block", ["decoder", "gpt"])
+def test_a_compiled_layer_is_one_region(block: str, how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
+    layers, x = compiled(block, how, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    moved = {}
+    for name, treatments in TREATMENTS.items():
+        with offloaded(layers, lab, treatments) as handle:
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+            assert handle.regions(0) == {"compiled forward": treatments["*"]}
+            moved[name] = handle.stats().offloaded_bytes
+    assert moved["keep"] == 0
+    # Of the only layer that travels: its input is a leaf, and its output's last use is the next layer's.
+    assert moved["offload"] > moved["recompute"] == moved["recompute, the input travels"]
+
+
+class Counts(nn.Module):
+    """Counts how often it runs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.function = function
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        self._count()
+        return self.function(x @ self.weight, *others, **named)
+
+    @torch.compiler.disable
+    def _count(self) -> None:
+        self.runs += 1
+
+
+def test_memory_is_let_go_and_each_layer_runs_once_more(lab: Lab) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x.tanh() * 2
+        return x
+
+    layers, _ = compiled(lambda: Counts(function), wrapped, lab)
+    x = torch.rand(4096, WIDTH, device=lab.device, requires_grad=True)
+    one = 4 * x.numel()
+
+    def peak_bytes() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        runs = [layer._orig_mod.runs for layer in layers]
+        y.sum().backward()
+        after.extend(layer._orig_mod.runs - before for layer, before in zip(layers, runs, strict=True))
+        return meter.peak_bytes
+
+    after: list[int] = []
+    peak_bytes()
+    assert peak_bytes() > LAYERS * 7 * one
+    with offloaded(layers, lab, TREATMENTS["recompute"]):
+        peak_bytes()  # it compares
+        after.clear()
+        assert peak_bytes() < (LAYERS + 12) * one
+        assert after == [1] * LAYERS
+
+
+def test_what_the_layer_is_called_with(lab: Lab) -> None:
+    """Arguments by name, nested, one tensor twice, none, and those that need no gradient."""
+    layers, x = compiled(
+        lambda: Counts(lambda x, y, z, pair, mask=None: ((x + y) * z.sigmoid() + pair[0] * pair[1]).tanh() * mask),
+        wrapped,
+        lab,
+    )
+    mask = torch.rand(WIDTH, device=lab.device) > 0.5
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y, y, y[:, :1], (x, 2.0), mask=mask)
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    lab.adverse()
+    for treatments in TREATMENTS.values():
+        with offloaded(layers, lab, treatments) as handle:
+            for _ in range(3):
+                assert_same(expected, gradients(leaves_of(layers, x), step))
+            assert handle.regions(0) == {"compiled forward": treatments["*"]}
+
+
+def test_autocast_and_random_numbers(lab: Lab) -> None:
+    layers, x = compiled("gpt", in_place, lab)
+
+    def step() -> None:
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            y = x
+            for layer in layers:
+                y = layer(y)
+        loss_of(y).backward()  # outside of it, as in training
+
+    def state() -> torch.Tensor:
+        return torch.get_rng_state() if lab.device.type == "cpu" else torch.cuda.get_rng_state()
+
+    expected, after = gradients(leaves_of(layers, x), step), state()
+    with offloaded(layers, lab, TREATMENTS["recompute"]):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+            assert torch.equal(after, state())
+
+
+def test_layers_that_must_not_run_twice_are_kept(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """Batch norm would count the batch twice; one that does something else each time has other bits."""
+    layers, x = compiled("conv", in_place, lab)
+    expected = step_gradients(layers, x)
+    layers, x = compiled("conv", in_place, lab)
+    with offloaded(layers, lab, TREATMENTS["recompute"]) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.regions(0) == {"compiled forward": "offload"}
+        assert [int(layer.norm.num_batches_tracked) for layer in layers] == [1] * LAYERS
+
+    class Drifts(Counts):
+        def _count(self) -> None:
+            self.weight.data.mul_(1.5)
+
+    Drifts._count = torch.compiler.disable(Drifts._count)  # type: ignore[method-assign]
+    layers, x = compiled(lambda: Drifts(torch.tanh), wrapped, lab)
+    with offloaded(layers, lab, TREATMENTS["recompute"]) as handle:
+        step_gradients(layers, x)
+        assert handle.regions(0) == {"compiled forward": "offload"}
+
+
+def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
+    way = [False]
+    layers, x = compiled(lambda: Counts(lambda x: x.tanh().sigmoid() * x if way[0] else x.tanh()), wrapped, lab)
+    with offloaded(layers, lab, TREATMENTS["recompute"]):
+        for _ in range(2):
+            step_gradients(layers, x)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        way[0] = True
+        with pytest.raises(RuntimeError, match="must save the same when it runs again"):
+            loss_of(y).backward()
+
+
+def test_streamed_weights(lab: Lab) -> None:
+    layers, x = compiled("decoder", in_place, lab)
+    expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
+    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, TREATMENTS["recompute"]):
+        lab.adverse()
+        for _ in range(3):
+            assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
+
+
+def test_microbatches_in_flight(lab: Lab) -> None:
+    layers, x = compiled("gpt", in_place, lab)
+    inputs = [x, (x * 2).detach().requires_grad_()]
+
+    def step() -> None:
+        losses = []
+        for given in inputs:
+            y = given
+            for layer in layers:
+                y = layer(y)
+            losses.append(loss_of(y))
+        for loss in losses:
+            loss.backward()
+
+    expected = gradients(leaves_of(layers, *inputs), step)
+    lab.adverse()
+    with offloaded(layers, lab, TREATMENTS["recompute"]):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, *inputs), step))
+
+
+def test_profiles_and_plans(lab: Lab) -> None:
+    layers, x = compiled("decoder", in_place, lab)
+    expected = step_gradients(layers, x)
+    profile = offload.profile_layers(
+        layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device, regions=True
+    )
+    for layer in profile.layers[1:]:
+        assert [region.name for region in layer.regions] == ["input", "compiled forward"]
+        given, forward = layer.regions
+        assert given.nbytes == 4 * x.numel()
+        assert forward.nbytes > 4 * given.nbytes
+        assert forward.seconds > 0
+        assert forward.recomputable
+        assert forward.reads == (0,)
+    whole = profile.saved_bytes
+    link = offload.Link(1e9, 1e9, 1e9)
+    made = offload.plan(profile, memory_budget=whole - profile.layers[0].saved_bytes // 2, link=link, max_host_bytes=0)
+    assert made.recompute_s > 0
+    with offload.offload_layers(layers, plan=made, min_bytes=1, device=lab.device) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        found = [handle.regions(number).get("compiled forward") for number in range(LAYERS)]
+    assert "recompute" in found  # where a layer is to be left alone, nothing is recorded
+
+
+def test_a_budget_for_compiled_layers(lab: Lab) -> None:
+    layers, x = compiled("decoder", in_place, lab)
+    expected = step_gradients(layers, x)
+    with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=1, device=lab.device) as handle:
+        for _ in range(4):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is not None

@@ -1,0 +1,120 @@
+"""The activation set of a layer that is one region, as compiled ones are: all of it stays, travels, or comes again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.handles import Handle
+from offload.activations.region_set import RegionSet
+from offload.recompute.costs import RegionProfile
+from offload.recompute.proof import differing, seconds_of
+from offload.recompute.record import Value
+from offload.recompute.treatments import RECOMPUTE, SOURCE, Region
+from offload.recompute.whole import FORWARD, ChangedError, ForwardCall, ForwardRecorder
+
+_logger = logging.getLogger(__name__)
+
+_REGION = Region(FORWARD, 0, 0)
+
+
+class WholeSet(RegionSet):
+    """What one compiled layer of one microbatch saved; arguments as those of a :class:`RegionSet`."""
+
+    _call: ForwardCall | None = None
+    _buffers: tuple[int, ...] = ()
+    """The versions of the layer's buffers when a first forward began."""
+
+    def enter(self, inputs: object = None) -> None:
+        treatments = self._treatments
+        if not treatments.learned:
+            treatments.begin()
+            treatments.name(_REGION, "")
+            self._buffers = self._versions()
+        recorder = self._recorder = _ForwardRecorder(self)
+        layer = None if treatments.layer is None else treatments.layer()
+        backend = self.transfers.backend
+        # A CUDA graph draws other numbers in each of its replays.
+        if layer is not None and inputs is not None and not (treatments.draws and backend.capturing):
+            runs_again = not treatments.learned or treatments.of(_REGION) is RECOMPUTE
+            recorder.begin(layer, inputs, backend.device, draws=runs_again and not backend.capturing)
+        self._call = recorder.call
+        ActivationSet.enter(self)
+
+    def leave(self, *, failed: bool) -> None:
+        super().leave(failed=failed)
+        self._call = None
+
+    def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
+        recorder = self._recorder
+        if not isinstance(recorder, ForwardRecorder):
+            return super().pack(tensor, changes)
+        recorder.count(tensor)
+        if type(tensor) is torch.Tensor:
+            return super().pack(tensor, changes)
+        self._recorder = None  # what a subclass is made of is not computed again
+        try:
+            return super().pack(tensor, changes)
+        finally:
+            self._recorder = recorder
+
+    def _learn(self) -> None:
+        treatments, call = self._treatments, self._call
+        there = {value: storage for reference, value in self._waiting if (storage := reference()) is not None}
+        made = [value for value in there if value.call is not None]
+
+        def original(value: Value) -> torch.UntypedStorage | None:
+            return there[value].memory if value in there else None
+
+        if not treatments.learned:
+            treatments.draws = call is not None and any(state.moved for state in call.states)
+        if treatments.lists_all or treatments.of(_REGION) is RECOMPUTE:
+            try:
+                again = call is not None and self._buffers == self._versions() and not differing(made, original)
+            except ChangedError:
+                again = False
+            if not again:
+                treatments.differs(_REGION)
+                _logger.info("layer %d cannot be computed again as a whole, or comes out otherwise: kept", self.layer)
+            treatments.proven.add(_REGION)
+        if not treatments.learned:
+            if treatments.lists_all:
+                self._list_whole(made, original)
+            treatments.follow_plan()
+            treatments.learned = True
+        treatments.settle()
+
+    def _list_whole(self, made: list[Value], original: Any) -> None:
+        treatments = self._treatments
+        saved = {value for _, value in self._waiting}
+        sources = list({**dict.fromkeys(self._sources), **{value: None for value in saved if value.call is None}})
+        costs = [RegionProfile(SOURCE, one.nbytes, 0.0, saved=one in saved, recomputable=False) for one in sources]
+        treatments.order += [None] * len(sources)
+        if made and self._call is not None:
+            again = _REGION not in treatments.differing
+            runs = [self._call] * (2 if treatments.measures and again else 0)  # the compiler may be at work in one
+            took_s = min(seconds_of(runs, original, self.transfers.backend), default=0.0)
+            nbytes = sum(value.nbytes for value in made)
+            reads = tuple(range(len(sources)))
+            costs.append(RegionProfile(treatments.names[_REGION], nbytes, took_s, reads, recomputable=again))
+            treatments.order.append(_REGION)
+        treatments.costs = tuple(costs)
+
+    def _versions(self) -> tuple[int, ...]:
+        """Of the layer's buffers: running it twice would count a batch twice."""
+        layer = None if self._treatments.layer is None else self._treatments.layer()
+        return () if layer is None else tuple(buffer._version for buffer in layer.buffers())
+
+
+class _ForwardRecorder(ForwardRecorder):
+    """Tells the layer's set of what it was given."""
+
+    def __init__(self, owner: RegionSet) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def given(self, tensor: torch.Tensor, value: Value) -> None:
+        self._owner.given(tensor, value)
