@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from offload.command_line import doctor, link
+from offload.command_line import doctor, link, plan
 from offload.command_line.answer import Answer
 from offload.host.page_locked import HostMemoryError
 
@@ -24,7 +24,7 @@ class Command(Protocol):
         """Do what was asked for; a ``ValueError`` says what is wrong with the options."""
 
 
-COMMANDS: dict[str, Command] = {"link": link, "doctor": doctor}
+COMMANDS: dict[str, Command] = {"link": link, "doctor": doctor, "plan": plan}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,0 +1,143 @@
+"""What a model of Llama's type costs, counted from its sizes: the regions that Hugging Face's implementation has.
+
+Nothing is loaded or run. Bytes are exact; a test compares them with what is measured of a small model. Seconds follow
+from how fast a device computes products and reads memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.command_line.shape import Shape
+from offload.planning.profile import LayerProfile, Profile
+from offload.recompute.costs import RegionProfile
+
+LOSS_BYTES = 12
+"""Of each logit beside those of the model's dtype: in float32, their logarithms and the gradient of these."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is, inside of layers."""
+
+    flop_per_s: float
+    bytes_per_s: float
+
+
+def profile_of(shape: Shape, batch: int, tokens: int, rates: Rates, min_bytes: int) -> Profile:
+    """The profile of a microbatch of so many sequences, each of so many tokens, with causal attention."""
+    layer = _Layer(shape, batch, tokens, rates, min_bytes)
+    head = _Layer(shape, batch, tokens, rates, min_bytes)
+    product_s = head.seconds_of(2 * batch * tokens * shape.hidden * shape.vocab, 0)
+    loss_s = 3 * product_s + 2 * loss_bytes(shape, batch, tokens) / rates.bytes_per_s
+    return Profile((layer.profile(),) * shape.layers, loss_s)
+
+
+def loss_bytes(shape: Shape, batch: int, tokens: int) -> int:
+    """Device memory that the loss takes at once, outside of the layers."""
+    return batch * tokens * shape.vocab * (shape.item_bytes + LOSS_BYTES)
+
+
+class _Layer:
+    """The regions of one layer, in the order of its forward; each method adds some, and returns the last one's number.
+
+    A region of fewer than ``min_bytes`` is not saved; one that the layer was given is not listed then.
+    """
+
+    def __init__(self, shape: Shape, batch: int, tokens: int, rates: Rates, min_bytes: int) -> None:
+        self._shape = shape
+        self._rows = batch * tokens
+        self._tokens = tokens
+        self._rates = rates
+        self._min_bytes = min_bytes
+        self._low = shape.item_bytes < 4
+        self._regions: list[RegionProfile] = []
+        self._named: Counter[str] = Counter()
+
+    def profile(self) -> LayerProfile:
+        shape, rows, one = self._shape, self._rows, self._shape.item_bytes
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        entry = self._given(rows * shape.hidden * one, saved=not self._low)
+        cos, sin = (self._given(self._tokens * shape.head_dim * one, saved=True) for _ in range(2))
+        x = self._norm("input_layernorm", entry)
+        query = self._product("self_attn.q_proj", x, shape.hidden, wide)
+        key = self._product("self_attn.k_proj", x, shape.hidden, narrow)
+        value = self._product("self_attn.v_proj", x, shape.hidden, narrow, saved=True)
+        query, key = self._rotated(query, wide, cos, sin), self._rotated(key, narrow, cos, sin)
+        name, reads = "self_attn: scaled_dot_product_attention", [value, query, key]
+        attention_flop = 2 * rows * self._tokens * wide  # two products, each of half of all pairs
+        x = self._add(name, rows * wide * one, reads, flop=attention_flop)
+        attention_s = self._regions[-1].seconds
+        self._add(name, rows * shape.heads * 4, [*reads, x], seconds=0.0)
+        x = self._product("self_attn.o_proj", x, wide, shape.hidden)
+        entry = self._add("add", rows * shape.hidden * one, [entry, x], saved=not self._low)
+        x = self._norm("post_attention_layernorm", entry)
+        gate = self._product("mlp.gate_proj", x, shape.hidden, shape.intermediate, saved=True)
+        nbytes = rows * shape.intermediate * one
+        gate = self._add("mlp.act_fn: silu", nbytes, [gate])
+        up = self._product("mlp.up_proj", x, shape.hidden, shape.intermediate, saved=True)
+        self._add("mlp: mul", nbytes, [gate, up])
+        # What nobody needs in backward has no region: the last product and sum.
+        down_s = self.seconds_of(2 * rows * shape.intermediate * shape.hidden, nbytes)
+        sum_s = self.seconds_of(0, 3 * rows * shape.hidden * one)
+        forward_s = sum(region.seconds for region in self._regions) + down_s + sum_s
+        # Each product has two in backward; flash attention computes its scores again, five products for two.
+        backward_s = 2 * forward_s + attention_s / 2
+        gradients = 3 * nbytes  # of gate, up and what they make, all there at once
+        return LayerProfile.from_regions(self._regions, forward_s, backward_s, workspace_bytes=gradients)
+
+    def seconds_of(self, flop: float, nbytes: float) -> float:
+        """Of what computes so much, and reads and writes so much."""
+        return max(flop / self._rates.flop_per_s, nbytes / self._rates.bytes_per_s)
+
+    def _given(self, nbytes: int, *, saved: bool) -> int | None:
+        if nbytes < self._min_bytes:
+            return None
+        self._regions.append(RegionProfile("input", nbytes, 0.0, (), saved, recomputable=False))
+        return len(self._regions) - 1
+
+    def _add(
+        self,
+        name: str,
+        nbytes: int,
+        reads: Sequence[int | None],
+        *,
+        saved: bool = True,
+        flop: float = 0.0,
+        seconds: float | None = None,
+    ) -> int:
+        self._named[name] += 1
+        times = f" #{self._named[name]}" if self._named[name] > 1 else ""
+        known = tuple(sorted({read for read in reads if read is not None}))
+        if seconds is None:
+            seconds = self.seconds_of(flop, nbytes + sum(self._regions[read].nbytes for read in known))
+        self._regions.append(RegionProfile(name + times, nbytes, seconds, known, saved and nbytes >= self._min_bytes))
+        return len(self._regions) - 1
+
+    def _product(self, module: str, x: int, inputs: int, outputs: int, *, saved: bool = False) -> int:
+        nbytes = self._rows * outputs * self._shape.item_bytes
+        return self._add(f"{module}: mm", nbytes, [x], saved=saved, flop=2 * self._rows * inputs * outputs)
+
+    def _norm(self, module: str, x: int | None) -> int:
+        """In float32, whatever the model's dtype."""
+        full, row = 4 * self._rows * self._shape.hidden, 4 * self._rows
+        if self._low:
+            x = self._add(f"{module}: _to_copy", full, [x])
+        scale = self._add(f"{module}: pow", full, [x], saved=False)
+        for operation in ("mean", "add", "rsqrt"):
+            scale = self._add(f"{module}: {operation}", row, [scale], saved=operation == "rsqrt")
+        found = self._add(f"{module}: mul", full, [x, scale], saved=not self._low)
+        if self._low:
+            found = self._add(f"{module}: _to_copy", full * self._shape.item_bytes // 4, [found])
+        return self._add(f"{module}: mul", full * self._shape.item_bytes // 4, [found])
+
+    def _rotated(self, x: int, width: int, cos: int | None, sin: int | None) -> int:
+        """With rotary positions: a product with cosines, and one of the exchanged halves with sines."""
+        nbytes = self._rows * width * self._shape.item_bytes
+        turned = self._add("self_attn: mul", nbytes, [x, cos], saved=False)
+        half = self._add("self_attn: neg", nbytes // 2, [x], saved=False)
+        other = self._add("self_attn: cat", nbytes, [x, half], saved=False)
+        other = self._add("self_attn: mul", nbytes, [other, sin], saved=False)
+        return self._add("self_attn: add", nbytes, [turned, other])

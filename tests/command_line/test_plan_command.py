@@ -1,0 +1,180 @@
+"""``python -m offload plan``: what to do with a model, by its sizes."""
+
+import json
+
+import pytest
+import torch
+
+import offload
+from offload.command_line.llama import Rates, profile_of
+from offload.command_line.main import main
+from offload.command_line.shape import Shape
+from offload.command_line.ways import Needs, Way, choose, ways
+
+GIB = 1 << 30
+LINK = offload.Link(50e9, 50e9, 100e9)
+SHAPE = Shape(layers=8, hidden=1024, intermediate=4096, heads=8, kv_heads=2, vocab=32000)
+SIZES = ["--layers=8", "--hidden=1024", "--intermediate=4096", "--heads=8", "--kv-heads=2", "--vocab=32000"]
+
+
+def asked(capsys, *words, status=0):
+    assert main(["plan", *words, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def by_name(answer):
+    return {way["name"]: way for way in answer["ways"]}
+
+
+def test_keeps_all_where_it_fits(capsys):
+    found = asked(capsys, *SIZES, "--memory=80GiB")
+    assert (found["offload"], found["do"], found["write"], found["ok"]) == ("plan", "keep all", "offload nothing", True)
+    profile = profile_of(SHAPE, 1, 4096, Rates(630e12, 4e12), 2 << 20)
+    assert found["saved_bytes"] == profile.saved_bytes
+    kept = by_name(found)["keep all"]
+    assert kept["step_s"] == pytest.approx(profile.compute_s)
+    assert kept["peak_bytes"] == offload.plan(profile, 80 * GIB, LINK).peak_bytes
+    parameters = 8 * SHAPE.layer_parameters + SHAPE.outside_parameters
+    assert found["parameters"] == parameters
+    assert found["fixed_bytes"] == parameters * (2 + 2 + 4) + 4096 * 32000 * 14
+
+
+def test_goes_from_way_to_way_as_memory_shrinks(capsys):
+    kept = asked(capsys, *SIZES, "--memory=80GiB")
+    peak = by_name(kept)["keep all"]["peak_bytes"]
+    chosen = []
+    for share in (1.0, 0.95, 0.5, 0.3):
+        memory = int((kept["fixed_bytes"] + share * peak) / 0.92) + 2
+        found = asked(capsys, *SIZES, f"--memory={memory}")
+        chosen.append(found["do"])
+        way = by_name(found)[found["do"]]
+        assert way["peak_bytes"] <= share * peak + 2
+        assert (way["host_bytes"] > 0) is (share < 1)
+    assert chosen[0] == "keep all"
+    assert set(chosen[1:]) <= {"whole layers", "regions"}
+    assert chosen[-1] == "regions"
+
+    memory = int(kept["fixed_bytes"] / 0.92)
+    found = asked(capsys, *SIZES, f"--memory={memory}")
+    assert found["do"] == "streamed weights"
+    assert found["write"].startswith('stream_weights(model.model.layers, "cuda")')
+    assert by_name(found)["regions"]["misfit"].endswith("too little for activations")
+
+    found = asked(capsys, *SIZES, "--memory=1GiB", status=1)
+    assert (found["do"], found["write"], found["ok"]) == (None, None, False)
+    assert all(way["misfit"] for way in found["ways"])
+
+
+def test_host_memory_is_a_limit(capsys):
+    kept = asked(capsys, *SIZES, "--memory=80GiB")
+    memory = int(kept["fixed_bytes"] / 0.92)
+    streamed = by_name(asked(capsys, *SIZES, f"--memory={memory}"))["streamed weights"]
+    assert not streamed["misfit"]
+    on_host = 8 * SHAPE.layer_parameters * 8
+    assert streamed["host_bytes"] >= on_host
+    found = asked(capsys, *SIZES, f"--memory={memory}", f"--host-memory={on_host - (1 << 20)}", status=1)
+    assert by_name(found)["streamed weights"]["misfit"] == "1.00 MiB of host memory are missing"
+
+
+def test_the_loss_can_do_without_logits_and_the_optimizer_without_state(capsys):
+    whole = asked(capsys, *SIZES, "--memory=80GiB")
+    found = asked(capsys, *SIZES, "--memory=80GiB", "--fused-loss", "--optimizer-bytes=0")
+    assert whole["fixed_bytes"] - found["fixed_bytes"] == 4096 * 32000 * 14 + 4 * found["parameters"]
+
+
+def test_a_slower_link_and_device_take_longer(capsys):
+    kept = asked(capsys, *SIZES, "--memory=80GiB")
+    memory = f"--memory={int((kept['fixed_bytes'] + 0.3 * by_name(kept)['keep all']['peak_bytes']) / 0.92)}"
+    here = by_name(asked(capsys, *SIZES, memory))
+    slow = by_name(asked(capsys, *SIZES, memory, "--link=5GB"))
+    assert slow["regions"]["step_s"] > here["regions"]["step_s"]
+    assert slow["keep all"]["step_s"] == here["keep all"]["step_s"]
+    assert (
+        by_name(asked(capsys, *SIZES, memory, "--flops=63e12"))["keep all"]["step_s"] > 5 * here["keep all"]["step_s"]
+    )
+
+
+def test_streaming_takes_as_long_as_the_link():
+    needs = Needs(SHAPE, 8, 0)
+    usable = SHAPE.outside_parameters * 8 + 4 * SHAPE.layer_parameters * 2 + 8 * GIB
+    slow = offload.Link(1e9, 1e9, 2e9)
+    found = {
+        way.name: way for way, _ in ways(profile_of(SHAPE, 1, 1024, Rates(630e12, 4e12), 1), needs, usable, slow, None)
+    }
+    assert found["streamed weights"].step_s == 2 * 7 * SHAPE.layer_parameters * 2 / 1e9
+    assert found["streamed weights"].write == 'stream_weights(model.model.layers, "cuda")'
+
+
+@pytest.mark.parametrize(
+    ("steps", "chosen"),
+    [
+        ({"keep all": 1.0, "whole layers": 1.0, "regions": 1.0}, "keep all"),
+        ({"whole layers": 1.0, "regions": 1.0, "streamed weights": 0.5}, "whole layers"),
+        ({"whole layers": 1.2, "regions": 1.0}, "regions"),
+        ({"regions": 1.0, "streamed weights": 0.5}, "regions"),
+        ({"streamed weights": 2.0}, "streamed weights"),
+    ],
+)
+def test_chooses_the_simplest(steps, chosen):
+    others = [Way("keep all", "", "too large")] if "keep all" not in steps else []
+    assert choose([*others, *(Way(name, "", step_s=step_s) for name, step_s in steps.items())]).name == chosen
+    assert choose(others) is None
+
+
+def test_text_has_the_regions(tmp_path, capsys):
+    config = {
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = asked(capsys, str(tmp_path), "--memory=80GiB")
+    assert kept["shape"] == asked(capsys, *SIZES, "--memory=80GiB")["shape"]
+    memory = int((kept["fixed_bytes"] + 0.3 * by_name(kept)["keep all"]["peak_bytes"]) / 0.92)
+    assert main(["plan", str(tmp_path / "config.json"), f"--memory={memory}"]) == 0
+    text = capsys.readouterr().out
+    assert "\ndo                regions: offload_layers(model.model.layers, memory_budget=" in text
+    assert "\nself_attn: scaled_dot_product_attention " in text
+    assert "\nbound by " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory=8GiB"], "layers, hidden, intermediate, heads must be in the command line; give --layers --hidden"),
+        (["/nowhere/config.json", "--memory=8GiB"], "No such file or directory"),
+    ],
+)
+def test_says_what_is_missing(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_device_memory_must_be_given(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", *SIZES]) == 2
+    assert "give --memory, such as --memory 24GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"text_config": 3}'])
+def test_a_config_must_be_one(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", str(tmp_path), "--memory=8GiB"]) == 2
+    assert capsys.readouterr().err.startswith("offload plan: ")
+
+
+@pytest.mark.parametrize("words", [["--layers=0"], ["--tokens=x"], ["--flops=-1"], ["--flops=x"], ["--memory=1 apple"]])
+def test_numbers_must_be_such(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_plans_for_the_gpu_that_is_here(capsys):
+    found = asked(capsys, *SIZES)
+    assert found["usable_bytes"] == int(0.92 * torch.cuda.get_device_properties().total_memory)
