@@ -10,6 +10,9 @@ from offload.base.compiler import leave_to_interpreter
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
+from offload.long_context.causal_lm import ChunkedLoss, use_chunked_loss
+from offload.long_context.chunked_loss import chunked_cross_entropy
+from offload.long_context.tiled_mlp import TiledMLPs, tile_mlp
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
 from offload.observe.spans import Span
@@ -38,6 +41,7 @@ leave_to_interpreter(__name__)
 __all__ = [
     "BudgetedLayers",
     "CaptureError",
+    "ChunkedLoss",
     "HostMemory",
     "HostMemoryError",
     "LayerProfile",
@@ -58,9 +62,11 @@ __all__ = [
     "Schedule",
     "Span",
     "StreamedWeights",
+    "TiledMLPs",
     "Timeline",
     "Treatment",
     "WeightStats",
+    "chunked_cross_entropy",
     "empty_host_cache",
     "get_cpu_offload_context",
     "mark_not_offload",
@@ -74,4 +80,6 @@ __all__ = [
     "simulate",
     "start_offload",
     "stream_weights",
+    "tile_mlp",
+    "use_chunked_loss",
 ]

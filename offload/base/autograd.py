@@ -71,6 +71,9 @@ push_hooks = _autograd._push_saved_tensors_default_hooks
 next_node = _autograd._get_sequence_nr
 """The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
 
+keeps_graph = _autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs was called with ``retain_graph=True``."""
+
 
 def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
     """Take these hooks off, if they are there, also from below others.

@@ -152,8 +152,9 @@ ROOF = (("integrations", "callbacks for others' trainers"), ("command_line", "wh
 WINGS = (
     ("pipelining", "torch's pipelines"),
     ("planning", "how much"),
-    ("weights", "weights on the host"),
+    ("weights", "on the host"),
     ("observe", "what happened"),
+    ("long_context", "loss, MLP in parts"),
 )
 SPINE = (
     ("activations", "what moves, and who says so"),

@@ -1,0 +1,149 @@
+"""Hugging Face's models compute the same loss without logits, unedited."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from llama import LAYERS, enable_checkpointing, llama
+from torch import nn
+
+import offload
+from offload import use_chunked_loss
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_cache": False}
+
+
+def model_and_batch() -> tuple[Any, dict[str, torch.Tensor]]:
+    model = llama(transformers, torch.device("cpu")).double()
+    tokens = torch.randint(64, (2, 16))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return model, {"input_ids": tokens, "labels": labels}
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}])
+def test_the_loss_and_its_gradients_are_the_models_own(options: dict[str, Any]) -> None:
+    model, batch = model_and_batch()
+    plain = model(**batch, **options)
+    expected = gradients(model, plain.loss)
+    with use_chunked_loss(model, chunk_tokens=5):
+        output = model(**batch, **options)
+        assert output.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)  # theirs is rounded to float32
+        assert output.logits is None
+        assert "logits" not in output
+        found = gradients(model, output.loss)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_labels_that_are_shifted_already_stay() -> None:
+    model, batch = model_and_batch()
+    shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    with use_chunked_loss(model):
+        assert model(**batch).loss == model(**batch, shift_labels=shifted).loss
+
+
+def test_without_labels_and_after_remove_logits_are_there() -> None:
+    model, batch = model_and_batch()
+    expected = model(**batch)
+    names = set(vars(model)), set(vars(model.lm_head))
+    handle = use_chunked_loss(model)
+    assert torch.equal(model(batch["input_ids"]).logits, expected.logits)
+    assert model(**batch, return_dict=False)[0].ndim == 0
+    assert len(model(**batch, return_dict=False)) == 1
+    handle.remove()
+    handle.remove()
+    assert (set(vars(model)), set(vars(model.lm_head))) == names
+    assert torch.equal(model(**batch).logits, expected.logits)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    model, batch = model_and_batch()
+    with use_chunked_loss(model):
+        with pytest.raises(ValueError, match="labels must have shape"):
+            model(input_ids=batch["input_ids"], labels=batch["labels"][:, 1:])
+        assert model.lm_head(torch.zeros(3, 32, dtype=torch.float64)).shape == (3, 64)
+
+
+def test_a_copy_has_a_loss_of_its_own() -> None:
+    model, batch = model_and_batch()
+    with use_chunked_loss(model):
+        other = copy.deepcopy(model)
+        nn.init.zeros_(other.lm_head.weight)
+        assert other(**batch).loss.item() == pytest.approx(4.1588831)  # the logarithm of 64
+
+
+def test_with_offloaded_and_checkpointed_layers() -> None:
+    model, batch = model_and_batch()
+    with use_chunked_loss(model, chunk_tokens=5):
+        expected = gradients(model, model(**batch).loss)
+        enable_checkpointing(model, reentrant=False)
+        with offload.offload_layers(model.model.layers, LAYERS - 2, min_bytes=1) as handle:
+            found = gradients(model, model(**batch).loss)
+            assert handle.stats().offloaded_bytes
+    same(found, expected)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Qwen3", "GPTJ"])
+def test_other_models_heads(name: str) -> None:
+    """GPT-2's is tied, GPT-J's has a bias."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    if name == "Qwen3":
+        sizes = {"num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes, "num_attention_heads": 4, "head_dim": 8})
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    tokens = torch.randint(64, (2, 16))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    with use_chunked_loss(model, chunk_tokens=5):
+        assert model(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model, batch = model_and_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, from transformers
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "up_proj"])).double()
+    expected = gradients(wrapped, wrapped(**batch).loss)
+    with use_chunked_loss(wrapped, chunk_tokens=5):
+        output = wrapped(**batch)
+        found = gradients(wrapped, output.loss)
+    assert output.logits is None
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if "lora" not in name]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_models_that_do_more_with_logits_are_refused() -> None:
+    config = transformers.GraniteConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(64, (1, 8))
+    with use_chunked_loss(model), pytest.raises(TypeError, match="changes them before; call chunked_cross_entropy"):
+        model(input_ids=tokens, labels=tokens)
+    assert model(input_ids=tokens, labels=tokens).logits is not None
+    with pytest.raises(TypeError, match=r"the head of Linear must be an nn\.Linear, got NoneType"):
+        use_chunked_loss(nn.Linear(2, 2))
+    with use_chunked_loss(model), pytest.raises(TypeError, match="must be ForCausalLMLoss, got _loss"):
+        use_chunked_loss(model)

@@ -1,0 +1,248 @@
+"""The loss in chunks is the loss of whole logits, in float64 to 1e-12, and keeps nothing of their size."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload import chunked_cross_entropy
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 31
+
+
+def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (2, TOKENS))
+    labels[0, 3:6] = labels[1, -1] = -100
+    return (
+        (hidden, weight, labels, torch.randn(VOCABULARY, dtype=dtype, requires_grad=True))
+        if bias
+        else (
+            hidden,
+            weight,
+            labels,
+        )
+    )
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    logits = F.linear(hidden, weight, options.pop("bias", None))
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(precise).flatten(0, 1), labels.flatten(), **options)
+
+
+def close(found: torch.Tensor | None, expected: torch.Tensor | None, rtol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 46, 1000])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_is_the_loss_of_whole_logits(chunk_tokens: int, reduction: Any) -> None:
+    hidden, weight, labels, bias = inputs(bias=True)
+    leaves = [hidden, weight, bias]
+    expected = whole(hidden, weight, labels, bias=bias, reduction=reduction)
+    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, reduction=reduction)
+    close(found, expected)
+    # Of a loss that is multiplied, as gradient accumulation and scalers do.
+    for one, other in zip(
+        torch.autograd.grad(found * 3.7, leaves), torch.autograd.grad(expected * 3.7, leaves), strict=True
+    ):
+        close(one, other)
+
+
+@pytest.mark.parametrize("num_items", [17, torch.tensor(17)])
+def test_the_sum_is_divided_by_the_items_that_a_trainer_counts(num_items: Any) -> None:
+    hidden, weight, labels = inputs()
+    found = chunked_cross_entropy(hidden, weight, labels, num_items=num_items, chunk_tokens=5)
+    close(found, whole(hidden, weight, labels, reduction="sum") / 17)
+
+
+def test_shifted_each_token_is_compared_with_the_next_label() -> None:
+    hidden, weight, labels = inputs()
+    found = chunked_cross_entropy(hidden, weight, labels, shift=True, chunk_tokens=5)
+    close(found, whole(hidden[:, :-1], weight, labels[:, 1:]))
+
+
+def test_another_label_can_be_ignored_and_all_can() -> None:
+    hidden, weight, labels = inputs()
+    labels = labels.abs() % VOCABULARY
+    labels[:, ::2] = 0
+    close(chunked_cross_entropy(hidden, weight, labels, ignore_index=0), whole(hidden, weight, labels, ignore_index=0))
+    nothing = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    assert nothing.isnan()  # as PyTorch's mean over nothing
+    nothing.backward()
+    assert weight.grad is not None
+    assert not chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction="sum")
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient_and_costs_nothing(frozen: int) -> None:
+    hidden, weight, labels = inputs()
+    leaves = [hidden, weight]
+    leaves[frozen].requires_grad_(False)
+    made: list[tuple[int, ...]] = []
+    with Sizes(made):
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    loss.backward()
+    whole(hidden, weight, labels).backward()
+    assert leaves[frozen].grad is None
+    kept = leaves[1 - frozen]
+    assert kept.grad is not None
+    close(kept.grad, 2 * torch.autograd.grad(whole(hidden, weight, labels), kept)[0])
+    if frozen == 1:
+        assert (VOCABULARY, WIDTH) not in made
+
+
+def test_without_gradients_none_are_computed() -> None:
+    hidden, weight, labels = inputs()
+    made: list[tuple[int, ...]] = []
+    with torch.no_grad(), Sizes(made):
+        found = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    close(found, whole(hidden, weight, labels).detach())
+    assert not found.requires_grad
+    assert (VOCABULARY, WIDTH) not in made
+
+
+def test_no_tensor_has_the_size_of_the_logits() -> None:
+    hidden, weight, labels = inputs()
+    made: list[tuple[int, ...]] = []
+    with Sizes(made):
+        chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5).backward()
+    assert max(size[0] for size in made if len(size) == 2 and size[1] == VOCABULARY) == 5
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_whole_logits() -> None:
+    """The weight's gradient is added up in float32: in bfloat16, 200 chunks would lose most of what they add."""
+    torch.manual_seed(0)
+    hidden = torch.randn(400, 64).bfloat16().requires_grad_()
+    weight = torch.randn(50, 64).mul(0.1).bfloat16().requires_grad_()
+    labels = torch.randint(50, (400,))
+    leaves = [hidden, weight]
+
+    def gradients(loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(loss, leaves)
+
+    exact = F.cross_entropy(hidden.double() @ weight.double().T, labels)
+    of_whole = F.cross_entropy((hidden @ weight.T).float(), labels)
+    of_chunks = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=2)
+    assert of_chunks.dtype == torch.float32
+    assert (of_chunks - exact).abs() < 1e-3
+    for truth, plain, found in zip(gradients(exact), gradients(of_whole), gradients(of_chunks), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found - truth).norm() < 1.2 * (plain - truth).norm() + 1e-3 * truth.norm()
+
+
+def test_under_autocast_it_is_what_autocast_makes_of_whole_logits() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = whole(hidden, weight, labels)
+        found = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    close(found, expected, 1e-5)
+    for one, other in zip(
+        torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
+    ):
+        assert one.dtype == torch.float32
+        close(one, other, 1e-2)
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
+    hidden, weight, labels = inputs()
+    loss = chunked_cross_entropy(hidden, weight, labels) * 3
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(loss, [hidden, weight])
+    assert all(map(torch.equal, first, second))
+
+
+def test_tied_embeddings_get_both_gradients() -> None:
+    _, weight, labels = inputs()
+    tokens = labels.clamp(min=0)
+    chunked_cross_entropy(F.embedding(tokens, weight), weight, labels, chunk_tokens=7).backward()
+    (expected,) = torch.autograd.grad(whole(F.embedding(tokens, weight), weight, labels), weight)
+    close(weight.grad, expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    hidden, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 23\), got \(2, 22\)"):
+        chunked_cross_entropy(hidden, weight, labels[:, 1:])
+    with pytest.raises(ValueError, match="reduction must be"):
+        chunked_cross_entropy(hidden, weight, labels, reduction="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
+        chunked_cross_entropy(hidden, weight, labels, chunk_tokens=0)
+
+
+def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a function of Liger's signature in place of the kernel, which needs a GPU."""
+    asked: list[Any] = []
+
+    def fused(
+        input: torch.Tensor,  # noqa: A002
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        ce_weight: None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        asked.append(accum_dtype)
+        return F.cross_entropy(F.linear(input, weight, bias), target, ignore_index=ignore_index, reduction=reduction)
+
+    package = ModuleType("liger_kernel")
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)  # type: ignore[arg-type]
+    hidden, weight, labels, bias = inputs(bias=True)
+    close(
+        chunked_cross_entropy(hidden, weight, labels, bias=bias, shift=True, liger=True),
+        whole(hidden[:, :-1], weight, labels[:, 1:], bias=bias),
+    )
+    assert asked == [torch.float32]
+    chunked_cross_entropy(hidden, weight, labels, bias=bias)
+    assert len(asked) == 1  # by itself only on CUDA
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    hidden, weight, labels = (tensor.detach().cuda() for tensor in inputs(torch.bfloat16))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    items = torch.tensor(17, device="cuda")
+
+    def step() -> None:
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5, shift=True, num_items=items, liger=False)
+        (loss + chunked_cross_entropy(hidden, weight, labels, liger=False)).backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Sizes(TorchDispatchMode):
+    """Writes down the sizes of all tensors that are made."""
+
+    def __init__(self, made: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self._made.append(tuple(result.shape))
+        return result

@@ -1,0 +1,304 @@
+"""An MLP in tiles is the whole MLP: in float64 to 1e-12, and only sums over tokens round in another order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from llama import LAYERS, enable_checkpointing, llama
+from models import GptBlock
+from torch import nn
+
+import offload
+from offload import tile_mlp
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = 24
+
+
+def model_and_step(dtype: torch.dtype = torch.float64) -> tuple[Any, Callable[[], torch.Tensor]]:
+    model = llama(transformers, torch.device("cpu")).to(dtype)
+    tokens = torch.randint(64, (2, TOKENS // 2))
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach()
+
+    return model, step
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name].cpu(), gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 23])
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_tiles_give_the_gradients_of_the_whole(tokens: int, checkpointing: bool | None) -> None:
+    model, step = model_and_step()
+    expected_loss, expected = step(), gradients(model)
+    if checkpointing is not None:
+        enable_checkpointing(model, reentrant=checkpointing)
+    with tile_mlp(model.model.layers, tokens):
+        loss = step()
+        close(gradients(model), expected)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0.0)
+
+
+def test_a_tile_that_holds_all_changes_no_bit() -> None:
+    model, step = model_and_step(torch.float32)
+    step()
+    expected = gradients(model)
+    with tile_mlp(model.model.layers, TOKENS):
+        step()
+    found = gradients(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def rows_of(model: Any, step: Callable[[], object]) -> list[int]:
+    """The tokens that each call of the MLPs' activation function sees in a step."""
+    rows: list[int] = []
+    hooks = [
+        layer.mlp.act_fn.register_forward_pre_hook(lambda _, args: rows.append(args[0][..., 0].numel()))
+        for layer in model.model.layers
+    ]
+    step()
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def test_nothing_between_is_longer_than_a_tile() -> None:
+    model, step = model_and_step()
+    assert rows_of(model, step) == [TOKENS] * LAYERS
+    with tile_mlp(model.model.layers, 8):
+        assert rows_of(model, step) == [8] * 3 * LAYERS * 2  # three tiles, forward and once more
+
+
+def test_the_input_alone_is_saved() -> None:
+    model, _ = model_and_step()
+    x = torch.rand(1, TOKENS, 32, dtype=torch.float64)
+    saved = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.data_ptr())
+        return tensor.detach()
+
+    with tile_mlp(model.model.layers, 8), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model.model.layers[0].mlp(x)
+    assert saved == [x.data_ptr()]
+    y.sum().backward()
+
+
+def test_checkpointed_layers_run_no_mlp_a_third_time() -> None:
+    model, step = model_and_step()
+    enable_checkpointing(model, reentrant=False)
+    with tile_mlp(model.model.layers, 8):
+        assert rows_of(model, step) == [8] * 3 * LAYERS * 2
+
+
+def test_the_input_goes_when_its_backward_has_run() -> None:
+    class Square(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x
+
+    layer = nn.Module()
+    layer.mlp = Square()
+    x = torch.rand(12, 3, requires_grad=True)
+    with tile_mlp([layer], 4):
+        y = x * 2
+        storage = y.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+        z = layer.mlp(y)
+        del y
+    for _ in range(2):  # the graph is kept, and so is the input
+        x.grad = None
+        z.sum().backward(retain_graph=True)
+        assert torch.equal(x.grad, 8 * x)
+    assert not torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
+    z.sum().backward()
+    assert torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
+    assert z.grad_fn is not None
+
+
+def test_random_numbers_are_drawn_again() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(GptBlock() for _ in range(2)).double()
+    x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    for layer in layers:
+        layer.mlp[3].register_forward_hook(lambda _, args, output: kept.append((output != 0) | (args[0] == 0)))
+
+    def step() -> tuple[list[torch.Tensor], torch.Tensor]:
+        kept.clear()
+        torch.manual_seed(1)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.square().sum().backward()
+        return kept[:], torch.rand(3)
+
+    with tile_mlp(layers, 8):
+        masks, after = step()
+    forward, backward = masks[:6], masks[6:]
+    assert not all(mask.all() for mask in forward)
+    assert all(map(torch.equal, forward[3:] + forward[:3], backward))
+    assert torch.equal(after, step()[1])
+
+
+def test_frozen_parameters_inputs_and_unused_ones() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.frozen, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.used(x).tanh())
+
+    layer = nn.Module()
+    layer.mlp = Mlp().double()
+    x = torch.rand(11, 3, dtype=torch.float64)
+    layer.mlp(x).sum().backward()
+    expected = gradients(layer)
+    with tile_mlp([layer], 4):
+        layer.zero_grad()
+        layer.mlp(x).sum().backward()
+        close(gradients(layer), expected)
+        assert layer.mlp.unused.weight.grad is None
+        assert layer.mlp.frozen.weight.grad is None
+        with torch.no_grad():
+            assert not layer.mlp(x).requires_grad
+
+
+def test_autocast_holds_in_backward() -> None:
+    model, step = model_and_step(torch.float32)
+    seen = set()
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_pre_hook(lambda _, args: seen.add(args[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step()
+    expected = gradients(model)
+    with tile_mlp(model.model.layers, 8), torch.autocast("cpu", dtype=torch.bfloat16):
+        step()
+    assert seen == {torch.bfloat16}
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=2e-2, atol=2e-3)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "offloaded": lambda layers: offload.offload_layers(layers, LAYERS - 2, min_bytes=1),
+    "treated": lambda layers: offload.offload_layers(
+        layers, LAYERS - 2, min_bytes=1, treatments={"*attention*": "offload", "*": "recompute"}
+    ),
+    "recomputed": lambda layers: offload.offload_layers(layers, 0, min_bytes=1, treatments={"*": "recompute"}),
+    "budget": lambda layers: offload.offload_layers(layers, min_bytes=1, memory_budget="200KiB"),
+    "streamed": partial(offload.stream_weights, device="cpu"),
+}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["offloaded"],
+        ["treated"],
+        ["recomputed"],
+        ["budget"],
+        ["streamed"],
+        ["streamed", "offloaded"],
+        ["streamed", "treated"],
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_together_with_what_moves(ways: list[str], checkpointing: bool, first: bool) -> None:
+    """Beside tiles alone no bit changes, whoever came first."""
+    model, step = model_and_step()
+    step()
+    whole = gradients(model)
+    with tile_mlp(model.model.layers, 8):
+        step()
+    expected = gradients(model)
+    if checkpointing:
+        enable_checkpointing(model, reentrant=False)
+    with ExitStack() as stack:
+        if first:
+            stack.enter_context(tile_mlp(model.model.layers, 8))
+        for way in ways:
+            stack.enter_context(WAYS[way](model.model.layers))
+        if not first:
+            stack.enter_context(tile_mlp(model.model.layers, 8))
+        for _ in range(4):
+            step()
+        found = gradients(model)
+    close(found, whole)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_streamed_adapters_beside_frozen_weights() -> None:
+    peft = pytest.importorskip("peft")
+    model, step = model_and_step()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj", "up_proj"], lora_dropout=0.0), model)
+    model.double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    step()
+    expected = gradients(model)
+    assert all("lora" in name for name in expected)
+    with tile_mlp(model.model.layers, 8), offload.stream_weights(model.model.layers, "cpu"):
+        for _ in range(2):
+            step()
+        close(gradients(model), expected)
+
+
+def test_copies_are_their_own_and_remove_puts_all_back() -> None:
+    model, step = model_and_step()
+    names = [set(vars(layer.mlp)) for layer in model.model.layers]
+    keys = model.state_dict().keys()
+    handle = tile_mlp(model.model.layers, 8)
+    assert model.state_dict().keys() == keys
+    x = torch.rand(1, TOKENS, 32, dtype=torch.float64)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        mlp = other.model.layers[0].mlp
+        nn.init.zeros_(mlp.down_proj.weight)
+        assert not mlp(x).any()
+    assert model.model.layers[0].mlp(x).any()
+    handle.remove()
+    handle.remove()
+    assert [set(vars(layer.mlp)) for layer in model.model.layers] == names
+    step()
+
+
+def test_anothers_forward_is_tiled_and_comes_back() -> None:
+    layer = nn.Module()
+    layer.mlp = nn.Linear(3, 3)
+    theirs = lambda x: x + len(x)  # noqa: E731
+    layer.mlp.forward = theirs
+    with tile_mlp([layer], 4):
+        assert torch.equal(layer.mlp(torch.zeros(8, 1)), torch.full((8, 1), 4.0))
+    assert layer.mlp.forward is theirs
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, _ = model_and_step()
+    with pytest.raises(ValueError, match=r"layers must have a module 'mlp', got Linear at 0; give mlp=…"):
+        tile_mlp([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
+        tile_mlp(model.model.layers, 0)
+    with tile_mlp(model.model.layers), pytest.raises(ValueError, match="'mlp' of layer 0 is tiled already"):
+        tile_mlp(model.model.layers)
