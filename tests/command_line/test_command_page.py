@@ -1,0 +1,68 @@
+"""The page on the command line shows what the commands answer, but for the numbers."""
+
+import doctest
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.command_line.main import COMMANDS, main
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/howto/command_line.md"
+BLOCKS = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def form(text: str) -> str:
+    """Without numbers, and the units that depend on them."""
+    text = re.sub(r"\d[\d.,]*(\+\w+)?", "0", text)
+    text = re.sub(r"0 (ms|µs|s|B|[KMG]iB|GB|GB/s)\b", "0 unit", text)
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
+def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch, capsys):
+    for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    # A machine like that on which the page was written.
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for name, found in (("driver_version", None), ("driver_cuda", None), ("locked_limit", 8 << 20)):
+        monkeypatch.setattr(f"offload.command_line.machine.{name}", lambda found=found: found)
+    monkeypatch.setattr("offload.command_line.doctor.memory_groups", list)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    (tmp_path / "Llama-3.1-8B/config.json").write_text(json.dumps(LLAMA))
+    words = shlex.split(command)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    assert words[:3] == ["python", "-m", "offload"]
+    on_the_cpu = [] if words[3] == "plan" else ["--device", "cpu"]
+    main([*words[3:], *on_the_cpu])
+    got, wanted = form(capsys.readouterr().out), form(shown)
+    assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), f"page: {wanted}\nreal: {got}"
+
+
+def test_the_page_shows_all_commands():
+    assert {shlex.split(command.partition("offload ")[2])[0] for command, _ in BLOCKS} == set(COMMANDS)
+
+
+def test_the_page_names_options_that_there_are(capsys):
+    """Of the table of plan's."""
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    table = PAGE.read_text("utf-8").partition("| option | says |")[2]
+    named = set(re.findall(r"`(--[\w-]+)", table))
+    assert named <= known
+    assert len(named) > 5
