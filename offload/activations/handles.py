@@ -14,6 +14,7 @@ import torch
 
 from offload.activations.storage import AWAY, DROPPED, SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
+from offload.base.tensors import Geometry, geometry_of, look_into
 
 
 class Token:
@@ -89,32 +90,26 @@ class KeptHandle(Handle):
 class MovedHandle(Handle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
 
-    def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
+    view: torch.Tensor | None = None
+    """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
+
+    def __init__(
+        self, tensor: torch.Tensor, token: Token, storage: SavedStorage, geometry: Geometry | None = None
+    ) -> None:
         self.token = token
         self.version = tensor._version
         self.versions = version_counter(tensor)
         self.storage = storage
-        self.start = tensor.storage_offset()
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
-        self.view: torch.Tensor | None = None
-        """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
+        self.geometry = geometry or geometry_of(tensor)
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
-            self.check_version(self.versions.dtype, self.size)
+            self.check_version(self.versions.dtype, self.geometry[2])
         storage = self.storage
         memory = bring_back(storage, self.token)
         if self.view is not None:
             return self.view
-        view = self.versions.data
-        view.set_(memory, self.start, self.size, self.stride)
-        if self.conj:
-            view = view.conj()
-        if self.neg:
-            view = torch._neg_view(view)
+        view = look_into(memory, self.geometry, self.versions.data)
         if storage.reload is not None:
             self.view = view
         return view

@@ -10,18 +10,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Container
-from functools import partial
 from typing import Any
 
 import torch
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.handles import Handle, MovedHandle, Token, bring_back
+from offload.activations.handles import Handle, MovedHandle
+from offload.activations.keeper import Keeper
 from offload.activations.states import OffloadState
-from offload.activations.storage import COMPLETE, DROPPED, GIVEN_UP, WRITTEN, SavedStorage, version_counter
+from offload.activations.storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
-from offload.base.tensors import counting_versions
+from offload.base.tensors import counting_versions, geometry_of
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
@@ -53,8 +53,6 @@ class RegionSet(ActivationSet):
         """What is in saved storages, by the storage's address."""
         self._dropping: list[tuple[weakref.ref[SavedStorage], Value]] = []
         """Those that are to be dropped when their operation is over, and what is in them."""
-        self._value: Value | None = None
-        """What is being packed now, if it is to be dropped."""
         self._handles: dict[Value, weakref.ref[MovedHandle]] = {}
         """The last handle of what a value holds: another operation often saves the very same tensor."""
         self._waiting: list[tuple[weakref.ref[SavedStorage], Value]] = []
@@ -103,46 +101,50 @@ class RegionSet(ActivationSet):
         recorder = self._recorder
         if recorder is None or type(tensor) is not torch.Tensor:
             return super().pack(tensor, changes)
-        known, dropping = self._known, None
-        if (self._dropping or known.operation) and next_node() != known.node:
+        if (self._dropping or self._known.operation) and next_node() != self._known.node:
             self._end_operation()
         value = None if changes or tensor.layout is not torch.strided else recorder.holds(tensor)
         if value is not None and self._treatments.drops(value):
-            saved = self._handles.get(value)
-            handle = None if saved is None else saved()
-            if (
-                handle is not None
-                and handle.version == tensor._version
-                and (handle.storage.state is DROPPED or handle.storage.state is WRITTEN)
-                and value.is_as_made(tensor)
-            ):
-                handle.storage.tensors += 1
-                if self.state is not OffloadState.RESIDENT:
-                    self.transfers.counters.offloaded_tensors += 1
+            handle = self._pack_to_drop(tensor, value)
+            if handle is not None:
                 return handle
-            dropping = self._value = value
         with torch._C._ExcludeDispatchKeyGuard(_MODES):  # what is done to it here is not the layer's doing
             packed = super().pack(tensor, changes)
-        taken, self._value = dropping is not None and self._value is None, None
-        if type(packed) is not MovedHandle:
-            return packed
-        if taken and dropping is not None:
-            self._handles[dropping] = weakref.ref(packed)
-        elif self._values.get(packed.storage.original) is not (value := recorder.read(tensor)):
-            self._values[packed.storage.original] = value
-            if value.keeper is None and (packed.storage.state is WRITTEN or value.call is None):
+        if type(packed) is MovedHandle and self._values.get(packed.storage.original) is not (
+            held := recorder.read(tensor)
+        ):
+            self._values[packed.storage.original] = held
+            if held.keeper is None and (packed.storage.state is WRITTEN or held.call is None):
                 # Else the storage may hold what was there before a write that its version does not tell.
-                value.keeper = _Keeper(packed.storage, packed.token, packed.version, packed.versions)
+                held.keeper = Keeper(packed.storage, packed.token, packed.version, packed.versions)
         return packed
 
-    def _await_operation(self, storage: SavedStorage) -> None:
-        value, self._value = self._value, None
-        if value is None or storage.state is not WRITTEN:
-            super()._await_operation(storage)
-            return
-        if not (self._dropping or self._known.operation):
-            self._known.node, self._known.stream = next_node(), self._compute_stream
-        self._dropping.append((weakref.ref(storage), value))
+    def _pack_to_drop(self, tensor: torch.Tensor, value: Value) -> MovedHandle | None:
+        """The same, in fewer steps, of what is to be dropped when the operation is over; ``None`` if it is not."""
+        as_made = value.tensor is not None and value.tensor() is tensor
+        reference = self._handles.get(value) if as_made else None
+        handle = None if reference is None else reference()
+        if handle is None or handle.version != tensor._version or handle.storage.state not in (WRITTEN, DROPPED):
+            maker = decide(tensor, self._rules)
+            if not isinstance(maker, type):
+                return None
+            with torch._C._ExcludeDispatchKeyGuard(_MODES):
+                storage = self._storage_of(tensor, maker, 0)
+                if storage.state is not WRITTEN:
+                    return None
+                if as_made and value.geometry is None:
+                    value.geometry = geometry_of(tensor)
+                token = self.alive or self._new_token()
+                handle = MovedHandle(tensor, token, storage, value.geometry if as_made else None)
+            if not (self._dropping or self._known.operation):
+                self._known.node, self._known.stream = next_node(), self._compute_stream
+            self._dropping.append((weakref.ref(storage), value))
+            self._handles[value] = weakref.ref(handle)
+            self.in_graph = True
+        handle.storage.tensors += 1
+        if self.state is not OffloadState.RESIDENT:
+            self.transfers.counters.offloaded_tensors += 1
+        return handle
 
     def _end_operation(self) -> None:
         dropping, self._dropping = self._dropping, []
@@ -150,7 +152,7 @@ class RegionSet(ActivationSet):
             storage = reference()
             if storage is not None and storage.layer == self.layer and not self._drop(storage, value):
                 self._values[storage.original] = value
-                super()._await_operation(storage)
+                self._await_operation(storage)
         if self._known.operation:
             super()._end_operation()
 
@@ -159,7 +161,7 @@ class RegionSet(ActivationSet):
         if value.empty or value.overwritten or (storage.state is not WRITTEN and storage.state is not COMPLETE):
             return False  # not yet written, not there any more, on its way already, or dropped
         value.uses += 1
-        storage.drop(partial(_make_again, weakref.ref(self), value))
+        storage.drop(_Again(weakref.ref(self), value))
         self._dropped.append(weakref.ref(value))
         return True
 
@@ -205,7 +207,7 @@ class RegionSet(ActivationSet):
         storage = self._storage_of(tensor, maker, 0)
         self._values[storage.original] = value
         self._await_operation(storage)
-        value.keeper = _Keeper(storage, self.alive or self._new_token(), tensor._version, version_counter(tensor))
+        value.keeper = Keeper(storage, self.alive or self._new_token(), tensor._version, version_counter(tensor))
         value.hold()  # no handle does
 
     def _learn(self) -> None:
@@ -277,17 +279,25 @@ class RegionSet(ActivationSet):
         treatments.costs = tuple(costs)
 
 
-def _make_again(reference: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:
-    """Make the bytes of a dropped storage again, once."""
-    opened = reference()
-    if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
-        with torch._C._ExcludeDispatchKeyGuard(_MODES):
-            memory = make_meanwhile(value)
-        value.uses -= 1
-    else:
-        memory = make_again(value)
-        value.used()
-    return memory
+class _Again:
+    """Makes the bytes of a dropped storage again, once."""
+
+    __slots__ = ("_opened", "_value")
+
+    def __init__(self, opened: weakref.ref[RegionSet], value: Value) -> None:
+        self._opened = opened
+        self._value = value
+
+    def __call__(self) -> torch.UntypedStorage:
+        opened, value = self._opened(), self._value
+        if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
+            with torch._C._ExcludeDispatchKeyGuard(_MODES):
+                memory = make_meanwhile(value)
+            value.uses -= 1
+        else:
+            memory = make_again(value)
+            value.used()
+        return memory
 
 
 class _LayerRecorder(Recorder):
@@ -304,43 +314,3 @@ class _LayerRecorder(Recorder):
 
     def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
         self._owner.made(tensor, value, self.modules, new=new)
-
-
-class _Keeper:
-    """A saved storage, as what keeps a value; weakly until somebody needs it held."""
-
-    __slots__ = ("_held", "_storage", "_token", "_version", "_versions")
-
-    def __init__(self, storage: SavedStorage, token: Token, version: int, versions: torch.Tensor) -> None:
-        self._storage = weakref.ref(storage)
-        self._token = token
-        self._version = version
-        self._versions = versions
-        self._held: SavedStorage | None = None
-
-    @property
-    def held(self) -> bool:
-        return self._held is not None
-
-    def here(self) -> torch.UntypedStorage | None:
-        storage = self._storage()
-        return None if storage is None else storage.memory
-
-    def hold(self) -> bool:
-        storage = self._storage()
-        if storage is None or storage.state is DROPPED or storage.state is GIVEN_UP:
-            return False
-        self._held = storage
-        return True
-
-    def bytes_on_device(self) -> torch.UntypedStorage:
-        storage = self._held
-        if storage is None:
-            raise RuntimeError("a value that nobody holds was asked for its bytes; please report this.")
-        if self._versions._version != self._version:
-            raise RuntimeError(
-                "what recomputation reads must not be changed in place before backward, but a tensor of "
-                f"{storage.nbytes} bytes of layer {storage.layer} is at version {self._versions._version}; expected "
-                f"version {self._version}. Clone the tensor before you change it, or keep what is computed from it."
-            )
-        return bring_back(storage, self._token)

@@ -65,28 +65,31 @@ _free_weak_ref = torch.UntypedStorage._free_weak_ref
 class SavedStorage:
     """One storage that autograd saved, wherever its bytes are now; ``tensor`` looks into it."""
 
+    # Defaults of the class: they cost a layer no time, and __del__ finds them even if __init__ has failed.
+    state = WRITTEN
+    counted = False
+    """Whether the device memory is among the resident bytes of offloaded layers."""
+    reload: Reload | None = None
+    """The copies back that this one's came with; ``None`` while the device memory is the program's own."""
+    host: HostBuffer | None = None
+    memory: torch.UntypedStorage | None = None
+    """The device memory."""
+    original: Any = None
+    """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
+    batch: CopyBatch | None = None
+    """The copies to the host that the one into ``host`` came with."""
+    ready: Event | None = None
+    """After it the device memory holds the bytes; ``None`` while the operation may write them."""
+    again: Callable[[], torch.UntypedStorage] | None = None
+    """What computes the bytes again while it is DROPPED."""
+    tensors = 0
+    """Saved tensors that look into it."""
+
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
     def __init__(
         self, tensor: torch.Tensor, maker: type, transfers: Transfers, layer: int, *, stays: bool, changes: int
     ) -> None:
-        # First what __del__ asks for, in case that the rest fails.
-        self.state = WRITTEN
         self.transfers = transfers
-        self.counted = False
-        """Whether the device memory is among the resident bytes of offloaded layers."""
-        self.reload: Reload | None = None
-        """The copies back that this one's came with; ``None`` while the device memory is the program's own."""
-        self.host: HostBuffer | None = None
-        self.memory: torch.UntypedStorage | None = None
-        """The device memory."""
-        self.original: Any = None
-        """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
-        self.batch: CopyBatch | None = None
-        """The copies to the host that the one into ``host`` came with."""
-        self.ready: Event | None = None
-        """After it the device memory holds the bytes; ``None`` while the operation may write them."""
-        self.again: Callable[[], torch.UntypedStorage] | None = None
-        """What computes the bytes again while it is DROPPED."""
         self.maker = maker
         """The type of the autograd node that made it, or of ``None``."""
         self.layer = layer
@@ -95,8 +98,6 @@ class SavedStorage:
         """Whether that layer is none that is offloaded."""
         self.changes = changes
         """How often wrappers around the tensor were changed in place, which its own version does not tell."""
-        self.tensors = 0
-        """Saved tensors that look into it."""
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
         self.original = memory._weak_ref()

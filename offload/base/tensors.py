@@ -1,11 +1,49 @@
-"""Which tensors are what their storage holds."""
+"""Which tensors are what their storage holds, and how they look into it."""
 
 from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+
+Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
+"""How a tensor looks into its storage: with which type, from where, sizes and strides, conjugated, negated."""
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """How a tensor looks into its storage."""
+    return (
+        tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    )  # fmt: skip
+
+
+def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor over memory; ``empty`` is to become it, if given, one of the same type."""
+    dtype, start, size, stride, conj, neg = geometry
+    view = torch.empty(0, dtype=dtype, device=memory.device) if empty is None else empty
+    view.set_(memory, start, size, stride)
+    if conj:
+        view = view.conj()
+    return torch._neg_view(view) if neg else view
+
+
+def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
+    """New memory with the same bytes."""
+    return whole(memory).clone().untyped_storage()
+
+
+def whole(memory: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's results or arguments, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, list | tuple) else []
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:
@@ -18,9 +56,16 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what its storage holds: of no subclass but ``Parameter``, strided, with memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False
-    return not (tensor.is_quantized or tensor.is_nested) and has_memory(tensor.untyped_storage())
+    return plain_memory(tensor) is not None
+
+
+def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a plain tensor; ``None`` if it is not plain."""
+    kind = type(tensor)
+    if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not _strided:
+        return None
+    memory = tensor.untyped_storage()
+    return None if tensor.is_quantized or tensor.is_nested or not has_memory(memory) else memory
 
 
 def counting_versions() -> AbstractContextManager[object]:
@@ -45,4 +90,6 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
+"""As every tensor of a layer is asked, however small."""
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView

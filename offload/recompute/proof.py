@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from offload.base.tensors import whole
 from offload.device.backend import Backend
 from offload.recompute.kinds import Kind
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import Call, Value, below_autograd, whole
+from offload.recompute.record import Call, Value, below_autograd
 
 POISON = 0xA5
 """What is in new memory that nobody was seen to write: not what happens to lie there, which may be the right bits."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from offload.base.tensors import Geometry, copy_of_storage, look_into, tensors_of, whole
 from offload.recompute.kinds import Operation
 from offload.recompute.random import RandomState
 
@@ -115,7 +116,7 @@ class Value:
         # Only what is held is read.
         return self.keeper.bytes_on_device() if there is None else there.untyped_storage()  # type: ignore[union-attr]
 
-    def look(self, geometry: Geometry | None) -> torch.Tensor:
+    def look(self, geometry: Geometry) -> torch.Tensor:
         """A tensor that looks into it; raises as :meth:`bytes` does."""
         there = self._there()
         if there is not None and geometry is self.geometry:
@@ -139,27 +140,6 @@ class Value:
         self.uses -= 1
         if not self.uses:
             self.memory = self.given = self.keeper = None
-
-
-Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
-"""How a tensor looks into its storage: with which type, from where, sizes and strides, conjugated, negated."""
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a tensor looks into its storage."""
-    return (
-        tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    )  # fmt: skip
-
-
-def look_into(memory: torch.UntypedStorage, geometry: Geometry | None) -> torch.Tensor:
-    """A tensor over memory."""
-    dtype, start, size, stride, conj, neg = geometry  # type: ignore[misc]  # only who makes whole storages has none
-    view = torch.empty(0, dtype=dtype, device=memory.device)
-    view.set_(memory, start, size, stride)
-    if conj:
-        view = view.conj()
-    return torch._neg_view(view) if neg else view
 
 
 class Look(NamedTuple):
@@ -253,7 +233,7 @@ class Call:
 
     def _again(
         self,
-        look: Callable[[Value, Geometry | None], torch.Tensor],
+        look: Callable[[Value, Geometry], torch.Tensor],
         bytes_of: Callable[[Value], torch.UntypedStorage],
     ) -> list[torch.Tensor]:
         """Run it again: tensors over the memory of what it makes, by :attr:`Value.place`."""
@@ -262,7 +242,7 @@ class Call:
         if self.operation.written:
             copies = {value: whole(copy_of_storage(bytes_of(value))) for value in self.writes()}
 
-            def read(value: Value, geometry: Geometry | None) -> torch.Tensor:
+            def read(value: Value, geometry: Geometry) -> torch.Tensor:
                 copy = copies.get(value)
                 return look(value, geometry) if copy is None else look_into(copy.untyped_storage(), geometry)
 
@@ -337,13 +317,6 @@ def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(present)
 
 
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors among an operation's results or arguments, in order."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, list | tuple) else []
-
-
 def _values_in(given: Any) -> Iterator[Value]:
     if isinstance(given, Value):
         yield given
@@ -354,7 +327,7 @@ def _values_in(given: Any) -> Iterator[Value]:
             yield from _values_in(item)
 
 
-def tensors_given(written_down: Iterable[Any], look: Callable[[Value, Geometry | None], torch.Tensor]) -> list[Any]:
+def tensors_given(written_down: Iterable[Any], look: Callable[[Value, Geometry], torch.Tensor]) -> list[Any]:
     """What a call was given, with tensors in place of values and looks."""
     given: list[Any] = []
     for item in written_down:
@@ -366,16 +339,6 @@ def tensors_given(written_down: Iterable[Any], look: Callable[[Value, Geometry |
         else:
             given.append(tensors_given(item, look) if kind is list else item)
     return given
-
-
-def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """New memory with the same bytes."""
-    return whole(memory).clone().untyped_storage()
-
-
-def whole(memory: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)

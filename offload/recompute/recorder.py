@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.base.tensors import counting_versions, is_plain, version_counter
+from offload.base.tensors import (
+    copy_of_storage,
+    counting_versions,
+    geometry_of,
+    is_plain,
+    look_into,
+    plain_memory,
+    tensors_of,
+    version_counter,
+)
 from offload.recompute.kinds import Kind, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import (
-    Call,
-    Look,
-    Value,
-    copy_of_storage,
-    geometry_of,
-    look_into,
-    tensors_of,
-)
+from offload.recompute.record import Call, Look, Value
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
@@ -57,6 +58,11 @@ class Recorder(TorchDispatchMode):
 
     def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
         """A call has made a value, in new memory or over another value."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by a wrapper around each call: the compiler leaves all of this package to the interpreter."""
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -108,17 +114,22 @@ class Recorder(TorchDispatchMode):
         """What an operation is given, with values and looks in place of tensors; ``reads`` collects the values."""
         found: list[Any] = []
         for item in given:
-            if isinstance(item, _Tensor):
+            if type(item) is _Tensor and item.layout is _strided:
+                held = self._values.get(item.untyped_storage()._cdata)
+                value = self.read(item) if held is None or held.empty else held
+            elif isinstance(item, _Tensor):
                 value = self.read(item)
-                reads[value] = None
-                geometry = value.geometry
-                if geometry is None or not value.is_as_made(item):
-                    geometry = geometry_of(item)
-                    if value.is_as_made(item):
-                        value.geometry = geometry
-                found.append(value if geometry == value.geometry else Look(value, geometry))
             else:
                 found.append(self._written_down(item, reads) if isinstance(item, list | tuple) else item)
+                continue
+            reads[value] = None
+            if value.tensor is not None and value.tensor() is item:
+                if value.geometry is None:
+                    value.geometry = geometry_of(item)
+                found.append(value)
+            else:
+                geometry = geometry_of(item)
+                found.append(value if geometry == value.geometry else Look(value, geometry))
         return found
 
     def read(self, tensor: torch.Tensor) -> Value:
@@ -145,13 +156,15 @@ class Recorder(TorchDispatchMode):
     def _make(self, call: Call, results: list[torch.Tensor], written: list[torch.Tensor], *, empty: bool) -> None:
         """Note what a call has made: memory that is new, and what it has written."""
         for place, tensor in enumerate(results):
-            if not is_plain(tensor):
+            storage = plain_memory(tensor)
+            if storage is None:
                 continue
-            storage = tensor.untyped_storage()
             known = self._values.get(storage._cdata)
             if known is None:
                 value = self._add(call, place, storage)
-                value.tensor, value.empty = weakref.ref(tensor), empty
+                value.tensor = weakref.ref(tensor)
+                if empty:
+                    value.empty = True
                 if self.tells:
                     self.made(tensor, value, new=True)
             elif not any(tensor is one for one in written):
@@ -192,7 +205,7 @@ class Recorder(TorchDispatchMode):
         """An operation that is not written down is about to write into these: keep what calls have read there."""
         for tensor in written:
             value = self.holds(tensor) if is_plain(tensor) else None
-            if value is not None and value.given is not None:
+            if value is not None and value.given is not None and value.geometry is not None:
                 value.memory = look_into(copy_of_storage(tensor.untyped_storage()), value.geometry)
                 value.given = None
 

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.base.autograd import in_backward
 from offload.base.layer_events import unheard
+from offload.base.tensors import Geometry
 from offload.recompute.kinds import Operation
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import ABOVE, Call, Geometry, Value, tensors_given, with_default_dtype
+from offload.recompute.record import ABOVE, Call, Value, tensors_given, with_default_dtype
 from offload.recompute.recorder import Recorder, UnseenError
 
 
@@ -78,7 +79,7 @@ class ForwardCall(Call):
         self.saved: list[int] = []
         """Bytes of the storages that autograd saves, in order."""
 
-    def _again(self, look: Callable[[Value, Geometry | None], torch.Tensor], _: Any) -> list[torch.Tensor]:
+    def _again(self, look: Callable[[Value, Geometry], torch.Tensor], _: Any) -> list[torch.Tensor]:
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
