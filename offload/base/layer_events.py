@@ -192,9 +192,11 @@ class _LayerEvents:
         """In their turns."""
         self._running: dict[tuple[int, bool], LayerCall] = {}
         """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
+        # Inside of what ``fully_shard`` does there: the layer begins with its weights gathered, and ends with them.
+        inside = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
         self._hooks: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=True),
-            layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True),
+            layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
+            layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True, prepend=inside),
             layer.register_state_dict_pre_hook(_Hook(self, self._before_state_dict)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
         ]
