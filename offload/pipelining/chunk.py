@@ -20,13 +20,38 @@ from offload.activations.what_moves import storages_of
 class PackedTensor(NamedTuple):
     """What the autograd graph of a chunk holds instead of a tensor."""
 
-    chunk: ChunkPass
+    chunk: ChunkParts
     part: int
     handle: Handle
 
 
-class ChunkPass:
-    """A chunk's forward and backward.
+class ChunkParts:
+    """A chunk's parts, which backward comes past from the last to the first.
+
+    Args:
+        microbatch: The round that holds all chunks of this step.
+        number: The chunk's number in the order of forwards.
+        parts: How many layers of the round the chunk has.
+    """
+
+    def __init__(self, microbatch: Round, number: int, parts: int) -> None:
+        self.parts = parts
+        self._round = microbatch
+        self._first_layer = number * parts
+        self._reached = parts
+
+    def end_forward(self) -> None:
+        """The forward has returned or raised."""
+
+    def reach(self, part: int) -> None:
+        """Backward has come to ``part``, and so past all later ones."""
+        while self._reached > part:
+            self._reached -= 1
+            self._round.begin_backward(self._first_layer + self._reached)
+
+
+class ChunkPass(ChunkParts):
+    """A chunk's forward and backward, its parts of equal size.
 
     Args:
         microbatch: The round that holds all chunks of this step.
@@ -38,18 +63,15 @@ class ChunkPass:
     def __init__(
         self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
     ) -> None:
-        self.parts = parts
+        super().__init__(microbatch, number, parts)
         self.tensors: list[int] = []
         """The bytes of each tensor saved so far, as far as they can travel."""
         self._saved_bytes = 0
-        self._round = microbatch
-        self._first_layer = number * parts
         self._part_bytes = part_bytes
         self._held = storages_of(held)
         self._counted: set[int] = set()
         self._part = 0
         self._set = self._round.begin_forward(self._first_layer, self._held)
-        self._reached = parts
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The pack hook."""
@@ -64,17 +86,10 @@ class ChunkPass:
         return packed
 
     def end_forward(self) -> None:
-        """The forward has returned or raised."""
         while self._part < self.parts - 1:
             self._next_part(in_operation=False)
         self._set.close()
         self._counted.clear()
-
-    def reach(self, part: int) -> None:
-        """Backward has come to ``part``, and so past all later ones."""
-        while self._reached > part:
-            self._reached -= 1
-            self._round.begin_backward(self._first_layer + self._reached)
 
     def _next_part(self, *, in_operation: bool) -> None:
         self._set.close(in_operation=in_operation)

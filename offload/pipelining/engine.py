@@ -12,7 +12,7 @@ from that when the second step begins. With a ``profile``, or with a ``fraction`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -29,13 +29,15 @@ from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
-from offload.pipelining.chunk import ChunkPass, unpack
+from offload.pipelining.chunk import ChunkParts, ChunkPass, unpack
+from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
 from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
 from offload.planning.pipeline_plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.planning.profile import StageProfile
+from offload.recompute.treatments import Treatment, parse_treatments
 from offload.schedule.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ def attach(
     link: Link | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
+    treatments: Mapping[str, Treatment | str] | None = None,
+    layers: Layers | None = None,
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
 
@@ -87,13 +91,19 @@ def attach(
             rank if left out.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; that of the stages by default.
+        treatments: What happens to the regions of each layer of the stages: patterns of their names, each with
+            ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. What is to be
+            offloaded is what the rest of these options speaks of: it travels as the plan says, and else it stays.
+            The parts of a chunk are its layers then, and what a stage saves outside of them stays.
+        layers: A function that is given a stage's module and returns its layers, in the order of forward; for
+            ``treatments``. By default they are the list of modules in it that has the most parameters.
 
     Returns:
         A handle with ``plan``, ``stats()`` and ``detach()``, which is also a context manager.
 
     Raises:
         TypeError: ``schedule`` is no pipeline schedule of PyTorch.
-        ValueError: It is attached already, or an option is out of range.
+        ValueError: It is attached already, or an option is out of range or excludes another.
     """
     stages = stages_of(schedule)
     for stage in stages:
@@ -101,6 +111,11 @@ def attach(
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
     check_costs(profile, link)
+    if treatments is None and layers is not None:
+        raise ValueError("layers are those whose regions are treated, but there are no treatments; give both")
+    if treatments is not None and parts is not None:
+        raise ValueError(f"parts must be left out with treatments, as each layer is a part then, got {parts}")
+    patterns = None if treatments is None else parse_treatments(treatments)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)
@@ -114,16 +129,19 @@ def attach(
             memory_budget=memory_budget,
             fraction=fraction,
             lookahead=lookahead,
-            parts=parts or max(1, min(PARTS, LAYERS // chunks)),
+            parts=regions.parts or parts or max(1, min(PARTS, LAYERS // chunks)),
         )
 
+    regions = RankRegions()
+    if patterns is not None:
+        regions = RankRegions.of(stages, layers or layers_in, patterns, measures=profile is None)
     order = known_order(schedule, stages)
     plan = None
     if order is not None and profile is not None:
         plan = make_plan(order, profile)
     elif order is not None and fraction is not None:
-        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead)
-    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes)
+        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=regions.parts or 1)
+    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes, regions)
 
 
 def measure_shared_link(device: torch.device | str | int | None = None, group: dist.ProcessGroup | None = None) -> Link:
@@ -153,6 +171,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         plan: PipelinePlan | None,
         profile: Mapping[int, StageProfile] | None,
         min_bytes: int,
+        regions: RankRegions,
     ) -> None:
         self.plan = plan
         """What moves when; ``None`` until the second step, if neither a profile nor a fraction was given."""
@@ -162,10 +181,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
         self._make_plan = make_plan
         self._min_bytes = min_bytes
+        self._regions = regions
         self._probe = Probe(backend) if profile is None else None
         self._round: Round | None = None
         self._numbers: dict[Chunk, int] = {}
-        self._passes: dict[Chunk, ChunkPass] = {}
+        self._passes: dict[Chunk, ChunkParts] = {}
         self._ran: list[Action] = []
         self._wrappers = [
             _Wrapper(stage, name, run)
@@ -182,6 +202,12 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         for wrapper in self._wrappers:
             wrapper.remove()
         self._wrappers.clear()
+        self._regions.remove()
+
+    def regions(self, stage: int, layer: int = 0) -> dict[str, str]:
+        """What happens to the regions of a stage's layer: treatments by their names, once it has run forward."""
+        treated = self._regions.stages.get(stage)
+        return {} if treated is None else treated.treatments[layer].by_name()
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
@@ -207,13 +233,9 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
         number = self._numbers.setdefault(action.chunk, len(self._numbers))
-        parts, part_bytes = 1, 0.0
-        if self.plan is not None:
-            parts = self.plan.parts
-            part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
-        passing = ChunkPass(self._round, number, parts, part_bytes, held_by(stage, fwd_chunk_id, args, kwargs))
+        passing, taking = self._pass_of(self._round, stage, number, held_by(stage, fwd_chunk_id, args, kwargs))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(passing.pack, unpack):
+            with taking:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
         except BaseException:
             self._round = None
@@ -222,8 +244,29 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             passing.end_forward()
         self._passes[action.chunk] = passing
         if self._probe is not None:
-            self._probe.count(stage.stage_index, passing.tensors)
+            self._probe.count(stage.stage_index, *self._saved_by(passing, stage))
         return result
+
+    def _pass_of(
+        self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]
+    ) -> tuple[ChunkParts, AbstractContextManager[Any]]:
+        """A chunk's pass, and what lets it take what its forward saves."""
+        treated = self._regions.stages.get(stage.stage_index)
+        if treated is not None:
+            return LayeredChunk(microbatch, number, self._regions.parts, treated, held), nullcontext()
+        parts, part_bytes = 1, 0.0
+        if self.plan is not None:
+            parts = self.plan.parts
+            part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
+        passing = ChunkPass(microbatch, number, parts, part_bytes, held)
+        return passing, torch.autograd.graph.saved_tensors_hooks(passing.pack, unpack)
+
+    def _saved_by(self, passing: ChunkParts, stage: Any) -> tuple[Sequence[int], int]:
+        """The bytes of each tensor that may travel, and of what is kept."""
+        if isinstance(passing, ChunkPass):
+            return passing.tensors, 0
+        treated = self._regions.stages[stage.stage_index]
+        return treated.travelling, treated.kept_bytes
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -269,7 +312,8 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._passes.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
-        return Round(schedule, self._transfers, self._min_bytes, sees_all=True)
+        treatments = self._regions.of_round(self._numbers)
+        return Round(schedule, self._transfers, self._min_bytes, treatments=treatments, sees_all=True)
 
 
 class _Wrapper:

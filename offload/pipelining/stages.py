@@ -69,6 +69,7 @@ class Probe:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._tensors: dict[int, tuple[int, ...]] = {}
+        self._kept_bytes: dict[int, int] = {}
         self._weight_bytes: dict[int, int] = {}
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
@@ -83,8 +84,9 @@ class Probe:
             more_bytes = self._allocated_bytes() - before_bytes
             self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes.get(action.stage, 0))
 
-    def count(self, stage: int, tensors: Sequence[int]) -> None:
-        """Note the bytes of what one of the stage's chunks has saved."""
+    def count(self, stage: int, tensors: Sequence[int], kept_bytes: int = 0) -> None:
+        """Note the bytes of what one of the stage's chunks has saved: of what may travel, and of what is kept."""
+        self._kept_bytes[stage] = max(kept_bytes, self._kept_bytes.get(stage, 0))
         if sum(tensors) >= sum(self._tensors.get(stage, ())):
             self._tensors[stage] = tuple(tensors)
 
@@ -98,6 +100,7 @@ class Probe:
                 sum(tensors),
                 tensors,
                 self._weight_bytes.get(stage, 0),
+                self._kept_bytes[stage],
             )
             for stage, tensors in self._tensors.items()
         }

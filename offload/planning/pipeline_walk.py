@@ -80,9 +80,9 @@ class Walk:
             self.action_steps.append(self.steps[before:])
         self._changes_without = [0.0] * len(self.start_s)
         """Point → bytes that come or go before it if nothing moves."""
-        for nbytes, made, freed in zip(self.nbytes, self.forward_at, freed_at, strict=True):
-            self._changes_without[made] += nbytes
-            self._changes_without[freed] -= nbytes
+        for stage, nbytes, made, freed in zip(stages, self.nbytes, self.forward_at, freed_at, strict=True):
+            self._changes_without[made] += nbytes + stage.kept_bytes / parts
+            self._changes_without[freed] -= nbytes + stage.kept_bytes / parts
         for index, change in held_at:
             self._changes_without[index] += change
 

@@ -241,6 +241,7 @@ class StageProfile:
         saved_bytes: Size of its activation set, as far as it can travel.
         tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
         weight_bytes: What the half for the inputs leaves on the device for that for the weights, beside the set.
+        kept_bytes: What it keeps on the device until backward, beside the set.
 
     Raises:
         ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
@@ -252,6 +253,7 @@ class StageProfile:
     saved_bytes: int = 1
     tensors: tuple[int, ...] = ()
     weight_bytes: int = 0
+    kept_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))

@@ -33,6 +33,14 @@ OPTIONS = {
     "all from the first step": {"link": FAST_LINK, "fraction": 1.0},
     "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1, "lookahead": 2},
 }
+TREATMENTS = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
+TREATED = {
+    "regions, measured": {"link": FAST_LINK, "treatments": TREATMENTS},
+    "regions, from the first step": {"link": FAST_LINK, "treatments": TREATMENTS, "fraction": 1.0},
+    "all recomputed": {"link": FAST_LINK, "treatments": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
+}
+"""With the regions of the stages' layers treated each in its own way."""
+OPTIONS |= TREATED
 FEW = ["all from the first step"]  # for more than two ranks
 
 
@@ -109,6 +117,7 @@ def compare(rank, world, name, device, expected, **options):
         "planned_bytes": handle.plan.offloaded_bytes,
         "saved_bytes": handle.plan.saved_bytes,
         "attached": attached,
+        "regions": [handle.regions(stage.stage_index, layer) for stage in stages for layer in range(2)],
         "restored": before == after and not any(method in vars(stage) for stage in stages for method in own),
         "repr": repr(handle),
     }

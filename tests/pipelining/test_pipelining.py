@@ -522,12 +522,27 @@ def test_all_schedules(ranks, name):
             assert result["ran"] == result["actions"], where
             assert stats.offloaded_bytes == stats.reloaded_bytes, where
             assert stats.late_reloads == 0, where
-            assert stats.wasted_bytes == 0, where
             long_lived = not (name == "Schedule1F1B" and rank == len(ranks) - 1)
+            if label in pipeline_worker.TREATED:
+                assert stats.offloaded_bytes > 0 or not long_lived, where
+                continue  # a layer's input, which its caller still holds when it has been copied, may be wasted
+            assert stats.wasted_bytes == 0, where
             if long_lived:
                 assert result["planned_bytes"] >= 0.5 * result["saved_bytes"], where
                 # At least two of the three steps move what is planned; parts differ in size by a tensor.
                 assert stats.offloaded_bytes >= 2 * 0.8 * result["planned_bytes"], where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", pipeline_worker.SCHEDULES)
+def test_regions_of_all_layers_are_treated(ranks, name):
+    for found in ranks:
+        for label in {label for key in found if key != "further" for label in key[1:]} & set(pipeline_worker.TREATED):
+            for regions in found[name, label]["regions"]:
+                chosen = {"up: addmm": "offload", "norm: native_layer_norm": "keep", "gelu": "recompute"}
+                if label == "all recomputed":
+                    chosen = dict.fromkeys(chosen, "recompute")
+                assert {region: regions[region] for region in chosen} == chosen
 
 
 @pytest.mark.slow

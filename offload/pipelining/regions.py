@@ -1,0 +1,230 @@
+"""A stage whose layers' regions are treated each in its own way: kept, offloaded, or computed again.
+
+Each of the stage's layers is a part of its chunks, with an activation set that sees the layer's operations. What the
+stage saves outside of its layers stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, overload
+
+import torch
+from torch import nn
+
+from offload.activations.activation_set import ActivationSet
+from offload.activations.microbatch import Round
+from offload.activations.states import OffloadStateError
+from offload.activations.what_moves import storages_of
+from offload.base.autograd import pop_hooks, push_hooks
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
+from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
+from offload.planning.pipeline_order import Chunk
+from offload.recompute.treatments import OFFLOAD, RECOMPUTE, LayerTreatments, Treatment
+
+Layers = Callable[[nn.Module], Iterable[nn.Module]]
+"""A stage's module → its layers, in the order of forward."""
+
+
+def layers_in(module: nn.Module) -> list[nn.Module]:
+    """The layers of a stage's module: the list of modules in it with the most parameters, or else the module itself."""
+    lists = [
+        list(found.values() if isinstance(found, nn.ModuleDict) else found)
+        for found in module.modules()
+        if isinstance(found, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    ]
+    return max(lists, key=_parameters, default=[]) or [module]
+
+
+def _parameters(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+class StageRegions:
+    """The layers of one stage, and what happens to their regions.
+
+    Args:
+        layers: The stage's layers, in the order of forward.
+        patterns: Of regions' names; the first that matches decides.
+        measures: Whether the first forward measures what each region costs.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules.
+        ValueError: There are no layers, one is listed twice or inside another, or its activations move already.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], patterns: Mapping[str, Treatment], *, measures: bool) -> None:
+        modules = check_layers(layers, _StageLayer, "offloaded", "cannot be treated by region")
+        for number, layer in enumerate(modules):
+            if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
+                raise ValueError(f"layer {number} is offloaded already; call remove() on the first handle")
+        self.treatments = [LayerTreatments(patterns, layer, measures=measures) for layer in modules]
+        self.at_work: LayeredChunk | None = None
+        """The chunk whose forward runs."""
+        self._attachment = Attachment(modules, [_StageLayer(self, number) for number in range(len(modules))])
+
+    def __len__(self) -> int:
+        """How many layers the stage has."""
+        return len(self.treatments)
+
+    @property
+    def travelling(self) -> tuple[int, ...]:
+        """The bytes of each tensor of a chunk that may travel, in the order of saving, as the first forward showed."""
+        return self._held(travels=True)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a chunk keeps on the device until backward, as the first forward showed."""
+        return sum(self._held(travels=False))
+
+    def remove(self) -> None:
+        """Take the hooks off the layers."""
+        self._attachment.remove()
+
+    def _held(self, *, travels: bool) -> tuple[int, ...]:
+        found = []
+        for layer in self.treatments:
+            for cost, region in zip(layer.costs, layer.order, strict=True):
+                treatment = layer.of(region)
+                held = treatment is not RECOMPUTE and (cost.saved or region in layer.unsaved)
+                if held and (treatment is OFFLOAD) == travels:
+                    found.append(cost.nbytes)
+        return tuple(found)
+
+
+class _StageLayer(LayerListener):
+    """Tells the chunk at work that one of its layers begins and ends."""
+
+    turn = Turn.ACTIVATIONS
+
+    def __init__(self, stage: StageRegions, number: int) -> None:
+        self._stage = stage
+        self._number = number
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if self._stage.at_work is not None and not call.recomputes:
+            self._stage.at_work.begin_layer(self._number)
+
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        if self._stage.at_work is not None and not call.recomputes:
+            self._stage.at_work.end_layer(failed=failed)
+
+
+class LayeredChunk(ChunkParts):
+    """A chunk's forward and backward, of which each layer is a part.
+
+    Args:
+        microbatch: The round that holds all chunks of this step.
+        number: The chunk's number in the order of forwards.
+        parts: The numbers that it has for its layers; more than it has layers if another stage has more.
+        stage: The stage's layers.
+        held: Tensors that somebody else keeps on the device until backward; they do not travel.
+    """
+
+    def __init__(
+        self,
+        microbatch: Round,
+        number: int,
+        parts: int,
+        stage: StageRegions,
+        held: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(microbatch, number, parts)
+        self._stage = stage
+        self._held = storages_of(held)
+        self._part = -1
+        self._open: ActivationSet | None = None
+        stage.at_work = self
+
+    def begin_layer(self, part: int) -> None:
+        """A layer's forward begins; one that was left out is an empty part."""
+        if part <= self._part:
+            raise OffloadStateError(
+                f"the layers of a stage must run in their order, each once, but layer {part} came after layer "
+                f"{self._part}; list them in the order of forward, or treat no regions."
+            )
+        self._skip_to(part)
+        opened = self._open = self._round.begin_forward(self._first_layer + part, self._held)
+        self._part = part
+        opened.enter()
+        push_hooks(self.pack, unpack)
+
+    def end_layer(self, *, failed: bool) -> None:
+        """It has ended, or ``failed``."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            pop_hooks(self.pack)
+            opened.leave(failed=failed)
+            opened.close()
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """The pack hook."""
+        opened = self._open
+        if opened is None:
+            raise RuntimeError("a layer's hooks were called outside of its forward; please report this.")
+        return PackedTensor(self, self._part, opened.pack(tensor))
+
+    def end_forward(self) -> None:
+        self.end_layer(failed=True)  # if it is still open, an interrupt has cut it off
+        self._skip_to(self.parts)
+        self._stage.at_work = None
+
+    def _skip_to(self, part: int) -> None:
+        for skipped in range(self._part + 1, part):
+            self._round.begin_forward(self._first_layer + skipped, self._held).close()
+            self._part = skipped
+
+
+class RankRegions:
+    """The layers of all stages of a rank; of none, where no regions are treated."""
+
+    def __init__(self) -> None:
+        self.stages: dict[int, StageRegions] = {}
+        """Stage → its layers."""
+
+    @classmethod
+    def of(cls, stages: Iterable[Any], layers: Layers, patterns: Mapping[str, Treatment], *, measures: bool) -> Self:
+        """The layers of these stages; none has hooks left if one of them cannot be had."""
+        rank = cls()
+        try:
+            for stage in stages:
+                rank.stages[stage.stage_index] = StageRegions(layers(stage.submod), patterns, measures=measures)
+        except BaseException:
+            rank.remove()
+            raise
+        return rank
+
+    @property
+    def parts(self) -> int:
+        """How many layers of a round each chunk has: as many as the stage with the most; 0 without stages."""
+        return max(map(len, self.stages.values()), default=0)
+
+    def remove(self) -> None:
+        """Take the hooks off all layers."""
+        for stage in self.stages.values():
+            stage.remove()
+
+    def of_round(self, numbers: Mapping[Chunk, int]) -> Sequence[LayerTreatments | None]:
+        """What happens to the regions of each layer of a round, whose chunks are numbered as they come."""
+        return _RoundTreatments(numbers, self) if self.stages else ()
+
+
+class _RoundTreatments(Sequence[LayerTreatments | None]):
+    def __init__(self, numbers: Mapping[Chunk, int], rank: RankRegions) -> None:
+        self._numbers = numbers
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return max(1, len(self._numbers) * self._rank.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerTreatments | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerTreatments | None]: ...
+    def __getitem__(self, index: int | slice) -> LayerTreatments | Sequence[LayerTreatments | None] | None:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number, part = divmod(index, self._rank.parts)
+        chunk = next(chunk for chunk, one in self._numbers.items() if one == number)
+        layers = self._rank.stages[chunk.stage].treatments
+        return layers[part] if part < len(layers) else None

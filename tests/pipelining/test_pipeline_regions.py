@@ -1,0 +1,230 @@
+"""A rank's memory by treatment: the regions of its stages' layers are kept, offloaded or computed again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_worker import FAST_LINK, WIDTH, Block, loss_of
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import offload
+import offload.pipelining
+from offload.device.select import get_backend
+from offload.pipelining.regions import layers_in
+
+RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    backend = get_backend("cpu")
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.001
+    backend.poison = True
+    yield
+    backend.poison = False
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.0
+    dist.destroy_process_group()
+
+
+class Stage(nn.Module):
+    """What a model's stage looks like: layers between other modules, one of which may be left out."""
+
+    def __init__(self, layers=3):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.dropout = nn.Dropout(0.3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.skipped = set()
+
+    def forward(self, x):
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            if number not in self.skipped:
+                x = self.dropout(layer(x))
+        return self.norm(x)
+
+
+def pipeline(kind=ScheduleGPipe, layers=3):
+    torch.manual_seed(0)
+    stage = PipelineStage(Stage(layers), 0, 1, torch.device("cpu"))
+    return kind(stage, 4, loss_fn=loss_of), stage
+
+
+def step(schedule, stage, seed=1):
+    torch.manual_seed(seed)
+    x, target = torch.randn(2, 64, WIDTH)
+    schedule.step(x, target=target)
+    found = [parameter.grad for parameter in stage.submod.parameters()]
+    stage.submod.zero_grad()
+    return found
+
+
+def same(found, expected):
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def attach(schedule, **options):
+    return offload.pipelining.attach(schedule, **{"link": FAST_LINK, "min_bytes": 1024} | options)
+
+
+@pytest.mark.filterwarnings("ignore:.* freed no device memory")  # of a layer's input, which its caller holds
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize(
+    "treatments",
+    [RECOMPUTE_MOST, {"*": "recompute"}, {"*": "offload"}, {"*": "keep"}, {"gelu": "recompute", "addmm": "offload"}],
+    ids=str,
+)
+def test_gradients_are_those_without(kind, treatments):
+    schedule, stage = pipeline(kind)
+    expected = [step(schedule, stage, seed) for seed in range(3)]
+    with attach(schedule, treatments=treatments) as handle:
+        found = [step(schedule, stage, seed) for seed in range(3)]
+    assert all(map(same, found, expected))
+    assert handle.stats().late_reloads == 0
+    assert handle.stats().reloaded_bytes == handle.stats().offloaded_bytes
+    assert same(step(schedule, stage, 0), expected[0])
+
+
+def test_a_profile_counts_what_travels_and_what_is_kept():
+    saved = {}
+    for name, treatments in {"offload": {"*": "offload"}, "keep": {"*": "keep"}, "both": RECOMPUTE_MOST}.items():
+        schedule, stage = pipeline()
+        with attach(schedule, treatments=treatments) as handle:
+            step(schedule, stage)
+            step(schedule, stage)
+        saved[name] = handle.profile[0]
+        assert sum(saved[name].tensors) == saved[name].saved_bytes
+    assert saved["offload"].kept_bytes == saved["keep"].saved_bytes == 0
+    assert saved["offload"].saved_bytes == saved["keep"].kept_bytes
+    # Of each block: what `up` makes travels, and so does its own input, which cannot be computed again.
+    assert 0 < saved["both"].saved_bytes + saved["both"].kept_bytes < saved["offload"].saved_bytes
+
+
+def test_what_is_recomputed_needs_no_memory():
+    peaks = []
+    for treatments in ({"*": "keep"}, {"*": "recompute"}):
+        schedule, stage = pipeline(layers=6)
+        with attach(schedule, treatments=treatments, fraction=0.0):
+            step(schedule, stage)
+            with offload.memory_meter("cpu") as meter:
+                step(schedule, stage)
+        peaks.append(meter.peak_bytes)
+    kept, recomputed = peaks
+    assert recomputed < 0.6 * kept
+
+
+def test_a_budget_counts_what_is_kept():
+    schedule, stage = pipeline()
+    with attach(schedule, treatments=RECOMPUTE_MOST) as handle:
+        step(schedule, stage)
+        step(schedule, stage)
+    profile = handle.profile
+    assert handle.plan.peak_bytes >= 4 * profile[0].kept_bytes
+    assert handle.plan.parts == 3
+
+
+def test_regions_are_named_by_the_stages_modules():
+    schedule, stage = pipeline()
+    with attach(schedule, treatments=RECOMPUTE_MOST) as handle:
+        assert handle.regions(0) == {}
+        step(schedule, stage)
+        assert handle.regions(0, 2)["up: addmm"] == "offload"
+        assert handle.regions(0, 2)["gelu"] == "recompute"
+        assert handle.regions(1) == {}
+
+
+def test_layers_may_be_given():
+    schedule, stage = pipeline()
+    expected = step(schedule, stage)
+    with attach(
+        schedule, treatments={"*": "recompute"}, layers=lambda module: [module.embed, *module.layers]
+    ) as handle:
+        assert same(step(schedule, stage), expected)
+        assert list(handle.regions(0)) == ["addmm"]
+
+
+def test_the_largest_list_of_modules_holds_the_layers():
+    model = Stage()
+    assert layers_in(model) == list(model.layers)
+    cells = nn.Sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), nn.Sequential(nn.Linear(2, 2)))
+    assert layers_in(cells) == list(cells)
+    assert layers_in(model.norm) == [model.norm]
+    model.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(model.layers)})
+    assert layers_in(model) == list(model.layers.values())
+
+
+def test_a_layer_may_be_left_out():
+    schedule, stage = pipeline()
+    stage.submod.skipped.add(1)
+    expected = [step(schedule, stage, seed) for seed in range(3)]
+    with attach(schedule, treatments=RECOMPUTE_MOST):
+        assert all(map(same, [step(schedule, stage, seed) for seed in range(3)], expected))
+
+
+def test_a_layer_that_runs_twice_is_refused():
+    schedule, stage = pipeline()
+    stage.submod.layers.append(stage.submod.layers[0])
+    with (
+        attach(schedule, treatments=RECOMPUTE_MOST, layers=lambda module: list(module.layers)[:3]),
+        pytest.raises(RuntimeError, match="failed to run forward") as error,
+    ):
+        step(schedule, stage)
+    assert "must run in their order, each once, but layer 0 came after layer 2" in str(error.value.__cause__)
+
+
+def test_a_failing_layer_gives_up_the_step():
+    schedule, stage = pipeline()
+    expected = step(schedule, stage)
+    calls = iter([False] * 4 + [True])
+    second = stage.submod.layers[1]
+    forward = second.forward
+
+    def failing(x):
+        if next(calls, False):
+            raise ArithmeticError
+        return forward(x)
+
+    second.forward = failing
+    with attach(schedule, treatments=RECOMPUTE_MOST, fraction=1.0) as handle:
+        assert same(step(schedule, stage), expected)
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            step(schedule, stage)
+        stage.submod.zero_grad()
+        schedule._internal_losses.clear()  # PyTorch keeps them after an error
+        for _ in range(2):
+            assert same(step(schedule, stage), expected)
+    assert handle.stats().late_reloads == 0
+
+
+def test_detached_layers_are_free_for_others():
+    schedule, stage = pipeline()
+    twin = PipelineStage(stage.submod, 0, 1, torch.device("cpu"))
+    handle = attach(schedule, treatments=RECOMPUTE_MOST)
+    with pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"):
+        attach(ScheduleGPipe(twin, 4, loss_fn=loss_of), treatments=RECOMPUTE_MOST)
+    handle.detach()
+    with (
+        offload.offload_layers(stage.submod.layers, 1),
+        pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"),
+    ):
+        attach(schedule, treatments=RECOMPUTE_MOST)
+    attach(schedule, treatments=RECOMPUTE_MOST).detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"treatments": {"*": "recompute"}, "parts": 4}, "parts must be left out with treatments, .* got 4"),
+        ({"treatments": {"*": "drop"}}, "a treatment must be one of 'keep', 'offload', 'recompute'"),
+        ({"layers": lambda module: module.layers}, "layers are those whose regions are treated, .* give both"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    schedule, _ = pipeline()
+    with pytest.raises(ValueError, match=message):
+        attach(schedule, **options)
+    attach(schedule).detach()
