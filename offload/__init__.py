@@ -7,6 +7,7 @@ from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
 from offload.base.compiler import leave_to_interpreter
+from offload.base.given_layers import remove
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
@@ -76,6 +77,7 @@ __all__ = [
     "plan",
     "profile_layers",
     "record_timeline",
+    "remove",
     "reserve_host_memory",
     "simulate",
     "start_offload",

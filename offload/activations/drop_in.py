@@ -8,19 +8,123 @@ in flight.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, overload
 
 import torch
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext, Output
 from offload.activations.states import OffloadState, OffloadStateError
+from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, is_int
 from offload.device.backend import Stream
 from offload.host.limits import HostMemory, WhenFull
 from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
 
 
+class SyncFunction(Protocol):
+    """Marks a layer's output, and returns it."""
+
+    def __call__(self, output: Output, /) -> Output: ...
+
+
+class _Options(TypedDict, total=False):
+    """Arguments that say nothing of what is returned."""
+
+    retain_pinned_cpu_buffers: bool
+    offload_stream: Stream | None
+    synchronization_dict: SynchronizationDict | None
+    schedule: Schedule | None
+    min_bytes: int | str
+    device: torch.device | str | int | None
+    max_host_bytes: int | str | None
+    when_host_full: WhenFull
+
+
+class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
+    """What stands in for a context that is not enabled: it does nothing, and counts nothing."""
+
+    def __init__(self) -> None:
+        self.schedule = None
+        self.treatments = ()
+        self.model_layers = 0
+        self.microbatch = -1
+        self.skipped = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def enter(self, layer: int | None = None) -> None:
+        pass
+
+    def exit(self, *, failed: bool = False) -> None:
+        pass
+
+    def sync(self, output: Output) -> Output:
+        return output
+
+    def stats(self) -> OffloadStats:
+        return OffloadStats()
+
+    def sets_of(self, layer: int) -> dict[int, ActivationSet]:
+        return {}
+
+    def reset(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "OffloadContext(disabled)"
+
+
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[OffloadContext, SyncFunction]: ...
+@overload
+def get_cpu_offload_context(
+    enabled: Literal[True],
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer]: ...
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer | None]: ...
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    **options: Unpack[_Options],
+) -> tuple[Any, ...]: ...
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,
@@ -50,7 +154,7 @@ def get_cpu_offload_context(
             x = sync(x)
 
     Args:
-        enabled: If false, the context does nothing and the function returns its argument.
+        enabled: If false, the context does nothing, with stats of zeros, and the function returns its argument.
         num_layers: How many layers to offload, the first ones; at most ``model_layers - 1``. Not used with a
             schedule of your own or with manual synchronization.
         model_layers: Number of layers, that is of times the context is entered per microbatch.
@@ -83,8 +187,8 @@ def get_cpu_offload_context(
         UserWarning: ``num_layers`` is ``model_layers - 1``, which leaves nothing to overlap the copies with.
     """
     if not enabled:
-        nothing = (contextlib.nullcontext(), lambda output: output)
-        return (*nothing, None) if manual_synchronization else nothing
+        nothing = DisabledContext()
+        return (nothing, nothing.sync, None) if manual_synchronization else (nothing, nothing.sync)
     if offload_weights:
         raise ValueError(
             "offload_weights must be False, got True; weights are streamed by offload.stream_weights(layers, device), "

@@ -12,7 +12,8 @@ from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.stats import OffloadStats
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, compute_device
+from offload.base.given_layers import check_layers
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.recompute.treatments import LayerTreatments, Treatment, parse_treatments
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
@@ -25,9 +26,10 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
-        self._layers = layers
+        self._kinds = " and ".join(sorted({type(layer).__name__ for layer in layers}))
         self._context = context
-        self._attachment = Attachment(layers, [_OffloadedLayer(context, number) for number in range(len(layers))])
+        listeners = [_OffloadedLayer(context, number) for number in range(len(layers))]
+        self._attachment = Attachment(layers, listeners, self)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -57,9 +59,8 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
         self.remove()
 
     def __repr__(self) -> str:
-        kinds = " and ".join(sorted({type(layer).__name__ for layer in self._layers}))
         state = "" if self._attachment else ", removed"
-        return f"OffloadedLayers({kinds} in {self._context!r}{state})"
+        return f"OffloadedLayers({self._kinds} in {self._context!r}{state})"
 
 
 budgeted: Callable[..., OffloadedLayers] = OffloadedLayers

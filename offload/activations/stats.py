@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from offload.base.checks import format_bytes, format_s, warn_caller
+from offload.base.checks import describe, format_bytes, format_s, warn_caller
 from offload.device.backend import Backend, Event, Stream
+
+Stats = TypeVar("Stats", bound=Any)
+"""One of the frozen snapshots."""
 
 WORTH_A_WARNING = 0.5
 """Of the bytes copied so far, as many that freed nothing. The input of the first layer often is a smaller share."""
@@ -24,7 +29,11 @@ MOST_PENDING = 4096
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """What a context has moved since it was made. Bytes are those of whole storages."""
+    """What a context has moved since it was made. Bytes are those of whole storages.
+
+    ``after - before`` is what has moved between two moments. What is held now, and a peak, are not differences: there,
+    ``pinned_bytes`` and ``peak_resident_bytes`` are those of ``after``, and the peak is the one since the beginning.
+    """
 
     offloaded_bytes: int = 0
     """Copied from the device to the host."""
@@ -49,6 +58,9 @@ class OffloadStats:
     stall_s: float = 0.0
     """How long compute waited for copies, on the device, in all waits that it has passed; not inside CUDA graphs."""
 
+    def __sub__(self, before: OffloadStats) -> OffloadStats:
+        return since(before, self, held=("pinned_bytes", "peak_resident_bytes"))
+
     def __str__(self) -> str:
         def show(name: str, value: object) -> str:
             if name.endswith("_bytes") and isinstance(value, int):
@@ -59,6 +71,20 @@ class OffloadStats:
 
         width = max(len(item.name) for item in fields(self))
         return "\n".join(f"{item.name:<{width}}  {show(item.name, getattr(self, item.name))}" for item in fields(self))
+
+
+def since(before: Stats, after: Stats, held: Collection[str]) -> Stats:
+    """What was counted between two moments; what is ``held``, by its name, is that of the later one."""
+    if type(before) is not type(after):
+        raise TypeError(f"stats can be subtracted from {type(after).__name__} only, got {describe(before)}")
+    changes: dict[str, object] = {}
+    for item in fields(after):
+        now, then = getattr(after, item.name), getattr(before, item.name)
+        if isinstance(now, dict):
+            changes[item.name] = {key: now[key] - then.get(key, 0) for key in now if now[key] != then.get(key, 0)}
+        elif item.name not in held:
+            changes[item.name] = now - then
+    return replace(after, **changes)
 
 
 def _mib(nbytes: int) -> str:

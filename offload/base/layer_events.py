@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.base.autograd import in_backward, next_node
-from offload.base.checks import describe
 from offload.base.compiler import forget_compiled, interpreted
 
 
@@ -81,10 +81,19 @@ def unheard() -> Iterator[None]:
         _telling.silent = before
 
 
+class Handle(Protocol):
+    """What the program holds of a part of the library that was put on layers."""
+
+    def remove(self) -> None:
+        """Undo it all."""
+
+
 class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 
     turn: ClassVar[Turn]
+    handle: Handle | None = None
+    """What takes it off its layer, with all that came with it."""
     device: torch.device | None = None
     """Where the layer computes, if the listener sees to that."""
 
@@ -105,11 +114,17 @@ class LayerListener:
 
 
 class Attachment(AbstractContextManager["Attachment"]):
-    """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
+    """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
 
-    def __init__(self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener]) -> None:
-        self._attached = list(zip(layers, listeners, strict=True))
-        for layer, listener in self._attached:
+    A listener holds the ``handle`` that it belongs to, and the layer its listeners. So all that is held here is weak.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener], handle: Handle | None = None
+    ) -> None:
+        self._attached = [(weakref.ref(layer), weakref.ref(one)) for layer, one in zip(layers, listeners, strict=True)]
+        for layer, listener in zip(layers, listeners, strict=True):
+            listener.handle = handle
             events = _events_of(layer) or _LayerEvents(layer)
             events.listeners = sorted([*events.listeners, listener], key=lambda listener: listener.turn)
         forget_compiled()
@@ -117,9 +132,10 @@ class Attachment(AbstractContextManager["Attachment"]):
     def remove(self) -> None:
         """Take the listeners off. A second call does nothing."""
         attached, self._attached = self._attached, []
-        for layer, listener in attached:
-            events = _events_of(layer)
-            if events is not None:
+        for found, told in attached:
+            layer, listener = found(), told()
+            events = _events_of(layer) if layer is not None else None
+            if layer is not None and listener is not None and events is not None:
                 events.drop(layer, listener)
         if attached:
             forget_compiled()
@@ -142,43 +158,6 @@ def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
     """Where these layers compute, if a listener on one of them sees to that: streamed weights are elsewhere."""
     devices = (listener.device for layer in layers for listener in listeners_on(layer, LayerListener))
     return next((device for device in devices if device is not None), None)
-
-
-def check_layers(
-    layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
-) -> list[nn.Module]:
-    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for errors."""
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        name = next((name for name, part in layers.named_modules() if isinstance(part, nn.ModuleList)), "")
-        raise TypeError(
-            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
-            + (f", such as model.{name}" if name else "")
-        )
-    if not isinstance(layers, Iterable) or isinstance(layers, str | Mapping):
-        raise TypeError(f"layers must be a list of modules, such as model.layers, got {describe(layers)}")
-    modules = list(layers)
-    if not modules:
-        raise ValueError("layers must hold at least one module, got none")
-    for number, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
-                "hooks; pass the layers that it was made of, and train with those."
-            )
-        if listeners_on(module, kind):
-            raise ValueError(
-                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle"
-            )
-    if len(set(modules)) < len(modules):
-        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
-    for number, module in enumerate(modules):
-        inside = set(module.modules()) - {module}
-        nested = [other for other, listed in enumerate(modules) if listed in inside]
-        if nested:
-            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
-    return modules
 
 
 class _LayerEvents:

@@ -76,6 +76,7 @@ class BudgetedLayers(OffloadedLayers):
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._max_host_bytes = host.max_bytes
         super().__init__(layers, context)
+        self._layers = layers
         self.plan: Plan | None = None
         """What is followed; ``None`` in the first rounds."""
         self._link = measure_link(self._backend.device)

@@ -16,11 +16,11 @@ import torch
 from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
+from offload.base.given_layers import check_layers
 from offload.base.layer_events import (
     Attachment,
     LayerListener,
     Turn,
-    check_layers,
     listeners_on,
 )
 from offload.base.progress import LongWork

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from offload.activations.stats import since
+
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What a :class:`~offload.StreamedWeights` has moved since it was made, and the memory it holds."""
+    """What a :class:`~offload.StreamedWeights` has moved since it was made, and the memory it holds.
+
+    ``after - before`` is what has moved between two moments, with the memory that is held ``after``.
+    """
 
     loads: int = 0
     """Layers copied from the host to the device."""
@@ -32,6 +37,9 @@ class WeightStats:
     """Pinned host memory where gradients wait to be added."""
     slot_bytes: int = 0
     """Device memory of all slots."""
+
+    def __sub__(self, before: WeightStats) -> WeightStats:
+        return since(before, self, held=("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes"))
 
     def __str__(self) -> str:
         counts = vars(self).items()

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import format_bytes, format_s, is_int
-from offload.base.layer_events import Attachment, check_layers
+from offload.base.given_layers import check_layers
+from offload.base.layer_events import Attachment
 from offload.base.progress import LongWork
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
@@ -41,15 +42,20 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
     """
 
     def __init__(self, modules: list[nn.Module], stream: WeightStream) -> None:
-        self._modules = modules
+        # Weakly, as the layers hold this: what undoes it.
+        self._modules = [weakref.ref(module) for module in modules]
+        kinds = " and ".join(sorted({type(module).__name__ for module in modules}))
+        self._what = f"{len(modules)} × {kinds}"
         self._stream: WeightStream | None = stream
         self._counters = stream.counters
         self._attachment = Attachment(
             [modules[layer.number] for layer in stream.layers],
             [StreamedLayer(stream, layer) for layer in stream.layers],
+            self,
         )
         inner = [each for module in modules for each in module.modules()]
-        self._buffers = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
+        moved = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
+        self._buffers = [(weakref.ref(each), name, device) for each, name, device in moved]
         let_stay(modules, stream.device)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
@@ -165,8 +171,8 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         if self._stream.reducer is not None:
             self._stream.reducer.close()
         self._attachment.remove()
-        let_go(self._modules)
-        _move_buffers(self._buffers)
+        let_go(_alive(self._modules))
+        _move_buffers([(each, name, device) for found, name, device in self._buffers for each in _alive([found])])
         self._stream = None
 
     def __enter__(self) -> Self:
@@ -177,10 +183,9 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
         self.remove()
 
     def __repr__(self) -> str:
-        kinds = " and ".join(sorted({type(module).__name__ for module in self._modules}))
         weights, slots = (format_bytes(self._counters[name]) for name in ("weight_bytes", "slot_bytes"))
         state = f"{slots} on the device" if self._stream else "removed"
-        return f"StreamedWeights({len(self._modules)} × {kinds}, {weights} on the host, {state})"
+        return f"StreamedWeights({self._what}, {weights} on the host, {state})"
 
     def _alive(self) -> WeightStream:
         if self._stream is None:
@@ -266,6 +271,10 @@ def stream_weights(
     _watch_optimizers()
     _streams.add(stream)
     return handle
+
+
+def _alive(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for found in modules if (module := found()) is not None]
 
 
 def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:

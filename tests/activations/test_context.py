@@ -62,6 +62,19 @@ def test_disabled_with_manual_synchronization() -> None:
     assert synchronizer is None
 
 
+def test_disabled_has_stats_of_zeros() -> None:
+    context, sync = get_cpu_offload_context(enabled=False)
+    for _ in range(2):
+        with context as entered, context:  # nesting is no error, as nothing is entered
+            assert entered is context
+            assert sync(torch.ones(1)).item() == 1
+    assert context.stats() == offload.OffloadStats()
+    assert context.stats() - context.stats() == offload.OffloadStats()
+    context.reset()
+    assert context(lambda: 3)() == 3
+    assert repr(context) == "OffloadContext(disabled)"
+
+
 def test_disabled_accepts_what_it_would_refuse() -> None:
     assert len(get_cpu_offload_context(False, 30, 20, offload_activations=False, offload_weights=True)) == 2
 

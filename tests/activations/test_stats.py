@@ -8,11 +8,11 @@ import models
 import pytest
 import torch
 from lab import Lab
-from models import Save, build, loss_of, offloading, save
+from models import Save, build, loss_of, offloading, save, step_gradients
 from torch import nn
 
 import offload
-from offload import OffloadStats, Schedule
+from offload import OffloadStats, Schedule, WeightStats
 from offload.activations import stats
 from offload.activations.stats import Counters, operation_name
 from offload.activations.what_moves import Rules, decide
@@ -323,3 +323,37 @@ def test_a_captured_step_is_not_measured(lab: Lab) -> None:
         after = handle.stats()
     assert after.offloaded_bytes > before.offloaded_bytes
     assert after.stall_s == before.stall_s
+
+
+# Two moments
+
+
+def test_what_was_counted_between_two_moments(lab: Lab) -> None:
+    layers, x = build("decoder", 5, lab.device)
+    offloaded = offloading(2, 5, lab.device, min_bytes=1 << 8)
+    step_gradients(layers, x, offloaded)
+    before = offloaded.stats
+    for _ in range(2):
+        step_gradients(layers, x, offloaded)
+    after = offloaded.stats
+    moved = after - before
+    assert moved.offloaded_bytes == 2 * before.offloaded_bytes == after.offloaded_bytes - before.offloaded_bytes > 0
+    assert moved.skipped == {reason: 2 * count for reason, count in before.skipped.items()} != {}
+    assert moved.stall_s == after.stall_s - before.stall_s
+    # What is held now, and the peak since the beginning.
+    assert moved.pinned_bytes == after.pinned_bytes > 0
+    assert moved.peak_resident_bytes == after.peak_resident_bytes > 0
+    nothing = after - after
+    assert nothing.skipped == nothing.wasted == {}
+    assert nothing.offloaded_tensors == nothing.reloaded_bytes == 0
+
+
+def test_stats_of_something_else() -> None:
+    with pytest.raises(TypeError, match="stats can be subtracted from OffloadStats only, got a WeightStats"):
+        OffloadStats() - WeightStats()
+
+
+def test_weights_between_two_moments() -> None:
+    before = WeightStats(loads=3, loaded_bytes=100, slot_bytes=40, weight_bytes=70)
+    after = WeightStats(loads=5, loaded_bytes=300, slot_bytes=50, weight_bytes=70)
+    assert after - before == WeightStats(loads=2, loaded_bytes=200, slot_bytes=50, weight_bytes=70)

@@ -1,0 +1,122 @@
+"""What was put on layers comes off without its handle, and needs no garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same, build, step_gradients
+from torch import nn
+
+import offload
+
+CPU = torch.device("cpu")
+
+
+def with_buffer() -> tuple[nn.ModuleList, torch.Tensor]:
+    layers, x = build("decoder", 5, CPU)
+    layers[0].register_buffer("scale", torch.ones(1))
+    return layers, x
+
+
+def activations(layers: nn.ModuleList) -> Any:
+    return offload.offload_layers(layers, 2, min_bytes=0)
+
+
+def budget(layers: nn.ModuleList) -> Any:
+    return offload.offload_layers(layers, memory_budget="1GiB", min_bytes=0)
+
+
+def weights(layers: nn.ModuleList) -> Any:
+    return offload.stream_weights(layers, "cpu")
+
+
+def weights_then_activations(layers: nn.ModuleList) -> Any:
+    return weights(layers), activations(layers)
+
+
+KINDS = [activations, budget, weights, weights_then_activations]
+
+
+def is_as_it_was(layers: nn.ModuleList) -> bool:
+    return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("use", KINDS)
+def test_a_lost_handle(use: Callable[[nn.ModuleList], Any], steps: int) -> None:
+    layers, x = with_buffer()
+    expected = step_gradients(layers, x)
+    use(layers)  # and nobody keeps what it returns
+    for _ in range(steps):
+        assert_same(expected, step_gradients(layers, x))
+    assert not is_as_it_was(layers)
+    offload.remove(layers)
+    assert is_as_it_was(layers)
+    assert_same(expected, step_gradients(layers, x))
+    again = use(layers)
+    assert_same(expected, step_gradients(layers, x))
+    del again
+    offload.remove(layers)
+
+
+@pytest.mark.parametrize("use", KINDS)
+def test_given_as_the_model_or_as_one_of_its_layers(use: Callable[[nn.ModuleList], Any]) -> None:
+    layers, _ = with_buffer()
+    model = nn.Sequential(nn.Sequential(*layers), nn.Tanh())
+    for given in (model, list(layers), [layers[3]]):
+        use(layers)
+        offload.remove(given)
+        assert is_as_it_was(layers)
+
+
+def test_a_handle_that_is_not_lost_knows() -> None:
+    layers, _ = with_buffer()
+    handle = activations(layers)
+    offload.remove(layers)
+    assert repr(handle).endswith(", removed)")
+    handle.remove()
+    offload.remove(layers)  # nothing is left to undo
+    offload.remove(nn.Linear(2, 2))
+
+
+def test_two_handles_in_one_model() -> None:
+    layers, x = build("decoder", 6, CPU)
+    offload.offload_layers(layers[:3], 1)
+    with offload.offload_layers(layers[3:], 1, min_bytes=0) as second:
+        offload.remove(layers[:3])
+        step_gradients(layers, x)
+        assert second.stats().offloaded_bytes > 0
+
+
+@pytest.mark.parametrize(("given", "text"), [(3, "layers must be a list of modules"), ([3], "got int at 0")])
+def test_what_is_no_layer(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        offload.remove(given)
+
+
+@pytest.mark.parametrize(("use", "done"), [(activations, "offloaded"), (weights, "streamed")])
+def test_the_error_names_it(use: Callable[[nn.ModuleList], Any], done: str) -> None:
+    layers, _ = with_buffer()
+    handle = use(layers)
+    with pytest.raises(ValueError, match=rf"is {done} already; call remove\(\) .*, or offload\.remove"):
+        use(layers)
+    handle.remove()
+
+
+@pytest.mark.parametrize("use", [activations, weights])
+def test_a_model_goes_with_its_last_reference(use: Callable[[nn.ModuleList], Any]) -> None:
+    layers, x = with_buffer()
+    use(layers)
+    step_gradients(layers, x)
+    gone = weakref.ref(layers[0])
+    gc.disable()
+    try:
+        del layers
+        assert gone() is None
+    finally:
+        gc.enable()
