@@ -57,7 +57,7 @@ class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def enter(self, layer: int | None = None) -> None:
+    def enter(self, layer: int | None = None, inputs: object = None) -> None:
         pass
 
     def exit(self, *, failed: bool = False) -> None:
