@@ -17,7 +17,8 @@ from offload.activations.microbatch import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.what_moves import storages_of
 from offload.base.autograd import pop_hooks, push_hooks
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
+from offload.base.given_layers import check_layers
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
 from offload.planning.pipeline_order import Chunk
 from offload.recompute.treatments import OFFLOAD, RECOMPUTE, LayerTreatments, Treatment
