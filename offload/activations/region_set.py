@@ -261,21 +261,22 @@ class RegionSet(ActivationSet):
         numbers: dict[int, int] = {}
         costs: list[RegionProfile] = []
 
-        def add(value: Value, region: Region | None, took_s: float, reads: tuple[int, ...]) -> None:
+        def add(value: Value, region: Region | None, took_s: float, reads: tuple[int, ...], first: int | None) -> None:
             numbers[id(value)] = len(costs)
             treatments.order.append(region)
             name = SOURCE if region is None else treatments.names[region]
             again = region is not None and region not in treatments.differing and not value.empty
             saved_too = id(value) in kept
-            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved=saved_too, recomputable=again))
+            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first))
 
         for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
-            add(value, None, 0.0, ())
+            add(value, None, 0.0, (), None)
         for call, took_s in zip(calls, seconds, strict=True):
             reads = tuple(sorted(numbers[id(value)] for value in call.reads if id(value) in numbers))
-            for later, value in enumerate(filter(None, (reference() for reference in call.makes))):
-                add(value, region_of(value), 0.0 if later else took_s, reads)
-                reads = (*reads, numbers[id(value)])  # one call makes all of its results
+            first: int | None = None
+            for value in filter(None, (reference() for reference in call.makes)):
+                add(value, region_of(value), took_s if first is None else 0.0, reads, first)
+                first = numbers[id(value)] if first is None else first
         treatments.costs = tuple(costs)
 
 

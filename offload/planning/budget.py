@@ -35,6 +35,9 @@ _logger = logging.getLogger(__name__)
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
 
+RESERVE = 0.02
+"""Part of the budget that a first plan leaves, as what was measured with everything recomputed says not quite all."""
+
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
@@ -118,6 +121,7 @@ class BudgetedLayers(OffloadedLayers):
             self._times.remove()
             profile = frugal_profile(self._treatments, self._times)
             self._missing_bytes = max(0, self._peak_bytes - self._frugal(profile).peak_bytes)
+            self._missing_bytes += round(RESERVE * self._memory())
             self._stage = _Stage.FOLLOWING
             self._follow_plan(profile)
         elif self._stage is _Stage.FOLLOWING and self.plan is not None:

@@ -37,7 +37,7 @@ def measure_regions(
     Returns:
         Of each layer, its regions in the order of forward, and the seconds of a forward that is recorded.
     """
-    treatments = [LayerTreatments({"*": Treatment.KEEP}, layer, measures=True) for layer in layers]
+    treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
     context = OffloadContext(
         Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, treatments=treatments
     )

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from offload.planning.profile import LayerProfile
-from offload.recompute.costs import RegionProfile, Treated
+from offload.recompute.costs import RegionProfile, Treated, operation_of, seconds_of
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _backward(treated: Treated, places: dict[int, int], seconds: list[float]) ->
             seconds[number],
             regions[number].nbytes if there else 0,
             min((places[other] for other in asked if other in places), default=None),
-            sum(regions[other].seconds for other in again),
+            seconds_of(regions, again),
             most_bytes,
             most_bytes - here_bytes,
         )
@@ -255,4 +255,6 @@ def _leading_to(regions: tuple[RegionProfile, ...], number: int, left: set[int])
         if other in left and other not in found:
             found.add(other)
             waiting += regions[other].reads
+            made = operation_of(regions, other)
+            waiting += (result for result in left if operation_of(regions, result) == made)
     return sorted(found)

@@ -89,6 +89,11 @@ class LayerProfile:
         for number, region in enumerate(self.regions):
             check_number("seconds of a region", region.seconds)
             check_number("nbytes of a region", region.nbytes)
+            if region.another_of is not None and not 0 <= region.another_of < number:
+                raise ValueError(
+                    f"region {number}, {region.name!r}, must be another result of an operation whose first is before "
+                    f"it, got another_of = {region.another_of}; list the regions in the order of forward."
+                )
             if not all(0 <= read < number for read in region.reads):
                 raise ValueError(
                     f"region {number}, {region.name!r}, must read regions before it, got {region.reads}; list the "

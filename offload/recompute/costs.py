@@ -6,6 +6,7 @@ given. To compute regions again costs the seconds of all operations that lead to
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,11 @@ class RegionProfile:
     Args:
         name: The module that computes it, and the operation, such as ``"mlp.up_proj: mm"``.
         nbytes: Of its memory.
-        seconds: Compute seconds of its operation; of several results of one, the first has them.
+        seconds: Compute seconds of its operation; zero for ``another_of``.
         reads: What the operation reads, by the numbers of regions in the layer, all lower than its own.
         saved: Whether autograd saves it.
         recomputable: Whether it comes out the same when it is computed again. What the layer was given never does.
+        another_of: Where an operation has several results, the number of the first; ``None`` for that itself.
     """
 
     name: str
@@ -30,6 +32,7 @@ class RegionProfile:
     reads: tuple[int, ...] = ()
     saved: bool = True
     recomputable: bool = True
+    another_of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Treated:
     @cached_property
     def recompute_s(self) -> float:
         """Seconds that backward spends on computing again."""
-        return sum(self.regions[number].seconds for number in self.recomputed)
+        return seconds_of(self.regions, self.recomputed)
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -77,6 +80,17 @@ class Treated:
     def recomputed_bytes(self) -> int:
         """Bytes of saved regions that are there only while the layer's backward runs."""
         return sum(self.regions[n].nbytes for n in self.recomputed if self.regions[n].saved)
+
+
+def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
+    """The first result of the operation that makes a region."""
+    first = regions[number].another_of
+    return number if first is None else first
+
+
+def seconds_of(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> float:
+    """What computing regions takes: each operation makes all of its results at once."""
+    return sum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
 
 
 def ways(regions: Sequence[RegionProfile]) -> list[Treated]:
@@ -94,8 +108,11 @@ def ways(regions: Sequence[RegionProfile]) -> list[Treated]:
 
 
 def _steps(way: Treated) -> Iterable[Treated]:
-    """The same with one more region kept, of those that are computed again now."""
-    return (Treated(way.regions, way.kept | {number}) for number in way.recomputed)
+    """The same with the results of one more operation kept, of those that run again now."""
+    results: defaultdict[int, set[int]] = defaultdict(set)
+    for number in way.recomputed:
+        results[operation_of(way.regions, number)].add(number)
+    return (Treated(way.regions, way.kept | made) for made in results.values())
 
 
 def _gain(before: Treated, after: Treated) -> float:

@@ -15,7 +15,7 @@ from offload.planning.passes import LayerTreatment, passes_of
 from offload.planning.plan import Plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
-from offload.recompute.costs import RegionProfile, Treated
+from offload.recompute.costs import RegionProfile, Treated, ways
 from offload.schedule.schedule import Schedule
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -74,7 +74,12 @@ def region_layers(draw, most: int = 6) -> LayerProfile:
         reads = draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=2))
         saved, recomputable = draw(st.booleans()), draw(st.integers(0, 4)) > 0
         nbytes, ms = draw(st.integers(0, 100)), draw(st.integers(0, 50)) / 10
-        regions.append(region(f"r{number}", nbytes, ms, *sorted(reads), saved=saved, recomputable=recomputable))
+        made = region(f"r{number}", nbytes, ms, *sorted(reads), saved=saved, recomputable=recomputable)
+        if number > 1 and draw(st.integers(0, 4)) == 0:  # another result of the operation before
+            last = regions[-1]
+            first = number - 1 if last.another_of is None else last.another_of
+            made = replace(last, name=made.name, nbytes=made.nbytes, seconds=0.0, saved=saved, another_of=first)
+        regions.append(made)
     workspace_bytes = draw(st.integers(0, 50)) * MIB
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
     recorded_s = draw(st.integers(0, 60)) / 1e3
@@ -101,6 +106,35 @@ def treated_steps(draw) -> tuple[Schedule, Profile, Link, list[LayerTreatment]]:
         treatments.append(LayerTreatment(held, held & frozenset(draw(everything))))
     count = len(profile.layers)
     return default(draw(st.integers(0, count - 1)), count), profile, draw(links), treatments
+
+
+class TestSeveralResults:
+    """An operation like attention makes its output and the sums that its backward needs at once."""
+
+    REGIONS = (
+        region("input", 64, 0, recomputable=False),
+        region("attention", 64, 2.0, 0),
+        replace(region("attention #2", 1, 0, 0), another_of=1),
+    )
+
+    def test_one_of_them_costs_the_whole_operation(self):
+        for kept in (frozenset(), frozenset({1}), frozenset({2})):
+            assert Treated(self.REGIONS, kept).recompute_s == 2e-3
+        assert Treated(self.REGIONS, frozenset({1, 2})).recompute_s == 0
+
+    def test_they_are_kept_together(self):
+        assert [way.kept for way in ways(self.REGIONS)] == [frozenset(), frozenset({1, 2})]
+
+    def test_they_are_computed_again_at_once(self):
+        layer = LayerProfile.from_regions(self.REGIONS, 0.01, 0.02)
+        again = [
+            piece.recompute_s for piece in passes_of(layer, LayerTreatment(frozenset({0})), travels=False).backward
+        ]
+        assert again == [2e-3, 0.0, 0.0]
+
+    def test_the_first_is_before_the_others(self):
+        with pytest.raises(ValueError, match="another_of = 1; list the regions in the order of forward"):
+            LayerProfile.from_regions([self.REGIONS[0], replace(self.REGIONS[2], another_of=1)], 0.01, 0.02)
 
 
 class TestSimulation:
