@@ -110,7 +110,7 @@ class ActivationSet:
                 self.start_early(part, changes + tensor._version)
         elif isinstance(decision, type):
             storage = self._storage_of(tensor, decision, changes)
-            if storage.state is WRITTEN:
+            if storage.state is WRITTEN or storage.ready is None:
                 storage.complete(self.transfers.backend.compute_stream().record_event())
             storage.start_offload()
             self._early.append(storage)
@@ -182,7 +182,7 @@ class ActivationSet:
             storage = reference()
             if storage is None or known.stream is None:
                 continue
-            if ready is None:
+            if ready is None and not owner._stays:
                 ready = known.stream.record_event()
             storage.complete(ready)
             if moving is not None and owner is not moving:

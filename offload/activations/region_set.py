@@ -130,15 +130,16 @@ class RegionSet(ActivationSet):
                 return None
             with torch._C._ExcludeDispatchKeyGuard(_MODES):
                 storage = self._storage_of(tensor, maker, 0)
-                if storage.state is not WRITTEN:
+                if storage.state is not WRITTEN and storage.state is not DROPPED:
                     return None
                 if as_made and value.geometry is None:
                     value.geometry = geometry_of(tensor)
                 token = self.alive or self._new_token()
                 handle = MovedHandle(tensor, token, storage, value.geometry if as_made else None)
-            if not (self._dropping or self._known.operation):
-                self._known.node, self._known.stream = next_node(), self._compute_stream
-            self._dropping.append((weakref.ref(storage), value))
+            if storage.state is WRITTEN:
+                if not (self._dropping or self._known.operation):
+                    self._known.node, self._known.stream = next_node(), self._compute_stream
+                self._dropping.append((weakref.ref(storage), value))
             self._handles[value] = weakref.ref(handle)
             self.in_graph = True
         handle.storage.tensors += 1

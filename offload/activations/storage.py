@@ -79,7 +79,7 @@ class SavedStorage:
     batch: CopyBatch | None = None
     """The copies to the host that the one into ``host`` came with."""
     ready: Event | None = None
-    """After it the device memory holds the bytes; ``None`` while the operation may write them."""
+    """After it the device memory holds the bytes; ``None`` while the operation may write them, and for what stays."""
     again: Callable[[], torch.UntypedStorage] | None = None
     """What computes the bytes again while it is DROPPED."""
     tensors = 0
@@ -123,10 +123,15 @@ class SavedStorage:
             return False
         return self.versions is None or shares_versions(self.versions, tensor)
 
-    def complete(self, ready: Event) -> None:
-        """WRITTEN to COMPLETE: the operation that saved it is over, and has written the bytes when ``ready`` is."""
+    def complete(self, ready: Event | None) -> None:
+        """WRITTEN to COMPLETE: the operation that saved it is over, and has written the bytes when ``ready`` is.
+
+        What stays has no event, until it moves with a later set that does not stay, which saves it once more.
+        """
         if self.state is WRITTEN:
             self.state, self.ready = COMPLETE, ready
+        elif self.ready is None:
+            self.ready = ready
 
     def drop(self, again: Callable[[], torch.UntypedStorage]) -> None:
         """To DROPPED: let the device memory go; ``again`` computes what it holds into other memory.
