@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
-from offload.activations.stats import OffloadStats
+from offload.activations.stats import OffloadStats, total
+from offload.base.checks import check_int
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.host.limits import HostMemory, WhenFull
@@ -33,7 +33,7 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What moves when."""
+        """What moves when; ``None`` for layers on several devices, which have one each."""
         return self._context.schedule
 
     def remove(self) -> None:
@@ -92,15 +92,16 @@ def offload_layers(
     Args:
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
             iterable of modules. A layer may be skipped in a forward, but not called twice.
-        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``.
-        schedule: A schedule of your own over ``len(layers)`` layers, in place of the default one.
+        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. Of layers on several devices, such
+            as ``device_map="auto"`` leaves them, the first ones of each device, in proportion; all but one at most.
+        schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its treatments of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
-        device: The device whose activations move; by default that of the layers' first parameter, or
-            where they compute if their weights are streamed.
-        max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
-            default.
+        device: The device whose activations move; by default each that the layers' parameters are on, or where they
+            compute if their weights are streamed.
+        max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
+            limit by default.
         when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
             copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
         treatments: What happens to the regions of each layer: patterns of their names (a module, and the operation that
@@ -132,14 +133,32 @@ def offload_layers(
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
         schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
+    places = _places(modules)
+    if device is None and len(places) > 1:
+        if schedule is not None or memory_budget is not None:
+            raise ValueError(
+                "schedule, plan and memory_budget are for layers on one device, got layers on "
+                f"{', '.join(map(str, places))}; call offload_layers once for the layers of each."
+            )
+        shares = _shares(num_layers, [len(numbers) for numbers in places.values()])
+        return _OnSeveralDevices(
+            lambda numbers, share, place: offload_layers(
+                [modules[number] for number in numbers],
+                share,
+                min_bytes=min_bytes,
+                device=place,
+                max_host_bytes=max_host_bytes,
+                when_host_full=when_host_full,
+                treatments=treatments,
+            ),
+            places,
+            shares,
+        )
     if schedule is None:
         schedule = Schedule.default(0 if memory_budget is not None else num_layers, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
-    device = compute_device(modules) if device is None else device
-    if device is None:
-        parameters = itertools.chain.from_iterable(layer.parameters() for layer in modules)
-        device = next((parameter.device for parameter in parameters), None)
+    device = next(iter(places)) if device is None else device
     host = HostMemory(max_host_bytes, when_host_full)
     if memory_budget is not None:
         return budgeted(modules, memory_budget, min_bytes=min_bytes, device=device, host=host)
@@ -153,6 +172,76 @@ def offload_layers(
         regions = _planned(plan, modules)
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, treatments=regions)
     return OffloadedLayers(modules, context)
+
+
+class _OnSeveralDevices(OffloadedLayers):
+    """Layers on several devices: those of each have a context of their own, as if there were no others."""
+
+    schedule = None
+
+    def __init__(
+        self,
+        offload: Callable[[list[int], int, torch.device | None], OffloadedLayers],
+        places: Mapping[torch.device | None, list[int]],
+        shares: list[int],
+    ) -> None:
+        self._places = places
+        with ExitStack() as undo:
+            self._parts = [
+                undo.enter_context(offload(numbers, share, place))
+                for (place, numbers), share in zip(places.items(), shares, strict=True)
+            ]
+            undo.pop_all()
+
+    def remove(self) -> None:
+        for part in self._parts:
+            part.remove()
+
+    def stats(self) -> OffloadStats:
+        return total([part.stats() for part in self._parts])
+
+    def regions(self, layer: int = 0) -> dict[str, str]:
+        found = zip(self._parts, self._places.values(), strict=True)
+        return next(part.regions(numbers.index(layer)) for part, numbers in found if layer in numbers)
+
+    def __enter__(self) -> Self:
+        for part in self._parts:
+            part.__enter__()
+        return self
+
+    def __repr__(self) -> str:
+        return " and ".join(map(repr, self._parts))
+
+
+def _places(modules: Sequence[nn.Module]) -> dict[torch.device | None, list[int]]:
+    """The devices on which layers compute, with the numbers of the layers.
+
+    Where there are accelerators, a layer that is kept elsewhere is taken to compute where the one before it does.
+    """
+    found = [compute_device([layer]) or next((each.device for each in layer.parameters()), None) for layer in modules]
+    accelerators = [device for device in found if device is not None and device.type not in ("cpu", "meta")]
+    device = next(iter(accelerators or filter(None, found)), None)
+    places: dict[torch.device | None, list[int]] = {}
+    for number, own in enumerate(found):
+        device = own if own in accelerators else device
+        places.setdefault(device, []).append(number)
+    return places
+
+
+def _shares(num_layers: int, sizes: list[int]) -> list[int]:
+    """How many layers of each device are offloaded: of each the same part, as far as that goes."""
+    check_int("num_layers", num_layers, least=0)
+    most = sum(sizes) - len(sizes)
+    if num_layers > most:
+        raise ValueError(
+            f"num_layers must be at most {most}, all but one on each of {len(sizes)} devices, got {num_layers}; the "
+            "backward of each device's last layer comes first there, so offloading it saves little."
+        )
+    shares = [0] * len(sizes)
+    for _ in range(num_layers):
+        able = [number for number, size in enumerate(sizes) if shares[number] < size - 1]
+        shares[min(able, key=lambda number: (shares[number] + 1) / sizes[number])] += 1
+    return shares
 
 
 def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerTreatments | None]:
