@@ -22,6 +22,7 @@ from offload.activations.storage import COMPLETE, DROPPED, WRITTEN, SavedStorage
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions, geometry_of
+from offload.device.capture import CaptureError
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
@@ -63,14 +64,24 @@ class RegionSet(ActivationSet):
 
     def enter(self, inputs: object = None) -> None:
         leave_modes(_LayerRecorder)  # of a forward that an interrupt has kept from leaving it
-        if not self._treatments.learned:
-            self._treatments.begin()
+        self._begin_learning()
         layer = self._treatments.layer
         self._recorder = _LayerRecorder(
             self, ModuleNames(None if self._treatments.learned or layer is None else layer())
         )
         self._recorder.__enter__()
         super().enter()
+
+    def _begin_learning(self) -> None:
+        """A first forward begins, if it does; nothing can be compared while a CUDA graph is captured."""
+        if self._treatments.learned:
+            return
+        if self.transfers.backend.capturing:
+            raise CaptureError(
+                f"layer {self.layer} has treatments, and must run outside of a capture first, to prove what can be "
+                "computed again; warm up with a step before the capture."
+            )
+        self._treatments.begin()
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)

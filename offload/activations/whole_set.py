@@ -30,8 +30,8 @@ class WholeSet(RegionSet):
 
     def enter(self, inputs: object = None) -> None:
         treatments = self._treatments
+        self._begin_learning()
         if not treatments.learned:
-            treatments.begin()
             treatments.name(_REGION, "")
             self._buffers = self._versions()
         recorder = self._recorder = _ForwardRecorder(self)

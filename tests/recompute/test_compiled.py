@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -284,3 +285,20 @@ def test_a_budget_for_compiled_layers(lab: Lab) -> None:
         for _ in range(4):
             assert_same(expected, step_gradients(layers, x))
         assert handle.plan is not None
+
+
+def test_backward_in_another_thread(lab: Lab) -> None:
+    layers, x = compiled("gpt", in_place, lab)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        thread = threading.Thread(target=loss_of(y).backward)
+        thread.start()
+        thread.join()
+
+    with offloaded(layers, lab, TREATMENTS["recompute"]):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
