@@ -6,6 +6,7 @@ A wing: may import the spine and ``planning``. Imported by itself, as it needs `
 
 from offload.pipelining.engine import PipelineOffload, attach, measure_shared_link
 from offload.planning.pipeline_plan import PipelinePlan, plan_pipeline
+from offload.planning.pipeline_regions import RegionPlan, plan_regions
 from offload.planning.pipeline_simulation import PipelineStep, simulate_pipeline
 from offload.planning.profile import StageProfile
 from offload.planning.shared_link import SharedLink
@@ -14,10 +15,12 @@ __all__ = [
     "PipelineOffload",
     "PipelinePlan",
     "PipelineStep",
+    "RegionPlan",
     "SharedLink",
     "StageProfile",
     "attach",
     "measure_shared_link",
     "plan_pipeline",
+    "plan_regions",
     "simulate_pipeline",
 ]

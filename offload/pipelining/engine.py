@@ -31,11 +31,12 @@ from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.pipelining.chunk import ChunkParts, ChunkPass, unpack
 from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
-from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs, stages_of
+from offload.pipelining.stages import Probe, Wrapper, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
 from offload.planning.pipeline_plan import PipelinePlan, check_costs, check_options, plan_pipeline
+from offload.planning.pipeline_regions import RegionPlan, plan_regions
 from offload.planning.profile import StageProfile
 from offload.recompute.treatments import Treatment, parse_treatments
 from offload.schedule.schedule import Schedule
@@ -64,6 +65,7 @@ def attach(
     device: torch.device | str | int | None = None,
     treatments: Mapping[str, Treatment | str] | None = None,
     layers: Layers | None = None,
+    regions: bool = False,
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
 
@@ -96,7 +98,9 @@ def attach(
             offloaded is what the rest of these options speaks of: it travels as the plan says, and else it stays.
             The parts of a chunk are its layers then, and what a stage saves outside of them stays.
         layers: A function that is given a stage's module and returns its layers, in the order of forward; for
-            ``treatments``. By default they are the list of modules in it that has the most parameters.
+            ``treatments`` and ``regions``. By default they are the list of modules in it that has the most parameters.
+        regions: Whether to decide for each region of the layers what happens to it, so that the budget is met in the
+            least time; needs ``memory_budget``. In the first step, which measures, everything is recomputed.
 
     Returns:
         A handle with ``plan``, ``stats()`` and ``detach()``, which is also a context manager.
@@ -107,21 +111,29 @@ def attach(
     """
     stages = stages_of(schedule)
     for stage in stages:
-        if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
+        if isinstance(vars(stage).get("forward_one_chunk"), Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
     check_costs(profile, link)
-    if treatments is None and layers is not None:
+    if treatments is None and not regions and layers is not None:
         raise ValueError("layers are those whose regions are treated, but there are no treatments; give both")
-    if treatments is not None and parts is not None:
+    if (treatments is not None or regions) and parts is not None:
         raise ValueError(f"parts must be left out with treatments, as each layer is a part then, got {parts}")
+    if regions and (memory_budget is None or profile is not None or treatments is not None):
+        raise ValueError("regions are decided for a memory_budget, by what the first step shows; give that alone")
     patterns = None if treatments is None else parse_treatments(treatments)
+    if regions:
+        patterns = {"*": Treatment.RECOMPUTE}
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)
 
     def make_plan(order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> PipelinePlan:
         chunks = sum(action.kind == "F" for action in order)
+        if regions and memory_budget is not None:
+            return plan_regions(
+                order, rank.with_layers(profile), used_link, memory_budget=memory_budget, lookahead=lookahead
+            )
         return plan_pipeline(
             order,
             profile,
@@ -129,19 +141,19 @@ def attach(
             memory_budget=memory_budget,
             fraction=fraction,
             lookahead=lookahead,
-            parts=regions.parts or parts or max(1, min(PARTS, LAYERS // chunks)),
+            parts=rank.parts or parts or max(1, min(PARTS, LAYERS // chunks)),
         )
 
-    regions = RankRegions()
+    rank = RankRegions()
     if patterns is not None:
-        regions = RankRegions.of(stages, layers or layers_in, patterns, measures=profile is None)
+        rank = RankRegions.of(stages, layers or layers_in, patterns, measures=profile is None)
     order = known_order(schedule, stages)
     plan = None
     if order is not None and profile is not None:
         plan = make_plan(order, profile)
     elif order is not None and fraction is not None:
-        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=regions.parts or 1)
-    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes, regions)
+        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=rank.parts or 1)
+    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes, rank)
 
 
 def measure_shared_link(device: torch.device | str | int | None = None, group: dist.ProcessGroup | None = None) -> Link:
@@ -188,7 +200,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._passes: dict[Chunk, ChunkParts] = {}
         self._ran: list[Action] = []
         self._wrappers = [
-            _Wrapper(stage, name, run)
+            Wrapper(stage, name, run)
             for stage in stages
             for name, run in (
                 ("forward_one_chunk", self._forward),
@@ -306,6 +318,8 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             self.plan = None  # a plan made by the order alone
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
             self.plan = self._make_plan(ran, self.profile)
+            if isinstance(self.plan, RegionPlan):
+                self._regions.follow(self.plan.treatments)
             logger.info("for the order %s:\n%s", ran, self.plan)
             self._transfers.pool.reserve(self.plan.host_bytes)
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
@@ -314,29 +328,3 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
         treatments = self._regions.of_round(self._numbers)
         return Round(schedule, self._transfers, self._min_bytes, treatments=treatments, sees_all=True)
-
-
-class _Wrapper:
-    """Stands in for one method of one stage, on the instance."""
-
-    def __init__(self, stage: Any, name: str, run: Callable[..., Any]) -> None:
-        self._stage = stage
-        self._name = name
-        self._run = run
-        self._method = getattr(stage, name)
-        self._own = vars(stage).get(name)
-        self._active = True
-        setattr(stage, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._active:
-            return self._run(self._stage, self._method, *args, **kwargs)
-        return self._method(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Put back what was there; if something else was put over it since, only stop taking part."""
-        self._active = False
-        if vars(self._stage).get(self._name) is self:
-            delattr(self._stage, self._name)
-            if self._own is not None:
-                setattr(self._stage, self._name, self._own)

@@ -20,7 +20,10 @@ from offload.base.autograd import pop_hooks, push_hooks
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
+from offload.planning.passes import LayerTreatment
 from offload.planning.pipeline_order import Chunk
+from offload.planning.pipeline_regions import everything_again, treated
+from offload.planning.profile import LayerProfile, StageProfile
 from offload.recompute.treatments import OFFLOAD, RECOMPUTE, LayerTreatments, Treatment
 
 Layers = Callable[[nn.Module], Iterable[nn.Module]]
@@ -81,6 +84,33 @@ class StageRegions:
     def remove(self) -> None:
         """Take the hooks off the layers."""
         self._attachment.remove()
+
+    def follow(self, treatments: Iterable[LayerTreatment]) -> None:
+        """Treat the regions by their numbers from now on."""
+        for layer, treatment in zip(self.treatments, treatments, strict=True):
+            if layer.costs:
+                layer.follow(treatment)
+
+    def with_layers(self, costs: StageProfile) -> StageProfile:
+        """What a chunk costs that computes nothing again, with its layers; ``costs`` is one that computes all again."""
+        seconds = [sum(cost.seconds for cost in layer.costs) for layer in self.treatments]
+        total_s = sum(seconds)
+        shares = [one / total_s if total_s else 1 / len(seconds) for one in seconds]
+
+        def layers(backward_s: float) -> list[LayerProfile]:
+            return [
+                LayerProfile.from_regions(layer.costs, costs.forward_s * share, backward_s * share)
+                for layer, share in zip(self.treatments, shares, strict=True)
+            ]
+
+        found = StageProfile.of_layers(layers(costs.backward_s))
+        again = treated(found, everything_again(found))
+        again_s = again.backward_s - found.backward_s
+        return StageProfile.of_layers(
+            layers(max(0.0, costs.backward_s - again_s)),
+            weight_s=costs.weight_s,
+            weight_bytes=max(0, costs.weight_bytes - again.again_bytes),
+        )
 
     def _held(self, *, travels: bool) -> tuple[int, ...]:
         found = []
@@ -204,6 +234,18 @@ class RankRegions:
         """Take the hooks off all layers."""
         for stage in self.stages.values():
             stage.remove()
+
+    def follow(self, treatments: Mapping[int, Iterable[LayerTreatment]]) -> None:
+        """Treat the regions of each stage's layers by their numbers from now on."""
+        for stage, of_layers in treatments.items():
+            self.stages[stage].follow(of_layers)
+
+    def with_layers(self, profile: Mapping[int, StageProfile]) -> dict[int, StageProfile]:
+        """The profile of a step that computed everything again, with the layers of each stage, where there are some."""
+        return {
+            stage: self.stages[stage].with_layers(costs) if stage in self.stages and not costs.layers else costs
+            for stage, costs in profile.items()
+        }
 
     def of_round(self, numbers: Mapping[Chunk, int]) -> Sequence[LayerTreatments | None]:
         """What happens to the regions of each layer of a round, whose chunks are numbered as they come."""

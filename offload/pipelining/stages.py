@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,3 +112,29 @@ class Probe:
 
     def _fastest_s(self, stage: int, kind: str) -> float:
         return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)
+
+
+class Wrapper:
+    """Stands in for one method of one stage, on the instance."""
+
+    def __init__(self, stage: Any, name: str, run: Callable[..., Any]) -> None:
+        self._stage = stage
+        self._name = name
+        self._run = run
+        self._method = getattr(stage, name)
+        self._own = vars(stage).get(name)
+        self._active = True
+        setattr(stage, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._active:
+            return self._run(self._stage, self._method, *args, **kwargs)
+        return self._method(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there; if something else was put over it since, only stop taking part."""
+        self._active = False
+        if vars(self._stage).get(self._name) is self:
+            delattr(self._stage, self._name)
+            if self._own is not None:
+                setattr(self._stage, self._name, self._own)

@@ -187,8 +187,26 @@ def plan_pipeline(
     missing = sorted({action.stage for action in order} - set(profile))
     if missing:
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
+    most_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+    best = derive(order, profile, link, memory_budget=most_bytes, fraction=fraction, lookahead=lookahead, parts=parts)
+    if most_bytes is not None:
+        warn_of_budget(best, most_bytes)
+    return best
+
+
+def derive(
+    order: tuple[Action, ...],
+    profile: Mapping[int, StageProfile],
+    link: Link,
+    *,
+    memory_budget: int | None = None,
+    fraction: float | None = None,
+    lookahead: int | None = None,
+    parts: int = 1,
+) -> PipelinePlan:
+    """What :func:`plan_pipeline` chooses, of arguments that are checked, and without a warning."""
     walk = Walk(order, profile, parts)
-    most_bytes = math.inf if memory_budget is None else parse_bytes(memory_budget)
+    most_bytes = math.inf if memory_budget is None else memory_budget
     moved_bytes = math.inf if fraction is None else fraction * sum(walk.nbytes) * (1 - ROUNDING)
 
     def missing_bytes(placed: dict[int, Stay]) -> float:
@@ -221,14 +239,17 @@ def plan_pipeline(
     placements = [walk.choose(link, lookahead, is_enough) for walk in slowed[shortest : shortest + 1 + LONGER_WAITS]]
     placements.append(walk.choose(INSTANT_LINK, lookahead, is_enough))
     # Of those that wait equally long, but for rounding, the first.
-    best = min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))
-    if memory_budget is not None and best.peak_bytes > most_bytes + ROUNDING * best.saved_bytes:
+    return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))
+
+
+def warn_of_budget(best: PipelinePlan, most_bytes: int) -> None:
+    """Warn the caller if the plan breaks the budget, though it is the one that needs least."""
+    if best.peak_bytes > most_bytes + ROUNDING * best.saved_bytes:
         warn_caller(
             f"memory_budget must be at least {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}), the least peak "
             f"that offloading reaches here, got {format_bytes(most_bytes)}; the plan breaks the budget. Raise it, use "
             "smaller microbatches, or a schedule with fewer of them in flight."
         )
-    return best
 
 
 def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:

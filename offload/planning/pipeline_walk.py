@@ -72,8 +72,13 @@ class Walk:
                 elif action.kind != "W":
                     self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
                 freed_at[layer] = len(self.order)  # the chunk's last action says it last
-            weight_bytes = profile[action.stage].weight_bytes
-            if action.kind == "I":
+            again_bytes = profile[action.stage].again_bytes
+            weight_bytes = profile[action.stage].weight_bytes + again_bytes
+            if action.kind == "B":
+                for layer in layers:
+                    at = self.backward_at[layer]
+                    held_at += [(at, again_bytes / parts), (at + 1, -again_bytes / parts)]
+            elif action.kind == "I":
                 held_at += [(self.backward_at[layer], weight_bytes / parts) for layer in layers]
             elif action.kind == "W":
                 held_at.append((len(self.order), -weight_bytes))

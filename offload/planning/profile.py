@@ -247,6 +247,8 @@ class StageProfile:
         tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
         weight_bytes: What the half for the inputs leaves on the device for that for the weights, beside the set.
         kept_bytes: What it keeps on the device until backward, beside the set.
+        again_bytes: What its backward computes again, one part after the other.
+        layers: The stage's layers, with their regions, where these are known.
 
     Raises:
         ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
@@ -259,14 +261,32 @@ class StageProfile:
     tensors: tuple[int, ...] = ()
     weight_bytes: int = 0
     kept_bytes: int = 0
+    again_bytes: int = 0
+    layers: tuple[LayerProfile, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "layers", tuple(self.layers))
         for name, value in vars(self).items():
-            for one in value if name == "tensors" else (value,):
+            for one in () if name == "layers" else value if name == "tensors" else (value,):
                 check_number(name, one)
         if self.tensors and sum(self.tensors) != self.saved_bytes:
             raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[LayerProfile], *, weight_s: float = 0.0, weight_bytes: int = 0) -> StageProfile:
+        """What a chunk costs of a stage that consists of these layers."""
+        found = tuple(layers)
+        tensors = tuple(nbytes for layer in found for nbytes in layer.pieces())
+        return cls(
+            sum(layer.forward_s for layer in found),
+            sum(layer.backward_s for layer in found),
+            weight_s,
+            sum(tensors),
+            tensors,
+            weight_bytes,
+            layers=found,
+        )
 
     def stretched(self, ratio: float) -> StageProfile:
         """The same with ``ratio`` times the seconds."""
