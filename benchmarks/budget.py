@@ -115,7 +115,7 @@ class Case:
         if by_region:
             self._add({"what": "checkpoint all"}, self.model.checkpointing)
             self._add({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(self.model, self.min_bytes))
-        whole = replace(profile, layers=tuple(replace(one, regions=(), recorded_s=0.0) for one in profile.layers))
+        whole = replace(profile, layers=tuple(one.as_one_region() for one in profile.layers))
         for gib in BUDGETS_GIB[self.name]:
             budget = round(gib * GIB)
             if self.small:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -66,10 +66,13 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
 budgeted: Callable[..., OffloadedLayers] = OffloadedLayers
 """Makes what a memory budget asks for: set by :mod:`offload.planning.budget`, which stands on all of this."""
 
+free: Callable[..., OffloadedLayers] = OffloadedLayers
+"""Makes what ``num_layers="auto"`` asks for; likewise."""
+
 
 def offload_layers(
     layers: Iterable[nn.Module],
-    num_layers: int = 4,
+    num_layers: int | Literal["auto"] = 4,
     *,
     schedule: Schedule | None = None,
     plan: HasSchedule | None = None,
@@ -94,6 +97,8 @@ def offload_layers(
             iterable of modules. A layer may be skipped in a forward, but not called twice.
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. Of layers on several devices, such
             as ``device_map="auto"`` leaves them, the first ones of each device, in proportion; all but one at most.
+            Or ``"auto"``, as many as make the step no longer: the first two microbatches run with everything
+            recomputed and are measured, and what is found is the handle's ``plan``.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its treatments of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``.
@@ -133,6 +138,9 @@ def offload_layers(
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
         schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
+    measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
+    if num_layers == "auto" and treatments is not None:
+        raise ValueError('num_layers="auto" offloads whole layers, so treatments need a number; or give memory_budget.')
     places = _places(modules)
     if device is None and len(places) > 1:
         if schedule is not None or memory_budget is not None:
@@ -155,13 +163,15 @@ def offload_layers(
             shares,
         )
     if schedule is None:
-        schedule = Schedule.default(0 if memory_budget is not None else num_layers, len(modules))
+        schedule = Schedule.default(0 if measured or num_layers == "auto" else num_layers, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     device = next(iter(places)) if device is None else device
     host = HostMemory(max_host_bytes, when_host_full)
     if memory_budget is not None:
         return budgeted(modules, memory_budget, min_bytes=min_bytes, device=device, host=host)
+    if measured:
+        return free(modules, min_bytes=min_bytes, device=device, host=host)
     patterns = None if treatments is None else parse_treatments(treatments)
     regions: list[LayerTreatments | None] = []
     if patterns is not None:
@@ -181,9 +191,9 @@ class _OnSeveralDevices(OffloadedLayers):
 
     def __init__(
         self,
-        offload: Callable[[list[int], int, torch.device | None], OffloadedLayers],
+        offload: Callable[[list[int], int | Literal["auto"], torch.device | None], OffloadedLayers],
         places: Mapping[torch.device | None, list[int]],
-        shares: list[int],
+        shares: Sequence[int | Literal["auto"]],
     ) -> None:
         self._places = places
         with ExitStack() as undo:
@@ -228,8 +238,10 @@ def _places(modules: Sequence[nn.Module]) -> dict[torch.device | None, list[int]
     return places
 
 
-def _shares(num_layers: int, sizes: list[int]) -> list[int]:
+def _shares(num_layers: int | Literal["auto"], sizes: list[int]) -> Sequence[int | Literal["auto"]]:
     """How many layers of each device are offloaded: of each the same part, as far as that goes."""
+    if num_layers == "auto":
+        return ["auto"] * len(sizes)
     check_int("num_layers", num_layers, least=0)
     most = sum(sizes) - len(sizes)
     if num_layers > most:

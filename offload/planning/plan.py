@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from offload.planning.table import region_table
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
+
+FREE = 1e-3
+"""By what part of it a step may be longer that counts as equally long."""
 
 MORE = 1.25
 """How much more of something :attr:`Plan.helps` asks for."""
@@ -223,6 +226,18 @@ class Plan:
         return [passes_of(*layer, travels=number in moving) for number, layer in enumerate(layers)]
 
 
+def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None) -> Plan:
+    """As many whole layers offloaded as leave the step as long as it is, and fit on the host."""
+    choices = Choices(replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers)), link)
+    highest = choices.highest
+    every = [choices.of(number, highest, highest) for number in range(choices.count)]
+    most_s = choices.step_s(every[0]) * (1 + FREE)
+    host_bytes = math.inf if max_host_bytes is None else max_host_bytes
+    free = [one for one in every if choices.step_s(one) <= most_s and choices.host_bytes(one) <= host_bytes]
+    schedule = _default(free[-1].num_layers, choices.count)
+    return Plan(schedule, choices.profile, link, choices.peak_bytes(free[-1]), max_host_bytes=max_host_bytes)
+
+
 def plan(
     profile: Profile, memory_budget: int | str, link: Link | None = None, *, max_host_bytes: int | str | None = None
 ) -> Plan:
@@ -271,11 +286,15 @@ def plan(
             f"with {choice.num_layers} of {choices.count} layers{offloaded}, got {budget} bytes "
             f"({format_bytes(budget)}); raise it{',' if recompute else ' or'} use smaller microbatches{recompute}."
         )
-    with warnings.catch_warnings():
-        # That k = N-1 cannot overlap is part of the prediction.
-        warnings.simplefilter("ignore", UserWarning)
-        schedule = Schedule.default(choice.num_layers, choices.count)
+    schedule = _default(choice.num_layers, choices.count)
     layers, host_bytes = choices.count, format_bytes(choices.host_bytes(choice))
     amounts = format_bytes(budget), choice.num_layers, layers, host_bytes, format_s(time.perf_counter() - begin_s)
     _logger.info("planned for %s: %d of %d layers travel, with %s; in %s", *amounts)
     return Plan(schedule, profile, link, budget, choices.treatments(choice), host)
+
+
+def _default(num_layers: int, model_layers: int) -> Schedule:
+    with warnings.catch_warnings():
+        # That k = N-1 cannot overlap is part of the prediction.
+        warnings.simplefilter("ignore", UserWarning)
+        return Schedule.default(num_layers, model_layers)

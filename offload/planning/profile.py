@@ -107,6 +107,10 @@ class LayerProfile:
             )
         object.__setattr__(self, "tensors", saved)  # the way to fill a frozen dataclass
 
+    def as_one_region(self) -> LayerProfile:
+        """The layer as it is planned where all that it saves is treated alike."""
+        return replace(self, regions=(), recorded_s=0.0)
+
     def scaled(self, ratio: float) -> LayerProfile:
         """The layer with ``ratio`` times the tokens; see :meth:`Profile.scaled`."""
         regions = tuple(

@@ -168,6 +168,23 @@ def test_auto_and_the_measured_peak() -> None:
         assert step() <= 1.02 * budget  # as corrected by what was measured, with the allocator's rounding
 
 
+def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload.planning.budget")
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offload.offload_layers(layers, "auto", min_bytes=0, device=lab.device) as handle:
+        for number in range(5):
+            assert (handle.plan is None) == (number < 3)
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.schedule == handle.plan.schedule
+        assert not handle.plan.recompute_s
+        assert handle.regions(0) == {}  # nothing is recorded
+    assert 'num_layers="auto"' in caplog.text
+    with pytest.raises(ValueError, match="treatments need a number"):
+        offload.offload_layers(layers, "auto", treatments={"*": "keep"})
+
+
 def test_bad_budgets(lab: Lab) -> None:
     layers, _ = build("decoder", LAYERS, lab.device)
     with pytest.raises(ValueError, match="excludes schedule, plan and treatments"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import default, layer_profiles, links
 
 from offload.planning.link import Link
-from offload.planning.plan import plan
+from offload.planning.plan import free_plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
@@ -104,3 +104,24 @@ def test_repr():
     assert repr(plan(profile, "3.5GiB", LINK)) == (
         "<Plan: offload 2 of 5 layers, step 150.0 ms, peak 3.00 GiB of 3.50 GiB>"
     )
+
+
+class TestFree:
+    LAYER = LayerProfile(0.01, 0.02, GIB)
+
+    def test_one_more_layer_would_make_the_step_longer(self):
+        profile = Profile((self.LAYER,) * 12)
+        found = free_plan(profile, LINK)
+        assert 0 < found.num_layers < 11
+        assert found.step_s == pytest.approx(found.without.duration_s)
+        more = simulate(Schedule.default(found.num_layers + 1, 12), profile, LINK)
+        assert more.duration_s > 1.001 * found.step_s
+        assert found.peak_bytes == found.memory_budget < found.without.peak_bytes
+
+    def test_the_host_is_a_capacity(self):
+        found = free_plan(Profile((self.LAYER,) * 12), LINK, max_host_bytes=GIB)
+        assert (found.num_layers, found.host_bytes) == (1, GIB)
+
+    def test_nothing_may_be_free(self):
+        assert free_plan(Profile((LayerProfile(1e-6, 1e-6, GIB),) * 12), LINK).num_layers == 0
+        assert free_plan(Profile((self.LAYER,)), LINK).num_layers == 0
