@@ -178,6 +178,36 @@ def test_offloads_activations_beside_streamed_weights(tmp_path):
     assert callback.handle.stats().offloaded_bytes > 0
 
 
+def test_keeps_to_a_budget_beside_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [], max_steps=6)
+    expected.train()
+
+    model = moving_llama()
+    callback = OffloadCallback(memory_budget="200KiB", min_bytes=1)
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
+        trainer = make_trainer(tmp_path, [callback], model=model, max_steps=6)
+        trainer.train()
+        assert streamed.stats().loads > 0
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert callback.handle.plan is not None
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "64MiB"}])
+def test_trains_the_same_on_a_gpu(tmp_path, options):
+    expected = make_trainer(tmp_path, [], max_steps=6, use_cpu=False)
+    expected.train()
+    callback = OffloadCallback(min_bytes=1, **options)
+    trainer = make_trainer(tmp_path, [callback], max_steps=6, use_cpu=False)
+    trainer.train()
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert callback.handle.stats().offloaded_bytes > 0
+    assert "memory_budget" not in options or callback.handle.plan is not None
+
+
 @pytest.mark.gpu
 def test_trains_streamed_weights_on_a_gpu(tmp_path):
     """Optimizers round in other places on the CPU than on a GPU; SGD with a power of two does not."""

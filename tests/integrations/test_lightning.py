@@ -45,11 +45,12 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module, folder, callbacks, **options):
+def fit(module, folder, callbacks, accelerator="cpu", **options):
     data = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
+        devices=1,
         max_epochs=2,
         callbacks=callbacks,
         logger=False,
@@ -118,6 +119,33 @@ def test_trains_streamed_weights_the_same(tmp_path, options):
     assert module.moves
     assert module.losses == expected.losses
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "64MiB"}])
+def test_trains_the_same_on_a_gpu(tmp_path, options):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], "gpu")
+    callback = OffloadCallback(min_bytes=1, **options)
+    trainer = fit(module, tmp_path, [callback], "gpu")
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert "memory_budget" not in options or callback.handle.plan is not None
+
+
+@pytest.mark.gpu
+def test_trains_streamed_weights_on_a_gpu(tmp_path):
+    """SGD with a learning rate of 0.1 rounds in other places on the CPU than on a GPU: the first loss is the same."""
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], "gpu")
+    with offload.stream_weights(module.layers, "cuda") as streamed:
+        fit(module, tmp_path, [], "gpu")
+        assert streamed.stats().loads > 0
+        assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert module.losses[0] == expected.losses[0]
+    assert torch.allclose(torch.tensor(module.losses), torch.tensor(expected.losses))
 
 
 def test_removes_when_training_raises(tmp_path):
