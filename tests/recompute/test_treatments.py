@@ -264,6 +264,21 @@ def test_memory_is_let_go(lab: Lab) -> None:
         assert peak_bytes() < (LAYERS + 4) * one
 
 
+@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS)
+def test_what_travels_frees_its_memory_in_every_step(treatments: dict[str, str], lab: Lab) -> None:
+    """The copies that begin while a layer runs are not taken for operations of the layer."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, treatments, LAYERS - 2) as handle:
+        for _ in range(3):
+            y = (x + 1).detach_()  # nobody else holds the first layer's input
+            for layer in layers:
+                y = layer(y)
+            loss_of(y).backward()
+            del y
+        assert handle.stats().offloaded_bytes > 0
+        assert not handle.stats().wasted
+
+
 def count_in_backward(layers: nn.ModuleList, x: torch.Tensor) -> Counter[str]:
     y = x
     for layer in layers:
