@@ -85,7 +85,7 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     assert losses(trainer) == losses(expected)
     assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
     assert isinstance(callback.handle, offload.BudgetedLayers)
-    assert callback.handle.plan.memory_budget == parse_bytes(budget)
+    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
     moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
     assert 0 < moved[0] < moved[1] <= moved[5] == callback.handle.stats().offloaded_bytes
     assert (moved[5] == moved[2]) is (budget == "1GiB")  # then all is kept once the plan is made

@@ -84,7 +84,7 @@ def test_trains_the_same_and_logs_what_moved(tmp_path, options):
     assert not has_hooks(module)
 
 
-@pytest.mark.parametrize("budget", ["20KiB", "1GiB"])
+@pytest.mark.parametrize("budget", ["1.5KiB", "1GiB"])
 def test_trains_the_same_within_a_budget(tmp_path, budget):
     expected, module = Module(), Module()
     fit(expected, tmp_path, [])
@@ -93,7 +93,7 @@ def test_trains_the_same_within_a_budget(tmp_path, budget):
 
     assert module.losses == expected.losses
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
-    assert callback.handle.plan.memory_budget == parse_bytes(budget)
+    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
     moved_bytes = callback.handle.stats().offloaded_bytes
     assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
     assert not has_hooks(module)
