@@ -167,7 +167,8 @@ class RegionSet(ActivationSet):
                 self._values[storage.original] = value
                 self._await_operation(storage)
         if self._known.operation:
-            super()._end_operation()
+            with torch._C._ExcludeDispatchKeyGuard(_MODES):  # copies begin, which is not the layer's doing
+                super()._end_operation()
 
     def _drop(self, storage: SavedStorage, value: Value) -> bool:
         """Drop a storage, if it can be; whether it was."""

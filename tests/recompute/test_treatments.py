@@ -326,6 +326,17 @@ def test_what_is_kept_does_not_travel(block: str, lab: Lab) -> None:
         assert handle.stats().offloaded_bytes == 0
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nothing_holds_what_travels(block: str, lab: Lab) -> None:
+    """That a copy begins while the layer runs is no operation of the layer, which would make its input unknown."""
+    layers, x = build(block, LAYERS, lab.device)
+    with offloaded(layers, lab, {"*": "recompute"}, 2) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        assert handle.stats().offloaded_bytes
+        assert set(handle.stats().wasted) <= {"leaf"}  # the input, which this test holds
+
+
 def test_patterns_may_name_modules(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     with offloaded(layers, lab, {"norm?: *": "recompute", "gate: mm": "offload"}, 2) as handle:
