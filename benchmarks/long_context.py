@@ -1,0 +1,432 @@
+"""Long sequences on one GPU: Llama-3.1-8B's shape, forward and backward with the gradients of all parameters.
+
+    python -m benchmarks.long_context --rows 131072:inputs 131072:plan
+    python -m benchmarks.long_context --rows 393216:plan
+    python -m benchmarks.long_context --rows 16384:equal 24GiB:streamed 24GiB:lora --seconds 200
+
+A row is a number of tokens, or the device memory to be content with, and a way. Rows are merged into one record, so
+that each run may make some of them. The loss is computed in chunks in all of them. Ways for a number of tokens:
+
+- ``inputs``: Hugging Face's checkpointing inside of this library, so that the layers' inputs travel; MLPs in tiles. It
+  is the recipe of Arctic Long Sequence Training.
+- ``plan``: regions are kept, offloaded or recomputed by a plan, from a profile of fewer tokens; MLPs in tiles.
+- ``hand``: attention's outputs travel with the inputs, in as many layers as the host has room for; no plan.
+- ``equal``: loss and gradients of ``hand`` beside those of the model as it is, checkpointed.
+
+Ways for a limit of device memory, each with the longest sequence for which a step passes: ``nothing``,
+``checkpointing``, ``hf_offload`` (Hugging Face's offloaded checkpointing), ``inputs``, and with the weights on the host
+``streamed`` and ``lora``. The first lengths tell how memory grows; then those are tried that this promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import offload
+from benchmarks.instruments import give_memory_back, pinned_by_torch, timed
+from benchmarks.llama_8b import SHAPE, SMALL
+from benchmarks.models import Llama
+from benchmarks.report import environment, table, write
+from offload.device.select import resolve_device
+
+GIB = 1 << 30
+TILE, SMALL_TILE = 32768, 8192
+"""Tokens in a tile of the MLPs, and where the device is limited."""
+PROFILED, SHORT = 32768, 16384
+"""Tokens of the steps that are profiled, and of those that prove what is recomputed."""
+ONCE = 300_000
+"""From so many tokens on, the first step of that length is the one that is measured."""
+GRAIN = 8192
+"""The longest context is found to a multiple of so many tokens."""
+MARGIN = 4 * GIB
+"""Of the device's memory, what a plan is not given: the allocator's gaps, and what no profile knows."""
+WAYS = ("inputs", "plan", "hand", "equal")
+LIMITED = ("nothing", "checkpointing", "hf_offload", "inputs", "streamed", "lora")
+
+Row = dict[str, Any]
+
+
+class Long(Llama):
+    """The model, with sequences of any length."""
+
+    def __init__(self, device: torch.device, *, small: bool, adapters: bool = False, gradients: bool = True) -> None:
+        shape = (SMALL if small else SHAPE) | {"max_position_embeddings": 1 << 20}
+        super().__init__(device, tokens=1, dtype=torch.float32 if small else torch.bfloat16, **shape)
+        self.model = self._model
+        self.device = device
+        self.small = small
+        self.width: int = shape["hidden_size"]
+        self.heads: int = shape["num_attention_heads"]
+        if adapters:
+            import peft
+
+            config = peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+            peft.inject_adapter_in_model(config, self.model)
+        if adapters or not gradients:
+            self.model.zero_grad(set_to_none=True)
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens.numel()
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        generator = torch.Generator(self.device).manual_seed(tokens)
+        vocabulary = self.model.config.vocab_size
+        self._tokens = torch.randint(vocabulary, (1, tokens), generator=generator, device=self.device)
+
+    def tile(self, tokens: int) -> int:
+        """A tile's size, so that there are some at small sizes, too."""
+        return max(1, self.tokens // 4) if self.small else tokens
+
+
+class Benchmark:
+    """The rows of one run.
+
+    Args:
+        device: Where they run.
+        small: With a small model, for a CPU.
+        host: The most pinned memory, in bytes.
+        seconds: After so many seconds, a search for the longest context tries no more.
+        record: What other runs have written; rows of the same name are replaced.
+    """
+
+    def __init__(
+        self, device: torch.device, *, small: bool, host: int, seconds: float, record: dict[str, Any] | None = None
+    ) -> None:
+        self.device, self.small, self.host, self.seconds = device, small, host, seconds
+        self.record: dict[str, Any] = {"rows": [], **(record or {})}
+        self.min_bytes: int | str = 1 if small else "2MiB"
+        self._model: Long | None = None
+
+    def row(self, spec: str) -> Row:
+        """Measure one, and put it into the record."""
+        size, _, way = spec.partition(":")
+        begin = time.perf_counter()
+        row: Row = {"row": spec, "way": way}
+        give_memory_back(self.device)
+        try:
+            if size.endswith("GiB"):
+                row |= {"limit_bytes": round(float(size.removesuffix("GiB")) * GIB)}
+                self.limited(row)
+            elif way == "equal":
+                row |= self.equal(int(size))
+            else:
+                row |= self.step(int(size), way)
+        except (torch.OutOfMemoryError, ValueError, offload.HostMemoryError) as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        row["row_s"] = time.perf_counter() - begin
+        print(row, flush=True)
+        others = [one for one in self.record["rows"] if one["row"] != spec]
+        self.record |= environment(self.device) | {"small": self.small, "rows": [*others, row]}
+        return row
+
+    # A number of tokens.
+
+    def step(self, tokens: int, way: str) -> Row:
+        """Seconds and memory of a step."""
+        model = self._whole()
+        row: Row = {"tokens": tokens, "layers": len(model.layers)}
+        plan = self._plan(tokens, row) if way == "plan" else None
+        model.tokens = tokens
+        with ExitStack() as stack:
+            stack.enter_context(offload.use_chunked_loss(model.model))
+            stack.enter_context(offload.tile_mlp(model.layers, model.tile(TILE)))
+            handle = stack.enter_context(self._moving(model, way, plan))
+            model.tokens = min(tokens, SHORT)
+            model.step()  # which proves what is recomputed
+            model.tokens = tokens
+            if tokens < ONCE:
+                row["first_s"] = timed(model.step, self.device)
+            before = handle.stats()
+            self._reset_peak()
+            row["step_s"] = timed(model.step, self.device)
+            row |= self._memory() | {"stall_s": (handle.stats() - before).stall_s}
+            row["host_bytes"] = handle.stats().pinned_bytes
+        row["tokens_per_s"] = tokens / row["step_s"]
+        return row
+
+    def equal(self, tokens: int) -> Row:
+        """How far loss and gradients are from those of the model as it is."""
+        model = self._whole()
+        model.tokens = tokens
+        with model.checkpointing():
+            plain, expected = self._loss_and_gradients(model)
+        with ExitStack() as stack:
+            stack.enter_context(offload.use_chunked_loss(model.model))
+            stack.enter_context(offload.tile_mlp(model.layers, tokens // 4))
+            stack.enter_context(self._moving(model, "hand", None))
+            loss, found = self._loss_and_gradients(model)
+        norms = [math.sqrt(sum(one.float().norm().item() ** 2 for one in many)) for many in (expected, found)]
+        apart = [
+            ((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30)).item()
+            for one, other in zip(found, expected, strict=True)
+        ]
+        return {"tokens": tokens, "losses": [plain, loss], "gradient_norms": norms, "gradients_apart": max(apart)}
+
+    def _loss_and_gradients(self, model: Long) -> tuple[float, list[torch.Tensor]]:
+        model.model.zero_grad(set_to_none=True)
+        loss = model.loss()
+        loss.backward()
+        return loss.item(), [one.grad.to("cpu", copy=True) for one in model.model.parameters()]
+
+    @contextmanager
+    def _moving(self, model: Long, way: str, plan: Any) -> Iterator[offload.OffloadedLayers]:
+        options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
+        count = len(model.layers)
+        with ExitStack() as stack:
+            if way == "plan":
+                options["plan"] = plan
+                pinned = plan.host_bytes
+            else:
+                per_layer = self._per_layer(model, attention=way == "hand")
+                options["num_layers"] = min(count - 2, self.host // per_layer)
+                pinned = options["num_layers"] * per_layer
+            if way == "inputs":
+                stack.enter_context(model.checkpointing())
+            elif way != "plan":
+                travels = {"*attention*": "offload"} if way == "hand" else {}
+                options["treatments"] = travels | {"*": "recompute"}
+            offload.reserve_host_memory(min(pinned, self.host), self.device)  # once, and not piece by piece
+            yield stack.enter_context(offload.offload_layers(model.layers, **options))
+
+    def _per_layer(self, model: Long, *, attention: bool) -> int:
+        """What travels of a layer: its input, and attention's output with a sum in float32 per token and head."""
+        item = 4 if model.small else 2
+        hidden = model.tokens * model.width * item
+        return 2 * hidden + model.tokens * model.heads * 4 if attention else hidden
+
+    def _plan(self, tokens: int, row: Row) -> offload.Plan:
+        """A plan for so many tokens, from the profile of fewer, which the record keeps."""
+        model = self._whole()
+        profiled = min(tokens, 64 if self.small else PROFILED)
+        begin = time.perf_counter()
+        if "profile" not in self.record:
+            model.tokens = profiled
+            with (
+                offload.use_chunked_loss(model.model),
+                offload.tile_mlp(model.layers, profiled // 4),
+            ):
+                profile = offload.profile_layers(
+                    model.layers, model.step, min_bytes=self.min_bytes, device=self.device, regions=True
+                )
+            model.model.zero_grad(set_to_none=False)
+            give_memory_back(self.device)
+            link = offload.measure_link(self.device)
+            self.record |= {"profile": json.loads(profile.to_json()), "profiled": profiled, "link": vars(link)}
+            row["profiled_in_s"] = time.perf_counter() - begin
+        profile = offload.Profile.from_json(json.dumps(self.record["profile"]))
+        ratio = tokens / self.record["profiled"]
+        # The loss in chunks grows by the hidden states alone, which are in four tensors at once.
+        more = 4 * 2 * model.width * (tokens - self.record["profiled"])
+        scaled = replace(profile.scaled(ratio), loss_bytes=profile.loss_bytes + max(0, more))
+        budget = scaled.saved_bytes // 2
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            budget = free + cached - MARGIN
+        begin = time.perf_counter()
+        plan = offload.plan(scaled, budget, offload.Link(**self.record["link"]), max_host_bytes=self.host)
+        print(plan, flush=True)
+        row |= {
+            "planned_in_s": time.perf_counter() - begin,
+            "budget_bytes": budget,
+            "predicted_s": plan.step_s,
+            "predicted_peak_bytes": plan.peak_bytes,
+            "planned_host_bytes": plan.host_bytes,
+            "recompute_s": plan.recompute_s,
+        }
+        return plan
+
+    # A limit of device memory.
+
+    def limited(self, row: Row) -> None:
+        """The longest context, found by trying; what is known is in the row from the first try on."""
+        way = row["way"]
+        on_host = way in ("streamed", "lora")
+        self._model = None
+        give_memory_back(self.device)
+        model = Long(self.device, small=self.small, adapters=way == "lora", gradients=not on_host)
+        with ExitStack() as stack:
+            stack.enter_context(offload.use_chunked_loss(model.model, chunk_tokens=1024))
+            if on_host:
+                stack.enter_context(offload.stream_weights(model.layers, self.device))
+            give_memory_back(self.device)
+            stack.enter_context(device_limit(self.device, row["limit_bytes"]))
+            model.tokens = GRAIN
+            if on_host or way == "inputs":
+                stack.enter_context(offload.tile_mlp(model.layers, model.tile(SMALL_TILE)))
+                count = len(model.layers) - 2
+                recompute = {"treatments": {"*": "recompute"}} if on_host else {}
+                if not on_host:
+                    stack.enter_context(model.checkpointing())
+                stack.enter_context(
+                    offload.offload_layers(
+                        model.layers, count, min_bytes=self.min_bytes, max_host_bytes=self.host, **recompute
+                    )
+                )
+            elif way != "nothing":
+                on_host = way == "hf_offload"
+                if on_host and self.device.type == "cpu":  # which has no pinned memory
+                    stack.enter_context(save_on_cpu())
+                    on_host = False
+                stack.enter_context(model.checkpointing(on_host=on_host))
+            self._search(model, row)
+
+    def _search(self, model: Long, row: Row) -> None:
+        begin = time.perf_counter()
+        grain = 16 if self.small else GRAIN
+        tried: dict[int, float | None] = {}
+        row |= {"longest_tokens": 0, "tried": tried}
+
+        def passes(tokens: int) -> bool:
+            tried[tokens] = self._try(model, tokens)
+            print(f"  {row['row']}: {tokens} tokens in {tried[tokens] or math.nan:.1f} s", flush=True)
+            if tried[tokens] is not None and tokens > row["longest_tokens"]:
+                row.update({"longest_tokens": tokens, "step_s": tried[tokens], "tokens_per_s": tokens / tried[tokens]})
+                row.update(self._memory())
+            return tried[tokens] is not None
+
+        def expected_s(tokens: int) -> float:
+            known = row["longest_tokens"]
+            return row["step_s"] * (tokens / known) ** 2 if known else 0.0
+
+        peaks = []
+        for tokens in (grain, 2 * grain):
+            if not passes(tokens):
+                return
+            peaks.append(row["peak_bytes"])
+        per_token = max(1, peaks[1] - peaks[0]) / grain
+        fixed = peaks[0] - per_token * grain
+        tokens = int((row["limit_bytes"] - fixed) / per_token) // grain * grain
+        if row["way"] == "hf_offload":  # each tensor takes a power of two of pinned memory
+            room = self.host // len(model.layers) // (model.width * 2)
+            tokens = min(tokens, 1 << int(math.log2(room)))
+        tokens = max(tokens, 3 * grain)
+        if self.small:
+            tokens = 3 * grain
+        while tokens not in tried and time.perf_counter() - begin + expected_s(tokens) < self.seconds:
+            tokens += grain if passes(tokens) else -grain
+        failed = [one for one, step_s in tried.items() if step_s is None]
+        row["shortest_failed_tokens"] = min(failed, default=None)
+
+    def _try(self, model: Long, tokens: int) -> float | None:
+        """Seconds of a step, or ``None`` if there is not enough memory."""
+        model.tokens = tokens
+        gc.collect()
+        give_memory_back(self.device) if self.device.type == "cuda" else None
+        self._reset_peak()
+        try:
+            return timed(model.step, self.device)
+        except (torch.OutOfMemoryError, offload.HostMemoryError) as error:
+            print(f"  {str(error)[:160]}")
+        return None
+
+    # Both.
+
+    def _whole(self) -> Long:
+        """The model with all its weights and gradients on the device, made once."""
+        if self._model is None:
+            self._model = Long(self.device, small=self.small)
+        return self._model
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _memory(self) -> Row:
+        """The most device memory, all in all; what is pinned, and what the process has as the system sees it."""
+        found: Row = {"peak_bytes": 0, "pinned_by_torch_bytes": pinned_by_torch(self.device)}
+        if self.device.type == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        status = Path("/proc/self/status").read_text("utf-8")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        for name in ("VmRSS", "VmHWM", "VmLck", "VmPin"):
+            found[f"{name}_bytes"] = int(fields[name].split()[0]) * 1024 if name in fields else None
+        return found
+
+
+@contextmanager
+def device_limit(device: torch.device, nbytes: int) -> Iterator[None]:
+    """Let PyTorch's allocator have no more of the device."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def shown(row: Row) -> Row:
+    """A row as people read it."""
+    peak = row.get("peak_bytes")
+    return {
+        "row": row["row"],
+        "tokens": row.get("longest_tokens", row.get("tokens")),
+        "s": row.get("step_s"),
+        "tokens/s": row.get("tokens_per_s"),
+        "peak, GiB": None if peak is None else peak / GIB,
+        "pinned, GiB": row["host_bytes"] / GIB if "host_bytes" in row else None,
+        "stall, s": row.get("stall_s"),
+        "": row.get("error", "")[:60] or row.get("losses", ""),
+    }
+
+
+def spec(text: str) -> str:
+    """A row's name, if there is such a row."""
+    size, _, way = text.partition(":")
+    ways, number = (LIMITED, size.removesuffix("GiB")) if size.endswith("GiB") else (WAYS, size)
+    if way not in ways or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"must be TOKENS:({'|'.join(WAYS)}) or …GiB:({'|'.join(LIMITED)}), got {text}")
+    return text
+
+
+def main() -> None:
+    """Measure the rows that are asked for, and write each into the record as soon as it is there."""
+    parser = argparse.ArgumentParser(description="Measure long sequences on one GPU.")
+    parser.add_argument("--rows", nargs="+", type=spec, required=True, metavar="SIZE:WAY")
+    parser.add_argument("--out", type=Path, default=Path("results/long_context.json"))
+    parser.add_argument("--merge", type=Path, help="the record to add to; --out by default")
+    parser.add_argument("--host", type=int, default=120, help="the most pinned memory, in GiB")
+    parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
+    parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
+    arguments = parser.parse_args()
+    # As sequences of every length need other blocks.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    device = resolve_device(None)
+    if device.type == "cpu" and not arguments.small:
+        parser.error("the model is made for a GPU; give --small on a CPU")
+    merged = arguments.merge or arguments.out
+    record = json.loads(merged.read_text("utf-8")) if merged.exists() else None
+    benchmark = Benchmark(
+        device, small=arguments.small, host=arguments.host * GIB, seconds=arguments.seconds, record=record
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        rows = []
+        for one in arguments.rows:
+            rows.append(benchmark.row(one))
+            write(arguments.out, benchmark.record)
+    print(table([shown(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

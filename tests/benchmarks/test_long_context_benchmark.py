@@ -1,0 +1,108 @@
+"""The benchmark of long sequences runs every kind of row, and keeps those of other runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import long_context
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
+
+pytest.importorskip("transformers")
+
+LONG = ["256:inputs", "256:hand", "256:plan", "64:equal"]
+LIMITED = [f"1GiB:{way}" for way in long_context.LIMITED]
+
+
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["long_context", "--small", "--seconds", "0", "--out", str(path), *arguments])
+        patch.setattr(long_context, "resolve_device", lambda _: torch.device("cpu"))
+        long_context.main()
+    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return record
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of two runs at a small size on the CPU; the second makes a row of the first again."""
+    path: Path = tmp_path_factory.mktemp("long") / "long_context.json"
+    run(path, "--rows", *LONG)
+    return run(path, "--rows", "256:plan", *LIMITED)
+
+
+def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["row"]: row for row in record["rows"]}
+
+
+def test_runs_are_merged(record: dict[str, Any]) -> None:
+    assert sorted(rows(record)) == sorted([*LONG, *LIMITED])
+    assert not [row for row in record["rows"] if "error" in row]
+    assert record["profiled"] == 64
+    assert "profiled_in_s" not in rows(record)["256:plan"]  # the profile of the first run was there
+
+
+def test_lengths_have_what_the_table_shows(record: dict[str, Any]) -> None:
+    found = rows(record)
+    for name in LONG[:3]:
+        row = found[name]
+        assert row["tokens_per_s"] == pytest.approx(256 / row["step_s"], rel=1e-4)
+        assert row["host_bytes"] > 0
+        assert row["stall_s"] >= 0
+    # Two of four layers: their inputs, and attention's outputs as well.
+    hidden = 256 * 64 * 4
+    assert found["256:inputs"]["host_bytes"] == 2 * hidden
+    assert found["256:hand"]["host_bytes"] >= 4 * hidden
+    assert found["256:plan"]["planned_host_bytes"] <= 120 << 30
+
+
+def test_it_is_the_same_training(record: dict[str, Any]) -> None:
+    row = rows(record)["64:equal"]
+    plain, loss = row["losses"]
+    assert loss == pytest.approx(plain, rel=1e-6)
+    one, other = row["gradient_norms"]
+    assert other == pytest.approx(one, rel=1e-6)
+    assert 0 < row["gradients_apart"] < 1e-5
+
+
+def test_limits_have_the_longest_context_that_was_tried(record: dict[str, Any]) -> None:
+    for name in LIMITED:
+        row = rows(record)[name]
+        assert row["longest_tokens"] == max(map(int, row["tried"])) >= 32
+        assert row["shortest_failed_tokens"] is None
+
+
+def test_the_search_goes_on_until_a_length_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a device that holds 100 tokens, and a rest that no arithmetic knows."""
+    benchmark = long_context.Benchmark(torch.device("cpu"), small=False, host=1 << 40, seconds=60)
+    grain = long_context.GRAIN
+
+    class Model:
+        tokens = 0
+        layers = ()
+
+    for fits in (11, 13, 14):
+        model: Any = Model()
+
+        def attempt(model: Any, tokens: int, fits: int = fits) -> float | None:
+            model.tokens = tokens
+            return 0.01 if tokens <= fits * grain else None
+
+        monkeypatch.setattr(benchmark, "_try", attempt)
+        monkeypatch.setattr(benchmark, "_memory", lambda model=model: {"peak_bytes": 1000 + model.tokens})
+        row: dict[str, Any] = {"row": "", "way": "nothing", "limit_bytes": 1000 + 13 * grain + 5}
+        benchmark._search(model, row)
+        assert row["longest_tokens"] == fits * grain
+        assert row["shortest_failed_tokens"] == (fits + 1) * grain
+
+
+def test_rows_that_there_are_not_are_refused() -> None:
+    for name in ("1:streamed", "24GiB:plan", "many:plan", "plan"):
+        with pytest.raises(Exception, match="must be TOKENS"):
+            long_context.spec(name)
