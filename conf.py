@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.ext.autodoc.mock import mock
+from sphinx.pycode import ModuleAnalyzer
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 
@@ -135,4 +136,7 @@ copybutton_prompt_is_regexp = True
 
 def setup(app: Any) -> None:
     """Connects what is defined above."""
+    drop_in = ModuleAnalyzer.for_module("offload.activations.drop_in")
+    drop_in.analyze()
+    drop_in.overloads.clear()  # its signature says it all, four for type checkers would say it four times
     app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon, at 500

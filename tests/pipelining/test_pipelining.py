@@ -478,6 +478,10 @@ def test_refuses():
         attach(schedule, fraction=2)
     with pytest.raises(ValueError, match="memory_budget must be a number and a unit"):
         attach(schedule, memory_budget="lots")
+    with pytest.raises(TypeError, match="link must be a Link, such as"):
+        attach(schedule, link=55e9)
+    with pytest.raises(TypeError, match="profile must be a dictionary of stages, such as"):
+        attach(schedule, profile=3)
     with attach(schedule), pytest.raises(ValueError, match="stage 0 is attached already; call detach"):
         attach(schedule)
 
