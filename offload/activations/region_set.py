@@ -113,8 +113,7 @@ class RegionSet(ActivationSet):
         if recorder is None or type(tensor) is not torch.Tensor:
             return super().pack(tensor, changes)
         if (self._dropping or self._known.operation) and next_node() != self._known.node:
-            with torch._C._ExcludeDispatchKeyGuard(_MODES):  # copies begin, which are not the layer's doing either
-                self._end_operation()
+            self._end_operation()
         value = None if changes or tensor.layout is not torch.strided else recorder.holds(tensor)
         if value is not None and self._treatments.drops(value):
             handle = self._pack_to_drop(tensor, value)
