@@ -70,7 +70,7 @@ class _Layer:
         attention_flop = 2 * rows * self._tokens * wide  # two products, each of half of all pairs
         x = self._add(name, rows * wide * one, reads, flop=attention_flop)
         attention_s = self._regions[-1].seconds
-        self._add(name, rows * shape.heads * 4, [*reads, x], seconds=0.0)
+        self._add(name, rows * shape.heads * 4, reads, another_of=x)
         x = self._product("self_attn.o_proj", x, wide, shape.hidden)
         entry = self._add("add", rows * shape.hidden * one, [entry, x], saved=not self._low)
         x = self._norm("post_attention_layernorm", entry)
@@ -106,14 +106,16 @@ class _Layer:
         *,
         saved: bool = True,
         flop: float = 0.0,
-        seconds: float | None = None,
+        another_of: int | None = None,
     ) -> int:
         self._named[name] += 1
         times = f" #{self._named[name]}" if self._named[name] > 1 else ""
         known = tuple(sorted({read for read in reads if read is not None}))
-        if seconds is None:
+        seconds = 0.0
+        if another_of is None:
             seconds = self.seconds_of(flop, nbytes + sum(self._regions[read].nbytes for read in known))
-        self._regions.append(RegionProfile(name + times, nbytes, seconds, known, saved and nbytes >= self._min_bytes))
+        saved = saved and nbytes >= self._min_bytes
+        self._regions.append(RegionProfile(name + times, nbytes, seconds, known, saved, another_of=another_of))
         return len(self._regions) - 1
 
     def _product(self, module: str, x: int, inputs: int, outputs: int, *, saved: bool = False) -> int:

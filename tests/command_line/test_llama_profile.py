@@ -66,7 +66,8 @@ def test_has_the_regions_that_are_measured(dtype, kv_heads, head_dim, min_bytes,
         assert [(each.name, each.nbytes, each.saved, each.recomputable) for each in one.regions] == [
             (plain(each.name), each.nbytes, each.saved, each.recomputable) for each in other.regions
         ]
-        assert [each.reads for each in one.regions] == [each.reads for each in other.regions]
+        for name in ("reads", "another_of"):
+            assert [getattr(each, name) for each in one.regions] == [getattr(each, name) for each in other.regions]
         assert one.saved_bytes == other.saved_bytes > 0
     parameters = [parameter.numel() for parameter in model.model.layers.parameters()]
     assert shape.layers * shape.layer_parameters == sum(parameters)
