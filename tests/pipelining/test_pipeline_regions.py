@@ -72,7 +72,6 @@ def attach(schedule, **options):
     return offload.pipelining.attach(schedule, **{"link": FAST_LINK, "min_bytes": 1024} | options)
 
 
-@pytest.mark.filterwarnings("ignore:.* freed no device memory")  # of a layer's input, which its caller holds
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize(
     "treatments",
