@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from benchmarks import long_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
 
 pytest.importorskip("transformers")
 
-LONG = ["256:inputs", "256:hand", "256:plan", "64:equal"]
+LONG = ["256:inputs", "256:hand", "256:plan", "256:recompute", "64:equal"]
 LIMITED = [f"1GiB:{way}" for way in long_context.LIMITED]
 
 
@@ -50,16 +51,28 @@ def test_runs_are_merged(record: dict[str, Any]) -> None:
 
 def test_lengths_have_what_the_table_shows(record: dict[str, Any]) -> None:
     found = rows(record)
-    for name in LONG[:3]:
+    for name in LONG[:4]:
         row = found[name]
         assert row["tokens_per_s"] == pytest.approx(256 / row["step_s"], rel=1e-4)
         assert row["host_bytes"] > 0
         assert row["stall_s"] >= 0
-    # Two of four layers: their inputs, and attention's outputs as well.
-    hidden = 256 * 64 * 4
+    # Two of four layers: their inputs, and the sines and cosines of all; attention's outputs, with a sum per head.
+    hidden, angles, sums = 256 * 64 * 4, 2 * 256 * 16 * 4, 256 * 4 * 4
     assert found["256:inputs"]["host_bytes"] == 2 * hidden
-    assert found["256:hand"]["host_bytes"] >= 4 * hidden
+    assert found["256:recompute"]["host_bytes"] == 2 * hidden + angles
+    assert found["256:hand"]["host_bytes"] == 4 * hidden + 2 * sums + angles
     assert found["256:plan"]["planned_host_bytes"] <= 120 << 30
+
+
+def test_norms_grow_with_the_tokens_and_attention_with_their_square(record: dict[str, Any]) -> None:
+    profile = offload.Profile.from_json(json.dumps(record["profile"]))
+    grown = long_context.longer(profile, 4)
+    for layer, longer in zip(profile.layers, grown.layers, strict=True):
+        assert {region.name for region in layer.regions} >= {"post_attention_layernorm: mul"}
+        for region, other in zip(layer.regions, longer.regions, strict=True):
+            assert other.name == region.name
+            ratio = 16 if "dot_product" in region.name else 4
+            assert other.seconds == pytest.approx(ratio * region.seconds)
 
 
 def test_it_is_the_same_training(record: dict[str, Any]) -> None:
