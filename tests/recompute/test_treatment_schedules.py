@@ -1,0 +1,59 @@
+"""Treatments under schedules of all kinds, with several microbatches in flight in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same, build, gradients, leaves_of, loss_of
+
+import offload
+
+LAYERS = 5
+SCHEDULES = {
+    "default": offload.Schedule.default(3, LAYERS),
+    "released in forward, back in backward": offload.Schedule.from_synchronization_dict(
+        {0: (True, 2, False, 2), 1: (True, 4, False, 3)}, LAYERS
+    ),
+    "released in backward": offload.Schedule.from_synchronization_dict(
+        {1: (False, 4, False, 2), 2: (True, 4, False, 3)}, LAYERS
+    ),
+    "back before the last forward": offload.Schedule.from_synchronization_dict({1: (True, 3, True, 4)}, LAYERS),
+}
+TREATMENTS = {
+    "products travel": {"*mm": "offload", "*": "recompute"},
+    "products stay": {"*mm": "keep", "*": "recompute"},
+    "some": {"*norm*": "recompute", "gelu": "recompute", "*softmax": "recompute", "*": "offload"},
+}
+ORDERS = ["F0 B0 F1 B1", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_gradients(schedule: offload.Schedule, treatments: dict[str, str], order: str, lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    actions = order.split()
+    inputs = [x.detach().roll(i, 1).requires_grad_() for i in range(len(actions) // 2)]
+
+    def step() -> None:
+        losses: dict[str, torch.Tensor] = {}
+        for phase, number in actions:
+            if phase == "F":
+                y = inputs[int(number)]
+                for layer in layers:
+                    y = layer(y)
+                losses[number] = loss_of(y)
+            else:
+                losses.pop(number).backward()
+
+    leaves = leaves_of(layers, *inputs)
+    expected = gradients(leaves, step)
+    lab.adverse()
+    handle = offload.offload_layers(layers, schedule=schedule, treatments=treatments, min_bytes=1, device=lab.device)
+    with handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.stats().reloaded_bytes > 0
+        assert not handle.stats().late_reloads
+        assert "recompute" in handle.regions(LAYERS - 1).values()
