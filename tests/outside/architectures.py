@@ -96,6 +96,8 @@ class Report:
     inputs: str = ""
     runs: int = 0
     offloaded_bytes: int = 0
+    recomputed: int = 0
+    """Regions that were, of the first layer under random treatments."""
     different: list[str] = field(default_factory=list)
     unrepeatable: list[str] = field(default_factory=list)
     skipped: str = ""
@@ -259,12 +261,13 @@ def _compare_regions(run: Callable[[], Outcome], layers: list[nn.Module], draw: 
     expected = run()
     changing = expected.differences(run())
     for treatments in ({"*": "recompute"}, {kind: draw.choice(TREATED) for kind in OPERATIONS}):
-        with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, treatments=treatments):
+        with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, treatments=treatments) as handle:
             for number in range(3):
                 different = expected.differences(run()) - changing
                 if different:
                     names = ", ".join(sorted(different))
                     report.different.append(f"regions, step {number}, {treatments}: {names}"[:300])
+            report.recomputed = list(handle.regions(0).values()).count("recompute")
         report.runs += 1
 
 
