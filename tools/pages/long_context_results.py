@@ -1,0 +1,162 @@
+"""Tables of long sequences, and the picture of the longest, from ``results/long_context.json``.
+
+Without that record there are no blocks: ``python -m benchmarks.long_context`` makes it, in as many runs as it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from page_text import GIB, ROOT, day_of, gib, image, markdown_table, torch_of
+
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECORD = ROOT / "results" / "long_context.json"
+PICTURE = Path("docs/_static/results/longest_context.svg")
+
+LENGTHS = {
+    "inputs": "checkpointing, inputs travel",
+    "recompute": "all recomputed, inputs travel",
+    "hand": "attention's outputs travel, too",
+    "plan": "as a plan says",
+}
+LIMITED = {
+    "nothing": "nothing",
+    "checkpointing": "checkpointing",
+    "hf_offload": "Hugging Face's, offloaded",
+    "inputs": "this library",
+    "streamed": "weights streamed",
+    "lora": "streamed, LoRA",
+}
+
+Row = dict[str, Any]
+
+
+def read_record(path: Path) -> Row:
+    """The record, if it is of the model that the pages speak of.
+
+    Raises:
+        ValueError: It is of a small model.
+    """
+    record: Row = json.loads(path.read_text("utf-8"))
+    if record["small"]:
+        raise ValueError("the record must be of the whole model, got a small one; make it without --small")
+    return record
+
+
+def lengths_table(record: Row) -> str:
+    """Step, memory and speed at each length, in each way that was measured."""
+    rows = [row for row in record["rows"] if row["way"] in LENGTHS and "step_s" in row and "limit_bytes" not in row]
+    rows.sort(key=lambda row: (row["tokens"], list(LENGTHS).index(row["way"])))
+    base = {row["tokens"]: row["step_s"] for row in rows if row["way"] == "inputs"}
+    shown = []
+    for row in rows:
+        there = base.get(row["tokens"])
+        shown.append(
+            {
+                "tokens": f"{row['tokens']:,}",
+                "": LENGTHS[row["way"]],
+                "step, s": f"{row['step_s']:.1f}",
+                "against checkpointing": "" if there is None else f"{row['step_s'] / there:.2f} ×",
+                "tokens/s": f"{row['tokens_per_s']:,.0f}",
+                "device, GiB": gib(row["peak_bytes"], 1),
+                "on the host, GiB": gib(row["host_bytes"], 1),
+                "stall, s": f"{row['stall_s']:.1f}",
+            }
+        )
+    return f"{_where(record)}\n\n{markdown_table(shown, left=2)}\n"
+
+
+def equal_sentence(record: Row) -> str:
+    """How near loss and gradients are to those of the model as it is."""
+    row = next(row for row in record["rows"] if row["way"] == "equal" and "losses" in row)
+    (plain, loss), (norm, other) = row["losses"], row["gradient_norms"]
+    return (
+        f"At {row['tokens']:,} tokens the loss is {loss:.6f}, and {plain:.6f} for the model as it is; the norm of all "
+        f"gradients {other:.6g} and {norm:.6g}. Each parameter's gradient is within "
+        f"{100 * row['gradients_apart']:.2g}% of the other, all in bfloat16.\n"
+    )
+
+
+def longest(record: Row) -> dict[int, dict[str, Row]]:
+    """By device memory and way."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in sorted((row for row in record["rows"] if "limit_bytes" in row), key=lambda row: row["limit_bytes"]):
+        found.setdefault(row["limit_bytes"], {})[row["way"]] = row
+    return found
+
+
+def longest_table(record: Row) -> str:
+    """The longest context by device memory."""
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        tokens = row.get("longest_tokens", 0)
+        return f"{tokens:,} ({row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
+
+    rows = longest(record)
+    ways = [way for way in LIMITED if any(way in row for row in rows.values())]
+    shown = [
+        {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(row.get(way)) for way in ways}
+        for nbytes, row in rows.items()
+    ]
+    return f"{_where(record)}\n\n{markdown_table(shown, left=1)}\n"
+
+
+def longest_picture(record: Row, page: Path) -> str:
+    """The picture, with a text for those who cannot see it."""
+    said = "; ".join(
+        f"{nbytes / GIB:.0f} GiB: "
+        + ", ".join(f"{LIMITED[way]} {row[way].get('longest_tokens', 0):,}" for way in LIMITED if way in row)
+        for nbytes, row in longest(record).items()
+    )
+    return image(f"Bars of the longest context in tokens, by device memory. {said}.", PICTURE, page)
+
+
+def draw(record: Row) -> Figure:
+    """A group of bars for each size of the device."""
+    rows = longest(record)
+    ways = [way for way in LIMITED if any(way in row for row in rows.values())]
+    figure = new_figure((8.0, 3.2))
+    ax = figure.subplots()
+    colors = (INK, COLORS["forward"], COLORS["backward"], COLORS["offload"], COLORS["reload"], COLORS["recompute"])
+    color = dict(zip(LIMITED, colors, strict=True))
+    width = 0.8 / max(1, len(ways))
+    for index, way in enumerate(ways):
+        places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(rows))]
+        heights = [row.get(way, {}).get("longest_tokens", 0) / 1024 for row in rows.values()]
+        ax.bar(places, heights, 0.9 * width, color=color[way], label=LIMITED[way])
+        for place, height, row in zip(places, heights, rows.values(), strict=True):
+            if way in row:
+                ax.text(place, height, f"{height:.0f}", color=INK, fontsize=7, ha="center", va="bottom")
+    ax.set_xticks(range(len(rows)), [f"{nbytes / GIB:.0f} GiB" for nbytes in rows])
+    ax.set_ylabel("longest context, K tokens", color=INK)
+    ax.legend(frameon=False, fontsize=8, labelcolor=INK)
+    style_axes(ax)
+    return figure
+
+
+def _where(record: Row) -> str:
+    return (
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(record)}: Llama-3.1-8B's shape in bfloat16, random "
+        "weights, forward and backward."
+    )
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {}
+PICTURES: dict[Path, Callable[[], Figure]] = {}
+if RECORD.exists():
+    BLOCKS = {
+        ("table", "long_context"): lambda _: lengths_table(read_record(RECORD)),
+        ("table", "long_context_equal"): lambda _: equal_sentence(read_record(RECORD)),
+        ("table", "longest_context"): lambda _: longest_table(read_record(RECORD)),
+        ("picture", "longest_context"): lambda page: longest_picture(read_record(RECORD), page),
+    }
+    PICTURES = {PICTURE: lambda: draw(read_record(RECORD))}
