@@ -128,6 +128,10 @@ class _InTiles(torch.autograd.Function):
         ctx.random = [RandomState(default_generator(device)) for device in {x.device, torch.device("cpu")}]
         first, *others = x.tensor_split(tiles, dim=-2)
         begin = whole(first)
+        if not isinstance(begin, Tensor):
+            raise TypeError(
+                f"the MLP must return a tensor to run in tiles, got {type(begin).__name__}; tile others only"
+            )
         output = begin.new_empty(*x.shape[:-1], begin.shape[-1])
         parts = output.tensor_split(tiles, dim=-2)
         parts[0].copy_(begin)

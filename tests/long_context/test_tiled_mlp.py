@@ -284,6 +284,36 @@ def test_copies_are_their_own_and_remove_puts_all_back() -> None:
     step()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+def test_compiled_layers() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(GptBlock(dropout=0.0) for _ in range(2)).double()
+    x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
+
+    def step() -> dict[str, torch.Tensor]:
+        layers.zero_grad()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.square().sum().backward()
+        return gradients(layers)
+
+    expected = step()
+    rows: list[int] = []
+    for layer in layers:
+        layer.mlp[1].register_forward_pre_hook(lambda _, args: rows.append(args[0][..., 0].numel()))
+        layer.compile(backend="aot_eager")
+    close(step(), expected)
+    assert rows == [24, 24]
+    rows.clear()
+    with tile_mlp(layers, 8):
+        close(step(), expected)
+    assert rows == [8] * 3 * 2 * 2  # tiles, layers, forward and backward
+    rows.clear()
+    close(step(), expected)
+    assert rows == [24, 24]
+
+
 def test_anothers_forward_is_tiled_and_comes_back() -> None:
     layer = nn.Module()
     layer.mlp = nn.Linear(3, 3)
@@ -300,5 +330,33 @@ def test_what_does_not_fit_is_refused() -> None:
         tile_mlp([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         tile_mlp(model.model.layers, 0)
+    layer = nn.Module()
+    layer.mlp = nn.LSTM(3, 3)
+    with (
+        tile_mlp([layer], 4),
+        pytest.raises(TypeError, match="the MLP must return a tensor to run in tiles, got tuple"),
+    ):
+        layer.mlp(torch.rand(8, 3))
     with tile_mlp(model.model.layers), pytest.raises(ValueError, match="'mlp' of layer 0 is tiled already"):
         tile_mlp(model.model.layers)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_and_the_peak_is_a_tiles() -> None:
+    layer = nn.Module()
+    layer.mlp = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256)).cuda().bfloat16()
+    x = torch.randn(1, 16384, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def peak() -> int:
+        layer.mlp(x).sum().backward()  # gradients are there from now on
+        with offload.memory_meter("cuda") as meter:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                layer.mlp(x).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return meter.peak_bytes
+
+    whole = peak()
+    with tile_mlp([layer], 1024):
+        assert peak() < whole / 4
