@@ -53,7 +53,7 @@ ONCE = 200_000
 """From so many tokens on, the first step of that length is the one that is measured, after a short one."""
 GRAIN = 8192
 """The longest context is found to a multiple of so many tokens."""
-MARGIN = 4 * GIB
+MARGIN = 8 * GIB
 """Of the device's memory, what a plan is not given: the allocator's gaps, and what no profile knows."""
 WAYS = ("inputs", "plan", "hand", "recompute", "equal")
 LIMITED = ("nothing", "checkpointing", "hf_offload", "inputs", "streamed", "lora")
@@ -187,7 +187,7 @@ class Benchmark:
         model.model.zero_grad(set_to_none=True)
         loss = model.loss()
         loss.backward()
-        return loss.item(), [one.grad.to("cpu", copy=True) for one in model.model.parameters()]
+        return loss.item(), [one.grad for one in model.model.parameters()]
 
     @contextmanager
     def _moving(self, model: Long, way: str, plan: Any) -> Iterator[offload.OffloadedLayers]:
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=spec, required=True, metavar="SIZE:WAY")
     parser.add_argument("--out", type=Path, default=Path("results/long_context.json"))
     parser.add_argument("--merge", type=Path, help="the record to add to; --out by default")
-    parser.add_argument("--host", type=int, default=120, help="the most pinned memory, in GiB")
+    parser.add_argument("--host", type=int, default=112, help="the most pinned memory, in GiB")
     parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
     parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
     arguments = parser.parse_args()
