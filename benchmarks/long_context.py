@@ -25,7 +25,6 @@ import argparse
 import gc
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -428,8 +427,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
     parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
     arguments = parser.parse_args()
-    # As sequences of every length need other blocks.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = resolve_device(None)
     if device.type == "cpu" and not arguments.small:
         parser.error("the model is made for a GPU; give --small on a CPU")
@@ -440,6 +437,8 @@ def main() -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        if device.type == "cuda":  # sequences of other lengths need other blocks
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         rows = []
         for one in arguments.rows:
             rows.append(benchmark.row(one))
