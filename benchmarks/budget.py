@@ -43,6 +43,8 @@ LINES_GIB = {"llama": (6, 2.8)}
 """Budgets that are given to ``memory_budget=`` as well."""
 PARTS = ("host", *BUDGETS_GIB)
 TURNS, STEPS = 2, 3
+HOPELESS = 1.5
+"""So many times the step, whole layers are not worth measuring: checkpointing takes 1.25 times."""
 WARM_UP_S = 6.0
 """A GPU that has rested is faster than it is at its power limit, by some percent."""
 
@@ -122,7 +124,7 @@ class Case:
                 budget = round(profile.saved_bytes * gib / 24)
             if by_region:
                 self._add_plan(f"budget {gib:.4g} GiB", profile, budget, link)
-            self._add_plan(f"whole layers, {gib:.4g} GiB", whole, budget, link)
+            self._add_plan(f"whole layers, {gib:.4g} GiB", whole, budget, link, most_s=HOPELESS * profile.compute_s)
         for row, enter in self._ways:
             self._measure_first(row, enter)
         for _ in range(TURNS - 1):
@@ -148,13 +150,15 @@ class Case:
         self.rows.append(row)
         self._ways.append((row, enter))
 
-    def _add_plan(self, what: str, profile: Any, budget: int, link: Any) -> None:
+    def _add_plan(self, what: str, profile: Any, budget: int, link: Any, most_s: float = math.inf) -> None:
         row: Row = {"what": what, "budget_bytes": budget}
         start = time.process_time()
         try:
             plan = offload.plan(profile, budget, link, max_host_bytes="100GiB")
         except ValueError as error:
             self.rows.append(row | {"error": str(error)})
+            return
+        if plan.step_s > most_s:
             return
         row |= {
             "predicted_s": plan.step_s,
@@ -251,7 +255,8 @@ def main() -> None:
         record["host_cost"] = host_cost(device, repeats=5 if arguments.small else 50)
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:
-            rows += Case(name, build, device, small=arguments.small).measure(link)
+            found = Case(name, build, device, small=arguments.small).measure(link)
+            rows += [row | {"commit": record["commit"], "date": record["date"]} for row in found]
             write(arguments.out, record)
     write(arguments.out, record)
     print(table([shown(row, rows) for row in rows]))
