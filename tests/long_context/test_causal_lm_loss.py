@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +149,38 @@ def test_models_that_do_more_with_logits_are_refused() -> None:
         use_chunked_loss(nn.Linear(2, 2))
     with use_chunked_loss(model), pytest.raises(TypeError, match="must be ForCausalLMLoss, got _loss"):
         use_chunked_loss(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_trainer_counts_items_over_all_its_microbatches(tmp_path: Path, accumulation: int) -> None:
+    """Losses, norms of gradients and evaluation are those without: the trainer passes ``num_items_in_batch``."""
+    pytest.importorskip("accelerate")
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": row, "labels": row.clone()} for row in torch.randint(64, (24, 16), generator=generator)]
+    for number, one in enumerate(data):
+        one["labels"][: number % 7] = -100  # so that microbatches weigh differently
+
+    def train(*, chunked: bool) -> list[float]:
+        model = llama(transformers, torch.device("cpu"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+        with use_chunked_loss(model, chunk_tokens=7) if chunked else nullcontext():
+            trainer.train()
+            evaluated: float = trainer.evaluate()["eval_loss"]
+        logs = trainer.state.log_history
+        return [log[key] for log in logs for key in ("loss", "grad_norm") if key in log] + [evaluated]
+
+    plain = train(chunked=False)
+    assert len(plain) == 7
+    assert train(chunked=True) == pytest.approx(plain, rel=1e-5)
