@@ -58,7 +58,7 @@ with ExitStack() as stack:
             min_bytes=1 if on_cpu else "2MiB",
         )
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(arguments.steps):
         begin = time.perf_counter()
