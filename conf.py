@@ -43,6 +43,7 @@ autodoc_typehints_description_target = "documented"
 python_maximum_signature_line_length = 88  # longer ones get a line for each argument
 napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
+    ("py:exc", r"torch\.OutOfMemoryError"),  # PyTorch's own pages do not list it
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan

@@ -38,7 +38,7 @@ class BudgetedLayers(PlannedLayers):
     Args:
         layers: The layers, in call order.
         budget: Bytes, a text, or ``"auto"``.
-        options: As :class:`PlannedLayers` takes them.
+        options: As ``PlannedLayers`` takes them.
     """
 
     def __init__(self, layers: list[torch.nn.Module], budget: int | str, **options: Any) -> None:
