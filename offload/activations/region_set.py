@@ -192,11 +192,15 @@ class RegionSet(ActivationSet):
         if self._treatments.drops(value) and not value.empty and not value.overwritten:
             self._drop(storage, value)
             return False
-        return self._treatments.of(region_of(value)) is not KEEP
+        region = region_of(value)
+        # A captured step has the host memory that its warm-up has needed: what was recomputed there stays here.
+        if value.drawn or (self.transfers.backend.capturing and self._treatments.awaits_proof(region)):
+            return False
+        return self._treatments.of(region) is not KEEP
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
-        if isinstance(decide(tensor, self._rules), type):
+        if not value.drawn and isinstance(decide(tensor, self._rules), type):
             self._sources.append(value)
 
     def made(self, tensor: torch.Tensor, value: Value, modules: ModuleNames, *, new: bool) -> None:

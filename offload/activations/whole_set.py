@@ -10,6 +10,7 @@ import torch
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle
 from offload.activations.region_set import RegionSet
+from offload.activations.storage import SavedStorage
 from offload.recompute.costs import RegionProfile
 from offload.recompute.proof import differing, seconds_of
 from offload.recompute.record import Value
@@ -25,6 +26,8 @@ class WholeSet(RegionSet):
     """What one compiled layer of one microbatch saved; arguments as those of a :class:`RegionSet`."""
 
     _call: ForwardCall | None = None
+    _stays_whole = False
+    """Whether all of it stays although it would be computed again outside of a CUDA graph."""
     _buffers: tuple[int, ...] = ()
     """The versions of the layer's buffers when a first forward began."""
 
@@ -37,8 +40,9 @@ class WholeSet(RegionSet):
         recorder = self._recorder = _ForwardRecorder(self)
         layer = None if treatments.layer is None else treatments.layer()
         backend = self.transfers.backend
-        # A CUDA graph draws other numbers in each of its replays.
-        if layer is not None and inputs is not None and not (treatments.draws and backend.capturing):
+        # A CUDA graph draws other numbers in each of its replays, and has the host memory that its warm-up has needed.
+        self._stays_whole = treatments.draws and backend.capturing and treatments.of(_REGION) is RECOMPUTE
+        if layer is not None and inputs is not None and not self._stays_whole:
             runs_again = not treatments.learned or treatments.of(_REGION) is RECOMPUTE
             recorder.begin(layer, inputs, backend.device, draws=runs_again and not backend.capturing)
         self._call = recorder.call
@@ -60,6 +64,9 @@ class WholeSet(RegionSet):
             return super().pack(tensor, changes)
         finally:
             self._recorder = recorder
+
+    def _moves(self, storage: SavedStorage, value: Value) -> bool:
+        return not self._stays_whole and super()._moves(storage, value)
 
     def _learn(self) -> None:
         treatments, call = self._treatments, self._call

@@ -10,7 +10,6 @@ import itertools
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,13 +17,16 @@ from offload.device.backend import Event
 from offload.device.capture import Capture, GraphLife
 
 
-@dataclass(frozen=True, eq=False)
 class Range:
     """Consecutive bytes of one slab."""
 
-    slab: torch.Tensor
-    start: int
-    nbytes: int
+    __slots__ = ("nbytes", "slab", "start")
+
+    # No dataclass, whose generated __init__ is in no file: the compiler would compile it.
+    def __init__(self, slab: torch.Tensor, start: int, nbytes: int) -> None:
+        self.slab = slab
+        self.start = start
+        self.nbytes = nbytes
 
     @property
     def end(self) -> int:

@@ -66,6 +66,8 @@ class Value:
     """Whether it is memory that nobody was seen to write: if it is read, somebody has."""
     overwritten = False
     """Whether the storage holds another value by now."""
+    drawn = False
+    """Of a source: whether it holds random numbers that nobody can draw again, as inside of a CUDA graph."""
     version = 0
     """Of :attr:`given`, when it was read."""
     aliases: tuple[torch.Tensor, ...] = ()

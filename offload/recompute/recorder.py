@@ -45,6 +45,8 @@ class Recorder(TorchDispatchMode):
         """What the storages hold now, by their addresses."""
         self._addresses: list[Any] = []
         """Weak references to these storages, as C++ has them: while they live, no other storage has the address."""
+        self._drawn: set[int] = set()
+        """The addresses of storages with random numbers that cannot be drawn again."""
         self._calls = 0
         self._times: dict[Operation, int] = {}
         """How often each operation was seen."""
@@ -87,6 +89,8 @@ class Recorder(TorchDispatchMode):
         result = operation.run(*args, **kwargs)
         if call is None:
             self._forget([*tensors_of(result), *written])
+            if operation.draws:
+                self._draw([*tensors_of(result), *written])
         else:
             self._make(call, tensors_of(result), written, empty=kind is Kind.EMPTY)
         return result
@@ -150,6 +154,7 @@ class Recorder(TorchDispatchMode):
         value.geometry = geometry_of(tensor)
         with counting_versions():
             value.given, value.version = tensor.detach(), tensor._version
+        value.drawn = storage._cdata in self._drawn
         self.given(tensor, value)
         return value
 
@@ -216,6 +221,13 @@ class Recorder(TorchDispatchMode):
                 found = self._values.pop(tensor.untyped_storage()._cdata, None)
                 if found is not None:
                     found.overwrite()
+
+    def _draw(self, tensors: list[torch.Tensor]) -> None:
+        """Note where random numbers are that cannot be drawn again."""
+        for tensor in filter(is_plain, tensors):
+            storage = tensor.untyped_storage()
+            self._addresses.append(storage._weak_ref())
+            self._drawn.add(storage._cdata)
 
 
 class UnseenError(Exception):

@@ -33,7 +33,8 @@ def form(text: str) -> str:
 
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
 def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch, capsys):
-    for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF"):
+    allocator = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in ("CUDA_LAUNCH_BLOCKING", *allocator):
         monkeypatch.delenv(name, raising=False)
     # A machine like that on which the page was written.
     monkeypatch.setattr(torch.version, "cuda", None)

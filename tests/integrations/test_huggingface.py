@@ -221,7 +221,7 @@ def test_keeps_to_a_budget_beside_streamed_weights(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "64MiB"}])
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "1GiB"}])
 def test_trains_the_same_on_a_gpu(tmp_path, options):
     expected = make_trainer(tmp_path, [], max_steps=6, use_cpu=False)
     expected.train()

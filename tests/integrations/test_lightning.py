@@ -122,7 +122,7 @@ def test_trains_streamed_weights_the_same(tmp_path, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "64MiB"}])
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "1GiB"}])
 def test_trains_the_same_on_a_gpu(tmp_path, options):
     expected, module = Module(), Module()
     fit(expected, tmp_path, [], "gpu")

@@ -215,6 +215,7 @@ def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatc
     assert len(asked) == 1  # by itself only on CUDA
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
     hidden, weight, labels = (tensor.detach().cuda() for tensor in inputs(torch.bfloat16))
@@ -227,8 +228,8 @@ def test_nothing_waits_for_the_device() -> None:
         (loss + chunked_cross_entropy(hidden, weight, labels, liger=False)).backward()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -342,6 +342,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device_and_the_peak_is_a_tiles() -> None:
     layer = nn.Module()
     layer.mlp = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256)).cuda().bfloat16()
@@ -350,8 +351,8 @@ def test_nothing_waits_for_the_device_and_the_peak_is_a_tiles() -> None:
     def peak() -> int:
         layer.mlp(x).sum().backward()  # gradients are there from now on
         with offload.memory_meter("cuda") as meter:
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                torch.cuda.set_sync_debug_mode("error")
                 layer.mlp(x).sum().backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

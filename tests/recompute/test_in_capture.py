@@ -47,11 +47,16 @@ def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytes
         for layer in layers:
             layer.compile(backend="aot_eager")
     expected = step_gradients(layers, x)
-    with offloaded(layers, lab, num_layers=2):
+    with offloaded(layers, lab, num_layers=2) as handle:
         for _ in range(2):
+            before = handle.stats()
             assert_same(expected, step_gradients(layers, x))
+        warm_up = handle.stats() - before
         begin(captures, lab)
+        before = handle.stats()
         assert_same(expected, step_gradients(layers, x))
+        captured = handle.stats() - before
+        assert captured.offloaded_bytes <= warm_up.offloaded_bytes  # no more host memory than the warm-up has pinned
         y = x
         for layer in layers:
             y = layer(y)
