@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -128,13 +129,37 @@ def verdicts_table(record: Row) -> str:
     return (
         markdown_table(
             [
-                {"claim": said["claim"], "measured": said["measured"], "holds": words[said["holds"]]}
+                {"claim": _plain(said["claim"]), "measured": _plain(said["measured"]), "holds": words[said["holds"]]}
                 for said in record["verdicts"]
             ],
             left=3,
         )
         + "\n"
     )
+
+
+_PLAIN = (
+    (r"has a point below this library's curve", "needs both less memory and less time than this library"),
+    (
+        r"(.*?): within its memory, this library takes ([\d.]+) of its time",
+        r"\1: in no more memory, this library takes \2 × its time",
+    ),
+    (
+        r"(.*?) needs ([\d.]+ GiB) less than the curve's end, which takes ([\d.]+) of its time",
+        r"\1: reaches \2 less than this library, whose least memory takes \3 × its time",
+    ),
+    (r"([\d.]+) of its time, k", r"\1 × its time, k"),
+    (r"takes at most ([\d.]+) of the limit", r"takes at most \1 × the limit"),
+    (r"([\d.]+) of the time without", r"\1 × the time without"),
+)
+
+
+def _plain(text: str) -> str:
+    """A record's words for a claim, for those who have not read the suite."""
+    parts = text.split("; ")
+    for pattern, words in _PLAIN:
+        parts = [re.sub(pattern, words, part) for part in parts]
+    return "; ".join(parts)
 
 
 def host_cost_table(record: Row) -> str:
