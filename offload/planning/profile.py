@@ -321,7 +321,8 @@ class StageProfile:
 
 def _growth(name: str, ratio: float) -> float:
     """How many times the seconds a region takes with so many times the tokens."""
-    return ratio**2 if "attention" in name.lower() else ratio
+    operation = name.rpartition(": ")[2]  # not the module, which may be one after attention
+    return ratio**2 if "attention" in operation.lower() else ratio
 
 
 def check_profile(profile: object) -> None:

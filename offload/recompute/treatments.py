@@ -214,7 +214,7 @@ def parse_treatments(treatments: Mapping[str, Treatment | str]) -> dict[str, Tre
     """
     if not isinstance(treatments, Mapping) or not all(isinstance(pattern, str) for pattern in treatments):
         raise TypeError(
-            'treatments must map patterns of regions to treatments, such as {"*attention*": "offload", "*": '
+            'treatments must map patterns of regions to treatments, such as {"*dot_product*": "offload", "*": '
             f'"recompute"}}, got {treatments!r}'
         )
     try:

@@ -547,6 +547,12 @@ class TestProfile:
         assert (layer.saved_bytes, layer.workspace_bytes) == (2 * DECODER.saved_bytes, 600 * MIB)
         assert twice.other_s == REFERENCE.other_s
 
+    def test_a_norm_after_attention_grows_as_norms_do(self):
+        regions = [region("input", 1, 0, recomputable=False), region("post_attention_layernorm: mul", 1, 1.0, 0)]
+        regions.append(region("self_attn: _scaled_dot_product_flash_attention", 1, 1.0, 1))
+        layer = LayerProfile.from_regions(regions, 0.002, 0.004).scaled(3)
+        assert [round(1e3 * one.seconds) for one in layer.regions] == [0, 3, 9]
+
     @pytest.mark.parametrize(("recorded_s", "expected_s"), [(0.0, 2.0), (3.0, 3.0), (1.5, 2.0)])
     def test_the_time_of_the_host_does_not_scale(self, recorded_s, expected_s):
         profile = Profile((LayerProfile(1.0, 2.0, 30, recorded_s=recorded_s),))
