@@ -17,6 +17,7 @@ from offload.activations.context import OffloadContext
 from offload.activations.layers import OffloadedLayers
 from offload.base.autograd import before_backward, tensors_in
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.planning.measure import measure_link
 from offload.planning.measure_regions import frugal_profile, frugal_schedule
@@ -96,6 +97,9 @@ class PlannedLayers(OffloadedLayers, ABC):
 
     def begin_round(self, elements: int) -> None:
         """A microbatch is about to enter the first layer, with so many elements in its inputs."""
+        if self._backend.capturing:
+            self._check_capture()
+            return
         if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
@@ -114,8 +118,18 @@ class PlannedLayers(OffloadedLayers, ABC):
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
 
+    def _check_capture(self) -> None:
+        """Nothing can be measured while a CUDA graph is captured, nor may it see two plans."""
+        if self._stage is not _Stage.FOLLOWING:
+            raise CaptureError(
+                "a step that is still measured for a plan was to be captured; warm up with three steps before the "
+                "capture, of which the third follows the plan."
+            )
+
     def end_backward(self) -> None:
         """A round's backward has ended: what its peak was; later the program may have the peak forgotten."""
+        if self._backend.capturing:
+            return
         if self._stage is _Stage.TIMING:
             self._peak_bytes = self._times.most_bytes()
         elif self._has_peak:

@@ -138,6 +138,23 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch
             assert handle.plan.memory_budget == first.memory_budget - 1000
 
 
+def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for number in range(3):
+            with monkeypatch.context() as capture:
+                capture.setattr(type(lab.backend), "capturing", True)
+                with pytest.raises(offload.CaptureError, match="warm up with three steps before the capture"):
+                    layers[0](x)
+            assert_same(expected, step_gradients(layers, x))
+            assert (handle.plan is None) == (number < 2)
+        plan = handle.plan
+        monkeypatch.setattr(type(lab.backend), "capturing", True)
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is plan
+
+
 @pytest.mark.gpu
 def test_auto_and_the_measured_peak() -> None:
     device = torch.device("cuda")
