@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
-from offload.command_line.answer import Answer, entries
-from offload.command_line.options import add_device, size
-from offload.command_line.pcie import Bus, bus_of, pci_address
+from offload.command_line.machine import Bus, bus_of, name_of, pci_address
+from offload.command_line.terminal import Answer, add_device, entries, size
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.planning.link import Link
@@ -41,19 +40,8 @@ def answer(options: argparse.Namespace) -> Answer:
     """Measure, and say what it means."""
     backend = get_backend(options.device)
     link = measure_link(backend.device, piece_bytes=options.piece)
-    return describe(
-        name_of(backend.device),
-        link,
-        bus_of(pci_address(backend.device)),
-        product_flop_per_s(backend),
-    )
-
-
-def name_of(device: torch.device) -> str:
-    """What a device is, for people."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} ({device})"
-    return "the CPU, whose threads stand for a device and its link" if device.type == "cpu" else str(device)
+    bus = bus_of(pci_address(backend.device))
+    return describe(name_of(backend.device), link, bus, product_flop_per_s(backend))
 
 
 def product_flop_per_s(backend: Backend) -> float:
@@ -89,33 +77,28 @@ def describe(device: str, link: Link, bus: Bus | None, flop_per_s: float) -> Ans
         promised = f"{bus.bytes_per_s / 1e9:.1f} GB/s each way by {bus}; reached {ratio:.0%}"
         if ratio > 1:
             promised += ", so it is another link that copies take"
-    d2h, h2d, duplex = (
-        f"{rate / 1e9:.1f}" for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s)
-    )
     meaning = (
         f"offloading costs no time from {free:,.0f} FLOP of forward per byte that travels. The bfloat16 output of a "
         "linear layer takes as many FLOP per byte as the layer has inputs. Of what takes fewer, a part can travel for "
         "free, in that proportion."
     )
+    out, back, both = (rate / 1e9 for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s))
     lines = entries(
         [
             ("device", device),
-            ("link", f"{d2h} GB/s to the host, {h2d} back, {duplex} both at once"),
+            ("link", f"{out:.1f} GB/s to the host, {back:.1f} back, {both:.1f} both at once"),
             ("promised", promised),
             ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
             ("free", meaning),
         ]
     )
-    values: dict[str, Any] = {
+    values = asdict(link) | {
         "device": device,
-        "d2h_bytes_per_s": link.d2h_bytes_per_s,
-        "h2d_bytes_per_s": link.h2d_bytes_per_s,
-        "duplex_bytes_per_s": link.duplex_bytes_per_s,
-        "pcie_generation": bus.generation if bus else None,
-        "pcie_width": bus.width if bus else None,
-        "promised_bytes_per_s": bus.bytes_per_s if bus else None,
+        "pcie_generation": bus and bus.generation,
+        "pcie_width": bus and bus.width,
+        "promised_bytes_per_s": bus and bus.bytes_per_s,
         "ratio": ratio,
         "flop_per_s": flop_per_s,
         "free_flop_per_byte": free,
     }
-    return Answer("link", lines, values)
+    return Answer(lines, values)

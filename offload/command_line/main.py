@@ -5,26 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from types import ModuleType
 
 from offload.command_line import doctor, link, plan
-from offload.command_line.answer import Answer
 from offload.host.page_locked import HostMemoryError
+from offload.planning.as_json import to_json
 
-
-class Command(Protocol):
-    """What the file of a command has; its docstring's first line is the command's help."""
-
-    __doc__: str | None
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Say which options there are beside ``--json``."""
-
-    def answer(self, options: argparse.Namespace) -> Answer:
-        """Do what was asked for; a ``ValueError`` says what is wrong with the options."""
-
-
-COMMANDS: dict[str, Command] = {"link": link, "doctor": doctor, "plan": plan}
+COMMANDS: dict[str, ModuleType] = {"link": link, "doctor": doctor, "plan": plan}
+"""The file of each: it has ``add_options`` and ``answer``, and its docstring begins with the help of the command."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -43,7 +31,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, HostMemoryError) as error:
         sys.stderr.write(f"offload {options.command}: {error}\n")
         return 2
-    sys.stdout.write(f"{answer.to_json() if options.json else answer}\n")
+    text = to_json(options.command, {"ok": answer.ok} | answer.values) if options.json else str(answer)
+    sys.stdout.write(f"{text}\n")
     return 0 if answer.ok else 1
 
 

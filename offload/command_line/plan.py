@@ -13,10 +13,9 @@ import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes, format_s
-from offload.command_line.answer import Answer, entries
 from offload.command_line.llama import Rates, loss_bytes, profile_of
-from offload.command_line.options import count, rate, size
 from offload.command_line.shape import ITEM_BYTES, Shape, read_shape
+from offload.command_line.terminal import Answer, count, entries, rate, size
 from offload.command_line.ways import Needs, Way, choose, ways
 from offload.planning.link import Link
 
@@ -98,7 +97,7 @@ def answer(options: argparse.Namespace) -> Answer:
         "link": asdict(link),
         "flop_per_s": rates.flop_per_s,
     }
-    return Answer("plan", lines, values, ok=best is not None)
+    return Answer(lines, values, ok=best is not None)
 
 
 def _device_bytes() -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from offload.base.checks import check_int
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 KEYS = {
@@ -40,8 +42,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "intermediate", "heads"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+            check_int(field, getattr(self, field), least=1)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)  # the way to fill a frozen dataclass

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import offload
-from offload.command_line import checks, machine
-from offload.command_line.checks import Check
-from offload.command_line.doctor import report
+from offload.command_line import doctor, machine
+from offload.command_line.doctor import Check, report
+from offload.command_line.machine import Bus
 from offload.command_line.main import main
-from offload.command_line.pcie import Bus
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, memory_groups
 
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_works_without_a_gpu(capsys, monkeypatch):
-    for name in (*checks.SLOWS, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in (*doctor.SLOWS, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     status = main(["doctor", "--device", "cpu", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -63,21 +62,21 @@ def test_all_is_well():
 @pytest.mark.parametrize(
     ("check", "remedy"),
     [
-        (checks.build("2.13.0", "13.0", has_driver=True), ""),
-        (checks.build("2.13.0+cpu", None, has_driver=False), ""),
-        (checks.build("2.13.0+cpu", None, has_driver=True), "install PyTorch for CUDA"),
-        (checks.driver(None, None, None), ""),
-        (checks.driver("580.95.05", (13, 0), "13.0"), ""),
-        (checks.driver("570.10", (12, 8), "12.9"), ""),  # minor versions go with each other
-        (checks.driver("570.10", (12, 8), "13.0"), "update the driver to one for CUDA 13.0, or install PyTorch for"),
-        (checks.groups([], 64 * GIB, 8 * GIB), ""),
-        (checks.groups([(1 << 62, GIB)], 64 * GIB, 80 * GIB), ""),  # the first version of control groups says so
-        (checks.groups([(60 * GIB, GIB)], 64 * GIB, 80 * GIB), ""),
-        (checks.groups([(60 * GIB, GIB), (40 * GIB, 20 * GIB)], 64 * GIB, 80 * GIB), "raise it: docker run --memory"),
-        (checks.host(50 * GIB, 64 * GIB, 80 * GIB), ""),
-        (checks.host(30 * GIB, 64 * GIB, 80 * GIB), "free host memory"),
-        (checks.host(None, None, 80 * GIB), ""),
-        (checks.numa(None, {0, 1}), ""),
+        (doctor.build("2.13.0", "13.0", has_driver=True), ""),
+        (doctor.build("2.13.0+cpu", None, has_driver=False), ""),
+        (doctor.build("2.13.0+cpu", None, has_driver=True), "install PyTorch for CUDA"),
+        (doctor.driver(None, None, None), ""),
+        (doctor.driver("580.95.05", (13, 0), "13.0"), ""),
+        (doctor.driver("570.10", (12, 8), "12.9"), ""),  # minor versions go with each other
+        (doctor.driver("570.10", (12, 8), "13.0"), "update the driver to one for CUDA 13.0, or install PyTorch for"),
+        (doctor.groups([], 64 * GIB, 8 * GIB), ""),
+        (doctor.groups([(1 << 62, GIB)], 64 * GIB, 80 * GIB), ""),  # the first version of control groups says so
+        (doctor.groups([(60 * GIB, GIB)], 64 * GIB, 80 * GIB), ""),
+        (doctor.groups([(60 * GIB, GIB), (40 * GIB, 20 * GIB)], 64 * GIB, 80 * GIB), "raise it: docker run --memory"),
+        (doctor.host(50 * GIB, 64 * GIB, 80 * GIB), ""),
+        (doctor.host(30 * GIB, 64 * GIB, 80 * GIB), "free host memory"),
+        (doctor.host(None, None, 80 * GIB), ""),
+        (doctor.numa(None, {0, 1}), ""),
     ],
 )
 def test_says_what_to_do(check, remedy):
@@ -87,15 +86,15 @@ def test_says_what_to_do(check, remedy):
 
 def test_names_the_group_that_leaves_the_least():
     assert (
-        "limit 40.00 GiB, 20.00 GiB in use" in checks.groups([(60 * GIB, GIB), (40 * GIB, 20 * GIB)], None, GIB).found
+        "limit 40.00 GiB, 20.00 GiB in use" in doctor.groups([(60 * GIB, GIB), (40 * GIB, 20 * GIB)], None, GIB).found
     )
 
 
 def test_a_gpu_that_pytorch_does_not_see(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "CUDA_VISIBLE_DEVICES" in checks.used_device(CPU, GIB, "13.0", has_driver=True).remedy
-    assert not checks.used_device(CPU, GIB, "13.0", has_driver=False).remedy
-    assert not checks.used_device(CPU, GIB, None, has_driver=True).remedy  # that is the build's
+    assert "CUDA_VISIBLE_DEVICES" in doctor.used_device(CPU, GIB, "13.0", has_driver=True).remedy
+    assert not doctor.used_device(CPU, GIB, "13.0", has_driver=False).remedy
+    assert not doctor.used_device(CPU, GIB, None, has_driver=True).remedy  # that is the build's
 
 
 class Accelerator:
@@ -104,19 +103,19 @@ class Accelerator:
 
 def test_tries_to_lock_more_than_the_limit(monkeypatch):
     tried = []
-    monkeypatch.setattr(checks, "page_locked", lambda nbytes, backend: tried.append(nbytes))
-    check = checks.locked(8 << 20, Accelerator())
+    monkeypatch.setattr(doctor, "page_locked", lambda nbytes, backend: tried.append(nbytes))
+    check = doctor.locked(8 << 20, Accelerator())
     assert tried == [72 << 20]
     assert "could be locked, so the driver does not keep to it" in check.found
     assert not check.remedy
-    assert not checks.locked(None, Accelerator()).remedy
+    assert not doctor.locked(None, Accelerator()).remedy
     assert tried[1] == GIB
 
     def refuse(nbytes, backend):
         raise HostMemoryError("The CUDA driver could not page-lock 72 MiB.")
 
-    monkeypatch.setattr(checks, "page_locked", refuse)
-    assert "--ulimit memlock=-1" in checks.locked(8 << 20, Accelerator()).remedy
+    monkeypatch.setattr(doctor, "page_locked", refuse)
+    assert "--ulimit memlock=-1" in doctor.locked(8 << 20, Accelerator()).remedy
 
 
 def test_names_the_cores_next_to_the_gpu(tmp_path):
@@ -124,20 +123,20 @@ def test_names_the_cores_next_to_the_gpu(tmp_path):
     node.mkdir(parents=True)
     (node / "cpulist").write_text("4-6,12\n")
     assert machine.cores_of(1, tmp_path) == {4, 5, 6, 12}
-    assert not checks.numa(1, {4, 12}, tmp_path).remedy
-    check = checks.numa(1, {0, 1, 4}, tmp_path)
+    assert not doctor.numa(1, {4, 12}, tmp_path).remedy
+    check = doctor.numa(1, {0, 1, 4}, tmp_path)
     assert check.found == "1, but the process may run on cores 0-1, 4"
     assert "numactl --cpunodebind=1 --preferred=1" in check.remedy
     assert "taskset --cpu-list 4-6,12 " in check.remedy
-    assert not checks.numa(3, {0}, tmp_path).remedy  # nobody says which those are
+    assert not doctor.numa(3, {0}, tmp_path).remedy  # nobody says which those are
 
 
 def test_reads_the_allocators_settings():
-    [check] = checks.settings({})
+    [check] = doctor.settings({})
     assert (check.name, check.state) == ("allocator", "ok")
-    [check] = checks.settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "0"})
+    [check] = doctor.settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_LAUNCH_BLOCKING": "0"})
     assert (check.found, check.remedy) == ("expandable_segments:True", "")
-    check, slow = checks.settings(
+    check, slow = doctor.settings(
         {
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "PYTORCH_ALLOC_CONF": "backend:native",
@@ -159,15 +158,15 @@ def test_reads_the_allocators_settings():
     ],
 )
 def test_compares_the_link(rate, bus, remedy):
-    assert checks.compare(offload.Link(rate, rate, 2 * rate, "cuda:0"), bus).remedy.startswith(remedy)
+    assert doctor.compare(offload.Link(rate, rate, 2 * rate, "cuda:0"), bus).remedy.startswith(remedy)
 
 
 def test_a_link_that_cannot_be_measured(monkeypatch):
     def refuse(device):
         raise HostMemoryError("64.00 MiB are missing; free host memory.")
 
-    monkeypatch.setattr(checks, "measure_link", refuse)
-    assert checks.link(get_backend("cpu"), None) == Check(
+    monkeypatch.setattr(doctor, "measure_link", refuse)
+    assert doctor.link(get_backend("cpu"), None) == Check(
         "link", "not measured", "64.00 MiB are missing; free host memory"
     )
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import offload
-from offload.command_line import pcie
+from offload.command_line import machine
 from offload.command_line.link import describe, free_flop_per_byte
 from offload.command_line.main import main
 
@@ -93,7 +93,7 @@ def test_a_size_needs_a_unit_that_there_is(capsys):
 
 
 def test_compares_with_what_the_bus_promises():
-    answer = describe("NVIDIA H200 (cuda:0)", H200, pcie.Bus(5, 16), 785e12)
+    answer = describe("NVIDIA H200 (cuda:0)", H200, machine.Bus(5, 16), 785e12)
     assert answer.values["ratio"] == pytest.approx(55.4 / 63.016)
     assert "63.0 GB/s each way by PCIe Gen5 x16; reached 88%" in str(answer)
     assert "14,170 FLOP" in str(answer)
@@ -101,7 +101,7 @@ def test_compares_with_what_the_bus_promises():
 
 
 def test_more_than_the_bus_promises_is_another_link():
-    assert "another link" in str(describe("", offload.Link(350e9, 350e9, 700e9), pcie.Bus(5, 16), 785e12))
+    assert "another link" in str(describe("", offload.Link(350e9, 350e9, 700e9), machine.Bus(5, 16), 785e12))
 
 
 def test_free_is_bound_by_the_way_out_unless_the_way_back_is_half_as_fast():
@@ -111,8 +111,8 @@ def test_free_is_bound_by_the_way_out_unless_the_way_back_is_half_as_fast():
 
 def test_a_bus_is_as_fast_as_its_slower_end(tmp_path):
     make_device(tmp_path)
-    assert pcie.bus_of(ADDRESS, tmp_path, silent) == pcie.Bus(4, 16, 16)
-    assert pcie.numa_node(ADDRESS, tmp_path) == 1
+    assert machine.bus_of(ADDRESS, tmp_path, silent) == machine.Bus(4, 16, 16)
+    assert machine.numa_node(ADDRESS, tmp_path) == 1
 
 
 def test_the_driver_knows_better(tmp_path):
@@ -123,34 +123,34 @@ def test_the_driver_knows_better(tmp_path):
         asked.append((address, fields))
         return ["5", "16", "8"]
 
-    assert pcie.bus_of(ADDRESS, tmp_path, ask) == pcie.Bus(5, 16, 8)
+    assert machine.bus_of(ADDRESS, tmp_path, ask) == machine.Bus(5, 16, 8)
     assert asked == [(ADDRESS, "pcie.link.gen.max,pcie.link.width.max,pcie.link.width.current")]
 
 
 @pytest.mark.parametrize("upper", ["Unknown", "7.0 GT/s"])
 def test_an_end_that_says_nothing_does_not_count(tmp_path, upper):
     make_device(tmp_path, upper=upper)
-    assert pcie.bus_of(ADDRESS, tmp_path, lambda *_: ["[N/A]", "[N/A]", "[N/A]"]) == pcie.Bus(5, 16, 16)
+    assert machine.bus_of(ADDRESS, tmp_path, lambda *_: ["[N/A]", "[N/A]", "[N/A]"]) == machine.Bus(5, 16, 16)
 
 
 def test_nobody_says(tmp_path):
-    assert pcie.bus_of(ADDRESS, tmp_path, silent) is None
-    assert pcie.bus_of(None) is None
-    assert pcie.numa_node(ADDRESS, tmp_path) is None
+    assert machine.bus_of(ADDRESS, tmp_path, silent) is None
+    assert machine.bus_of(None) is None
+    assert machine.numa_node(ADDRESS, tmp_path) is None
     make_device(tmp_path)
     (tmp_path / "sys/bus/pci/devices" / ADDRESS / "max_link_width").write_text("255\n")
-    assert pcie.bus_of(ADDRESS, tmp_path, silent) is None
+    assert machine.bus_of(ADDRESS, tmp_path, silent) is None
     (tmp_path / "sys/bus/pci/devices" / ADDRESS / "numa_node").write_text("-1\n")
-    assert pcie.numa_node(ADDRESS, tmp_path) is None
+    assert machine.numa_node(ADDRESS, tmp_path) is None
 
 
 def test_asks_the_tool_if_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert pcie.ask_nvidia(ADDRESS, "driver_version") is None
+    assert machine.ask_nvidia(ADDRESS, "driver_version") is None
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "$1, $2, $3"\n')
     tool.chmod(0o755)
-    assert pcie.ask_nvidia(ADDRESS, "driver_version") == [
+    assert machine.ask_nvidia(ADDRESS, "driver_version") == [
         f"--id={ADDRESS}",
         "--query-gpu=driver_version",
         "--format=csv",
@@ -158,7 +158,7 @@ def test_asks_the_tool_if_there_is_one(tmp_path, monkeypatch):
         "nounits",
     ]
     tool.write_text("#!/bin/sh\nexit 6\n")
-    assert pcie.ask_nvidia(ADDRESS, "driver_version") is None
+    assert machine.ask_nvidia(ADDRESS, "driver_version") is None
 
 
 @pytest.mark.gpu

@@ -1,13 +1,49 @@
-"""Options that several commands take, and how their texts are read."""
+"""How the commands speak with a shell: texts of options in, and out an answer for people and for programs."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import TextWrapper
+from typing import Any
 
 import torch
 
 from offload.base.checks import parse_bytes
+
+WIDTH = 110
+"""Of lines for people, at most."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of one command.
+
+    Args:
+        lines: The answer as text.
+        values: The same for JSON: numbers with their units in the names.
+        ok: Whether all is well; if not, the exit status is 1.
+    """
+
+    lines: Sequence[str]
+    values: dict[str, Any]
+    ok: bool = True
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def entries(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names in a column, and beside each its text, broken into lines."""
+    wide = max(len(name) for name, _ in pairs) + 2
+    breaking = TextWrapper(WIDTH, subsequent_indent=" " * wide, break_long_words=False, break_on_hyphens=False)
+    found: list[str] = []
+    for name, text in pairs:
+        breaking.initial_indent = f"{name:<{wide}}"
+        found += breaking.wrap(text) or [name]
+    return found
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
