@@ -16,7 +16,7 @@ from offload.base.checks import check_type, parse_bytes
 from offload.planning.ladder import ladder_of
 from offload.planning.link import Link
 from offload.planning.passes import LayerTreatment, passes_of
-from offload.planning.pipeline_order import Action, read_actions
+from offload.planning.pipeline_order import read_actions
 from offload.planning.pipeline_plan import ROUNDING, PipelinePlan, derive, warn_of_budget
 from offload.planning.pipeline_walk import Walk
 from offload.planning.profile import LayerProfile, Profile, StageProfile
@@ -90,7 +90,7 @@ def plan_regions(
     others: list[RegionPlan] = []
     for treatments in _ways(known):
         costs_so = {stage: treated(costs, treatments[stage]) for stage, costs in known.items()}
-        if fitting and _compute_s(order, costs_so) >= min(map(_step_s, fitting)):
+        if fitting and Walk(order, costs_so, 1).duration_s >= min(map(_step_s, fitting)):
             break  # what keeps less computes more
         moves = derive(order, costs_so, link, memory_budget=most_bytes, lookahead=lookahead, parts=parts)
         plan = RegionPlan(order, parts, costs_so, link, moves.schedule, treatments)
@@ -140,18 +140,10 @@ def _ways(profile: Mapping[int, StageProfile]) -> Iterator[dict[int, tuple[Layer
 
 
 def _all_travelling(layer: LayerProfile, rung: LayerTreatment | None) -> LayerTreatment:
+    """What the rung keeps travels, and what cannot be computed again; all that is saved, if there is no rung."""
     saved = frozenset(number for number, region in enumerate(layer.regions) if region.saved)
-    kept = saved if rung is None else _kept(layer, rung.kept)
+    kept = saved if rung is None else rung.kept | {one for one in saved if not layer.regions[one].recomputable}
     return LayerTreatment(kept, kept)
-
-
-def _kept(layer: LayerProfile, kept: frozenset[int]) -> frozenset[int]:
-    """These regions, and those that cannot be computed again."""
-    return kept | {number for number, region in enumerate(layer.regions) if region.saved and not region.recomputable}
-
-
-def _compute_s(order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> float:
-    return Walk(order, profile, 1).duration_s
 
 
 def _step_s(plan: PipelinePlan) -> float:

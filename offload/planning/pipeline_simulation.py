@@ -19,7 +19,6 @@ from offload.planning.pipeline_walk import Walk
 from offload.planning.shared_link import SharedLink
 from offload.planning.simulate import Arrival, Expected, Interlude, Simulation, Stream, play
 from offload.schedule.points import Point
-from offload.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,17 +77,10 @@ def simulate_pipeline(
     link = link or SharedLink.private([plan.link for plan in plans])
     if len(link.alone) != len(plans):
         raise ValueError(f"link must have one link for each of the {len(plans)} ranks, got {len(link.alone)}")
-    without_s = _duration_s(_play([replace(plan, schedule=_nothing(plan)) for plan in plans], link, 1.0))
+    staying = [replace(plan, schedule=replace(plan.schedule, moves=())) for plan in plans]
+    without_s = max(timeline.duration_s for timeline in _play(staying, link, 1.0))
     stretch = step_s_without / without_s if step_s_without and without_s else 1.0
     return PipelineStep(_play(plans, link, stretch), without_s * stretch)
-
-
-def _nothing(plan: PipelinePlan) -> Schedule:
-    return Schedule(plan.schedule.model_layers, (), plan.schedule.order)
-
-
-def _duration_s(timelines: Sequence[Timeline]) -> float:
-    return max(timeline.duration_s for timeline in timelines)
 
 
 def _play(plans: Sequence[PipelinePlan], link: SharedLink, stretch: float) -> tuple[Timeline, ...]:
