@@ -47,11 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--link", type=size, help="bytes per second each way, such as 26GB; an H200's by default")
     add("--flops", type=rate, help="per second inside of layers; 630e12, an H200's, by default")
     add("--optimizer-bytes", type=size, help="of state per parameter; by default AdamW's two numbers of the dtype")
-    add(
-        "--fused-loss",
-        action="store_true",
-        help="the loss never holds all logits: offload.use_chunked_loss, or Liger's",
-    )
+    without_logits = "the loss never holds all logits: offload.use_chunked_loss, or Liger's"
+    add("--fused-loss", action="store_true", help=without_logits)
 
 
 def answer(options: argparse.Namespace) -> Answer:

@@ -10,7 +10,7 @@ from offload.base.checks import format_bytes
 from offload.command_line.shape import Shape
 from offload.planning.link import Link
 from offload.planning.plan import Plan, plan
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import Profile
 
 MUCH = 1.005
 """Whole layers are simpler than regions, so they may take so much longer."""
@@ -78,7 +78,7 @@ def ways(
     kept = plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
     yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
-    whole = Profile(tuple(map(_without_regions, profile.layers)), profile.loss_s)
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     way, made = _planned(Way("whole layers", ""), whole, left, link, host)
     yield replace(way, write=f"offload_layers({LAYERS}, num_layers={made.num_layers})" if made else ""), made
     budgeted = _budgeted(left + needs.loss_bytes)
@@ -132,7 +132,3 @@ def _planned(way: Way, profile: Profile, left: int, link: Link, host: int | None
 def _budgeted(left: int) -> str:
     """What a step may add on the device, rounded down."""
     return f'offload_layers({LAYERS}, memory_budget="{max(0, left) * 10 // 2**30 / 10}GiB")'
-
-
-def _without_regions(layer: LayerProfile) -> LayerProfile:
-    return LayerProfile(layer.forward_s, layer.backward_s, layer.saved_bytes, layer.tensors, layer.workspace_bytes)
