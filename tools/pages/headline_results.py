@@ -1,0 +1,104 @@
+"""The strongest figures, and what each way out of an out-of-memory error gives: from several records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from page_text import ROOT, gib, markdown_table
+
+Row = dict[str, Any]
+
+CHEAP = 1.035
+"""Up to so many times the step, a plan counts as nearly free."""
+
+
+def read(name: str) -> Row:
+    """One of the records."""
+    record: Row = json.loads((ROOT / "results" / name).read_text("utf-8"))
+    return record
+
+
+def row_of(rows: list[Row], **wanted: Any) -> Row:
+    """The one row in which these have these values."""
+    [row] = [row for row in rows if wanted.items() <= row.items()]
+    return row
+
+
+def plans_of(record: Row) -> tuple[Row, Row, Row, Row]:
+    """Of the decoder: nothing, checkpointing, the smallest nearly free plan, and the plan nearest to checkpointing."""
+    rows = [row for row in record["rows"] if row["model"] == "decoder" and "error" not in row]
+    nothing, checkpoint = row_of(rows, what="nothing"), row_of(rows, what="checkpoint all")
+    plans = [row for row in rows if row["what"].startswith("budget")]
+    cheap = min((row for row in plans if row["ratio"] <= CHEAP), key=lambda row: int(row["peak_bytes"]))
+    near = min(plans, key=lambda row: abs(int(row["peak_bytes"]) - int(checkpoint["peak_bytes"])))
+    return nothing, checkpoint, cheap, near
+
+
+def headline(page: Path) -> str:
+    """The strongest figures, one a line."""
+    nothing, checkpoint, cheap, near = plans_of(read("budget.json"))
+    llama = read("llama_8b.json")
+    theirs, ours = llama["rows"][0], llama["rows"][1]
+    suite = read("suite.json")["rows"]
+    long = [row for row in suite if row["workload"] == "long sequence" and "step_s" in row]
+    kept = row_of(long, family="nothing")
+    whole = max((row for row in long if row["family"] == "offload"), key=lambda row: int(row["k"]))
+    tokens = read("suite.json")["runs"]["long sequence"]["tokens"]
+    step = f"{theirs['step_s']:.1f} → {ours['step_s']:.1f} s"
+    peak = f"{gib(theirs['peak_bytes'], 1)} → {gib(ours['peak_bytes'], 1)} GiB"
+    longer = f"{100 * (whole['step_s'] / kept['step_s'] - 1):+.1f}%"
+    eight_b = (
+        f"**Llama-8B's shape, {llama['tokens']:,} tokens, AdamW, one GPU**: a memory budget of checkpointing's peak "
+        f"takes **{ours['step_s'] / theirs['step_s']:.2f} × the step** of Hugging Face's checkpoints ({step}; {peak})."
+    )
+    decoder = (
+        f"**Decoder layers of a 7B model**: {gib(nothing['peak_bytes'], 1)} → **{gib(cheap['peak_bytes'], 1)} GiB for "
+        f"{_more(cheap)}** of the step; {gib(near['peak_bytes'], 1)} GiB for {_more(near)}, where checkpointing every "
+        f"layer takes {_more(checkpoint)} ({gib(checkpoint['peak_bytes'], 1)} GiB)."
+    )
+    sequence = (
+        f"**One sequence of {tokens:,} tokens**: whole layers travel, {gib(kept['peak_bytes'], 1)} → "
+        f"**{gib(whole['peak_bytes'], 1)} GiB for {longer}**."
+    )
+    budgets = Path(os.path.relpath(ROOT / "docs/howto/regions.md", page.parent)).as_posix()
+    measured = f"\nMeasured on an {llama['hardware']['gpu']}; [the budgets one by one]({budgets}#what-it-gives)."
+    return "".join(f"- {line}\n" for line in (eight_b, decoder, sequence)) + measured + "\n"
+
+
+def _more(row: Row) -> str:
+    return f"{100 * (row['ratio'] - 1):+.1f}%"
+
+
+def recipes(page: Path) -> str:
+    """What each way out gave on the decoder that all pages measure."""
+    nothing, checkpoint, cheap, near = plans_of(read("budget.json"))
+    suite = [row for row in read("suite.json")["rows"] if row["workload"] == "decoder" and "step_s" in row]
+    kept = row_of(suite, family="nothing")
+    free = row_of(suite, family="offload", k=5)
+    both = row_of(suite, family="offload_checkpoint", k=18)
+    again = 100 * (both["step_s"] / kept["step_s"] - 1)
+    shown = [
+        ("nothing", nothing["peak_bytes"], ""),
+        (
+            "5 of 20 whole layers: what is free",
+            free["peak_bytes"],
+            f"{100 * (free['step_s'] / kept['step_s'] - 1):+.1f}%",
+        ),
+        (f"`memory_budget`, {cheap['what'].removeprefix('budget ')}", cheap["peak_bytes"], _more(cheap)),
+        (f"`memory_budget`, {near['what'].removeprefix('budget ')}", near["peak_bytes"], _more(near)),
+        ("checkpointing every layer", checkpoint["peak_bytes"], _more(checkpoint)),
+        ("checkpoints, their inputs on the host", both["peak_bytes"], f"{again:+.1f}%"),
+    ]
+    rows = [{"what": what, "activation peak, GiB": gib(peak), "step": step} for what, peak, step in shown]
+    return markdown_table(rows, left=1) + "\n"
+
+
+BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("table", "headline"): headline,
+    ("table", "recipes"): recipes,
+}
+PICTURES: dict[Path, Any] = {}
