@@ -1,4 +1,4 @@
-"""The tables of memory budgets, from ``results/budget.json`` and ``results/llama_8b.json``."""
+"""The tables and the curve of memory budgets, from ``results/budget.json`` and ``results/llama_8b.json``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from page_text import ROOT
+from page_text import ROOT, gib, image, ms
 from tabulate import tabulate
 
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PICTURE = Path("docs/_static/results/budgets.svg")
 RESULTS = ROOT / "results"
 GIB = 1 << 30
 
@@ -83,10 +89,60 @@ def _host_cost(page: Path) -> str:
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 
+def _curves() -> tuple[list[Row], list[Row], list[Row]]:
+    """Of the decoder: the plans, whole layers, both with nothing first, and the two ways to checkpoint all."""
+    rows = [row for row in _record("budget")["rows"] if row["model"] == "decoder" and "error" not in row]
+    plans, whole = (
+        [rows[0], *(row for row in rows if row["what"].startswith(word))] for word in ("budget", "whole layers")
+    )
+    return plans, whole, [row for row in rows if row["what"].startswith("checkpoint")]
+
+
+def _picture(page: Path) -> str:
+    plans, whole, checkpoints = _curves()
+    alt = (
+        f"Step time against activation peak. Plans by region: from {gib(plans[0]['peak_bytes'], 1)} GiB and "
+        f"{ms(plans[0]['step_s'])} ms to {gib(plans[-1]['peak_bytes'], 1)} GiB and {ms(plans[-1]['step_s'])} ms. Whole "
+        f"layers: {ms(whole[-1]['step_s'])} ms at {gib(whole[-1]['peak_bytes'], 1)} GiB. Every layer checkpointed: "
+        f"{ms(checkpoints[0]['step_s'])} ms at {gib(checkpoints[0]['peak_bytes'], 1)} GiB."
+    )
+    return image(alt, PICTURE, page)
+
+
+def draw() -> Figure:
+    """What a step takes within a memory budget, by three ways."""
+    plans, whole, checkpoints = _curves()
+    figure = new_figure((7.2, 3.9))
+    ax = figure.subplots()
+    style_axes(ax)
+    for rows, line, color, label in (
+        (whole, "s--", COLORS["offload"], "whole layers offloaded"),
+        (plans, "o-", COLORS["forward"], "a plan by region"),
+        (checkpoints[:1], "D", COLORS["recompute"], "every layer checkpointed"),
+        (checkpoints[1:], "^", COLORS["recompute"], "the same, inputs on the host"),
+    ):
+        ax.plot(
+            [row["peak_bytes"] / GIB for row in rows],
+            [1e3 * row["step_s"] for row in rows],
+            line,
+            color=color,
+            label=label,
+        )
+    ax.set_xlim(0, 1.08 * plans[0]["peak_bytes"] / GIB)
+    ax.set_ylim(0, 1.15e3 * max(row["step_s"] for row in whole))
+    ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
+    ax.set_ylabel("step, ms", color=INK, fontsize=9)
+    gpu = _record("budget")["hardware"]["gpu"]
+    ax.set_title(f"20 decoder layers within a memory budget, {gpu}", color=INK, loc="left", fontsize=11)
+    ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
+    return figure
+
+
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets"): partial(_budgets, "decoder"),
     ("table", "budgets_llama"): partial(_budgets, "llama"),
     ("table", "llama_8b"): _llama_8b,
     ("table", "budget_host_cost"): _host_cost,
+    ("picture", "budgets"): _picture,
 }
-PICTURES: dict[Path, Any] = {}
+PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: draw}

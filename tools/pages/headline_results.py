@@ -12,7 +12,7 @@ from page_text import ROOT, gib, markdown_table
 
 Row = dict[str, Any]
 
-CHEAP = 1.035
+CHEAP = 1.05
 """Up to so many times the step, a plan counts as nearly free."""
 
 
