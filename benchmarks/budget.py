@@ -183,7 +183,8 @@ class Case:
 
     def _same_bits(self) -> bool:
         for leaf in self.model.leaves:
-            leaf.grad.zero_()  # type: ignore[union-attr]
+            if leaf.grad is not None:
+                leaf.grad.zero_()
         with deterministic():
             self.model.step()
         found = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]

@@ -49,7 +49,7 @@ _Wrapper: Any = _checkpoint._VersionWrapper
 _cache = _checkpoint._CachingTorchDispatchMode.__torch_dispatch__
 
 
-class _Kept(_Wrapper):  # type: ignore[misc]
+class _Kept(_Wrapper):  # type: ignore[misc]  # private in PyTorch, and without types
     """A result that is kept, or something beside it that is no tensor."""
 
     def __init__(self, value: Any) -> None:

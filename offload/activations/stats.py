@@ -89,11 +89,11 @@ def since(before: Stats, after: Stats, held: Collection[str]) -> Stats:
 
 def total(stats: Sequence[OffloadStats]) -> OffloadStats:
     """What several contexts have moved, each on a device of its own."""
-    sums: dict[str, object] = {}
+    sums: dict[str, Any] = {}
     for item in fields(OffloadStats):
         values = [getattr(one, item.name) for one in stats]
         sums[item.name] = dict(sum(map(Counter, values), Counter())) if isinstance(values[0], dict) else sum(values)
-    return OffloadStats(**sums)  # type: ignore[arg-type]
+    return OffloadStats(**sums)
 
 
 def _mib(nbytes: int) -> str:

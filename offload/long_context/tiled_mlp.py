@@ -155,8 +155,8 @@ class _InTiles(torch.autograd.Function):
         with ExitStack() as stack:
             for state in ctx.random:
                 stack.enter_context(state)
-            for tile, part, place in zip(tiles, parts, places, strict=True):
-                tile = tile.detach().requires_grad_(wants_x)  # noqa: PLW2901
+            for of_graph, part, place in zip(tiles, parts, places, strict=True):
+                tile = of_graph.detach().requires_grad_(wants_x)
                 with torch.enable_grad(), ctx.autocast:
                     output = ctx.whole(tile)
                 wanted = [tile, *parameters] if wants_x else parameters

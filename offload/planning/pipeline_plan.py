@@ -281,12 +281,12 @@ def check_options(memory_budget: int | str | None, fraction: float | None, looka
             raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
 
 
-def check_costs(profile: object, link: object) -> None:
+def check_costs(profile: Any, link: object) -> None:
     """Raise a ``TypeError`` for what is no profile of stages, or no link."""
     if profile is not None:
         wanted = "a dictionary of stages, such as {0: StageProfile(forward_s=0.1, backward_s=0.2, saved_bytes=1 << 30)}"
         check_type("profile", profile, Mapping, wanted)
-        for costs in profile.values():  # type: ignore[attr-defined]
+        for costs in profile.values():
             check_type("each entry of profile", costs, StageProfile, "a StageProfile")
     if link is not None:
         check_link(link)

@@ -119,7 +119,10 @@ def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
 
 def test_everything_is_kept(lab: Lab) -> None:
     """Views, numbers and several results of one operation among it."""
-    keep_all = lambda *_, **__: torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE  # noqa: E731
+
+    def keep_all(*_: object, **__: object) -> torch.utils.checkpoint.CheckpointPolicy:
+        return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
     layers, x = build(lambda: Selective(functools.partial(GptBlock, 0.0), keep_all), LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()

@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 23\), got \(2, 22\)"):
         chunked_cross_entropy(hidden, weight, labels[:, 1:])
     with pytest.raises(ValueError, match="reduction must be"):
-        chunked_cross_entropy(hidden, weight, labels, reduction="none")  # type: ignore[arg-type]
+        chunked_cross_entropy(hidden, weight, labels, reduction="none")  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
         chunked_cross_entropy(hidden, weight, labels, chunk_tokens=0)
 
@@ -184,7 +184,7 @@ def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatc
     asked: list[Any] = []
 
     def fused(
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,  # noqa: A002  # as Liger names it
         weight: torch.Tensor,
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -204,7 +204,7 @@ def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "liger_kernel", package)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)  # type: ignore[arg-type]  # in place of a module
     hidden, weight, labels, bias = inputs(bias=True)
     close(
         chunked_cross_entropy(hidden, weight, labels, bias=bias, shift=True, liger=True),

@@ -121,7 +121,7 @@ def test_the_input_goes_when_its_backward_has_run() -> None:
     x = torch.rand(12, 3, requires_grad=True)
     with tile_mlp([layer], 4):
         y = x * 2
-        storage = y.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+        storage = y.untyped_storage()._weak_ref()  # type: ignore[attr-defined]  # private, here and below
         z = layer.mlp(y)
         del y
     for _ in range(2):  # the graph is kept, and so is the input
@@ -317,7 +317,10 @@ def test_compiled_layers() -> None:
 def test_anothers_forward_is_tiled_and_comes_back() -> None:
     layer = nn.Module()
     layer.mlp = nn.Linear(3, 3)
-    theirs = lambda x: x + len(x)  # noqa: E731
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        return x + len(x)
+
     layer.mlp.forward = theirs
     with tile_mlp([layer], 4):
         assert torch.equal(layer.mlp(torch.zeros(8, 1)), torch.full((8, 1), 4.0))

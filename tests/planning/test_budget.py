@@ -155,6 +155,26 @@ def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.Monkey
         assert handle.plan is plan
 
 
+def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    budget = 2 * saved_bytes(layers, x, lab)
+    with budgeted(layers, lab, budget) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        first = handle.plan
+        peaks = Peaks(monkeypatch)
+        handle._has_peak = True
+        step_gradients(layers, x)
+        peaks.peak_bytes = 10 * budget  # in this step: so much is needed outside of the layers
+        step_gradients(layers, x)
+        with pytest.warns(UserWarning, match="cannot be met, so the plan is followed that has broken it"):
+            assert_same(expected, step_gradients(layers, x))
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is first
+
+
 @pytest.mark.gpu
 def test_auto_and_the_measured_peak() -> None:
     device = torch.device("cuda")

@@ -68,6 +68,4 @@ def test_hugging_face_layers_with_treatments(
             for _ in range(3):
                 assert_same(expected, gradients(trained, step))
             assert handle.stats().offloaded_bytes > 0
-            found = set(handle.regions(0).values())
-            # Under autocast, what an H200 computes again may have other bits; that travels in place.
-            assert found == set(treatments.values()) | (found & {"offload"} if lab.device.type == "cuda" else set())
+            assert set(handle.regions(0).values()) == set(treatments.values())
