@@ -30,7 +30,7 @@ class Block(nn.Module):
 model = nn.Sequential(*(Block() for _ in range(layers))).to(device, torch.bfloat16 if device.type != "cpu" else None)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 x = torch.randn(tokens, width, device=device, dtype=next(model.parameters()).dtype)
-budget = "6GiB" if device.type != "cpu" else "3MiB"
+budget = "9GiB" if device.type != "cpu" else "3MiB"
 
 with offload.offload_layers(model, memory_budget=budget, min_bytes="1MiB" if device.type != "cpu" else 1) as handle:
     for number in range(6):

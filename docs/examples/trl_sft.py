@@ -44,14 +44,15 @@ def train(callbacks):
     """What SFTTrainer logged with the loss of each step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
+    checkpointing = f"{'activation' if hasattr(SFTConfig, 'activation_checkpointing') else 'gradient'}_checkpointing"
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             folder,
             per_device_train_batch_size=2,
             max_steps=STEPS,
             max_length=words,
-            # TRL's default would let each layer's input travel alone. Older transformers: gradient_checkpointing.
-            activation_checkpointing=False,
+            # TRL's default would let each layer's input travel alone.
+            **{checkpointing: False},
             bf16=on_gpu,
             logging_steps=1,
             save_strategy="no",

@@ -72,7 +72,9 @@ class CpuAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = {id(t.untyped_storage()) for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _counts(t)}
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        inputs = {id(t.untyped_storage()) for t in given if _counts(t)}
+        inputs |= {id(storage) for storage in given if isinstance(storage, torch.UntypedStorage)}  # as set_ takes it
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
