@@ -39,6 +39,8 @@ class Case:
     """Numbers of layers that this library offloads."""
     checkpoint_ks: tuple[int, ...]
     """Numbers of checkpointed layers whose inputs it offloads."""
+    te_ks: tuple[int, ...] = ()
+    """Numbers of layers that Transformer Engine offloads."""
     turns_s: float = 0
     """About how long contenders take turns; 0 measures one after the other."""
     compiled: bool = False
@@ -58,7 +60,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
     decoder, mlp = reference_decoder(), norm_mlp()
     llama = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 16, "num_attention_heads": 32}
     if "decoder" in wanted:
-        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 10, 14, 18), (18, 19), turns_s=30)
+        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 10, 14, 18), (18, 19), (5, 18), turns_s=30)
     if "long" in wanted:
         yield long_sequence(device, link, host_bytes)
     if "compiled" in wanted:
@@ -67,6 +69,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
             lambda on: Stack(decoder, on, compiled="inductor"),
             (5, 10, 18),
             (18, 19),
+            (5, 18),
             turns_s=16,
             compiled=True,
         )
@@ -76,10 +79,11 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
             lambda on: Llama(on, tokens=4096, dtype=torch.bfloat16, vocab_size=2048, **llama),
             (4, 8, 14),
             (14, 15),
+            (4, 14),
             turns_s=15,
         )
     if "norm_mlp" in wanted:
-        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 10, 18), (18, 19), turns_s=12)
+        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 10, 18), (18, 19), (5, 18), turns_s=12)
 
 
 def small_cases(wanted: Collection[str]) -> Iterator[Case]:
@@ -87,18 +91,19 @@ def small_cases(wanted: Collection[str]) -> Iterator[Case]:
     decoder, mlp = (replace(workload(small=True), layers=4) for workload in (reference_decoder, norm_mlp))
     llama = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3, "num_attention_heads": 4}
     small = {
-        "decoder": Case("decoder", lambda on: Stack(decoder, on), (1, 2), (2, 3), turns_s=1e-9),
+        "decoder": Case("decoder", lambda on: Stack(decoder, on), (1, 2), (2, 3), (1, 2), turns_s=1e-9),
         "long": long_case(replace(decoder, shape=(1, 256, 64))),
         "compiled": Case(
-            "compiled decoder", lambda on: Stack(decoder, on, compiled="aot_eager"), (2,), (2,), compiled=True
+            "compiled decoder", lambda on: Stack(decoder, on, compiled="aot_eager"), (2,), (2,), (2,), compiled=True
         ),
         "llama": Case(
             "Hugging Face Llama",
             lambda on: Llama(on, tokens=64, dtype=torch.float32, vocab_size=128, **llama),
             (1,),
             (1, 2),
+            (1,),
         ),
-        "norm_mlp": Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (1, 2), (2, 3)),
+        "norm_mlp": Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (1, 2), (2, 3), (1, 2)),
     }
     yield from (small[name] for name in CASES if name in wanted)
 
@@ -107,7 +112,12 @@ def long_case(workload: Workload) -> Case:
     """A long sequence of which every layer but the last is offloaded."""
     k = workload.layers - 1
     return Case(
-        "long sequence", lambda on: Stack(workload, on, loss_is_a_layer=True), (k,), (k,), tokens=workload.shape[1]
+        "long sequence",
+        lambda on: Stack(workload, on, loss_is_a_layer=True),
+        (k,),
+        (k,),
+        (k,),
+        tokens=workload.shape[1],
     )
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,13 +42,18 @@ class Comparison:
         device: Where it runs.
         min_bytes: Smaller storages stay on the device with this library.
         host_bytes: Who would pin more than this is left out.
+        te_file: Transformer Engine's ``cpu_offload.py``, to be run alone; ``None`` takes the package, if installed.
     """
 
-    def __init__(self, case: Case, device: torch.device, *, min_bytes: int, host_bytes: float) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, *, min_bytes: int, host_bytes: float, te_file: Path | None = None
+    ) -> None:
         self._case = case
         self._device = device
         self._host_bytes = host_bytes
-        self._contenders = contenders(case.ks, case.checkpoint_ks, min_bytes=min_bytes)
+        self._contenders = contenders(
+            case.ks, case.checkpoint_ks, te_ks=case.te_ks, te_file=te_file, min_bytes=min_bytes
+        )
         self._expected: list[torch.Tensor] = []
         give_memory_back(device)
         self._model: Model = case.build(device)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import offload
+from benchmarks import transformer_engine_file
 from benchmarks.models import Model
 from offload.activations.context import DEFAULT_MIN_BYTES
 
@@ -85,19 +87,34 @@ def trl(model: Model) -> Iterator[Attached]:
 
 
 @contextmanager
-def transformer_engine(model: Model, k: int) -> Iterator[Attached]:
-    """Transformer Engine's context around each layer, and its sync function on each output."""
-    from transformer_engine.pytorch import get_cpu_offload_context
+def transformer_engine(model: Model, k: int, *, file: Path | None = None) -> Iterator[Attached]:
+    """Transformer Engine's context around each layer, and its sync function on each output.
+
+    Args:
+        model: What is trained.
+        k: Number of layers that it offloads.
+        file: Its ``cpu_offload.py``, where it is not installed.
+    """
+    if file is not None:
+        get_cpu_offload_context = transformer_engine_file.load(file)
+    else:
+        from transformer_engine.pytorch import get_cpu_offload_context
 
     context, sync = get_cpu_offload_context(
         enabled=True, num_layers=k, model_layers=len(model.layers), offload_activations=True, offload_weights=False
     )
 
+    inside = False
+
     def enter(_module: nn.Module, _args: object) -> None:
+        nonlocal inside
+        inside = True
         context.__enter__()
 
     def leave(_module: nn.Module, _args: object, output: Any) -> Any:
+        nonlocal inside
         context.__exit__(None, None, None)
+        inside = False
         return sync(output)
 
     hooks = [layer.register_forward_pre_hook(enter) for layer in model.layers]
@@ -105,6 +122,8 @@ def transformer_engine(model: Model, k: int) -> Iterator[Attached]:
     try:
         yield Attached(model.step)
     finally:
+        if inside:  # it failed on the way, and would leave its hooks to the next contender
+            context.__exit__(None, None, None)
         for hook in hooks:
             hook.remove()
 
@@ -127,26 +146,28 @@ def contenders(
     ks: Sequence[int],
     checkpoint_ks: Sequence[int],
     *,
+    te_ks: Sequence[int] = (),
+    te_file: Path | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
 ) -> list[Contender]:
     """All contenders: the first does nothing, and this library comes at several k, the most at the end.
 
     Args:
-        ks: Numbers of layers that this library offloads; Transformer Engine is tried with the smallest and the largest.
+        ks: Numbers of layers that this library offloads.
         checkpoint_ks: Numbers of checkpointed layers whose inputs it offloads.
+        te_ks: Numbers of layers that Transformer Engine offloads.
+        te_file: Its ``cpu_offload.py``, to be run alone; ``None`` takes the package, if it is installed.
         min_bytes: Storages below this size stay on the device with this library, in bytes.
     """
     own = partial(offloaded, min_bytes=min_bytes)
-    te = "transformer_engine"
+    te = partial(transformer_engine, file=te_file)
+    te_package = None if te_file else transformer_engine_file.PACKAGE
     return [
         Contender("nothing", "nothing", nothing, k=0),
         Contender("checkpoint", "torch.utils.checkpoint", checkpointed),
         Contender("save_on_cpu", "save_on_cpu", saved_on_cpu, takes_turns=False, pins_all=True),
         Contender("trl", "TRL OffloadActivations", trl, takes_turns=False, package="trl", pins_all=True),
-        *(
-            Contender("te", f"Transformer Engine, k = {k}", partial(transformer_engine, k=k), k, package=te)
-            for k in sorted({min(ks), max(ks)})
-        ),
+        *(Contender("te", f"Transformer Engine, k = {k}", partial(te, k=k), k, package=te_package) for k in te_ks),
         Contender("checkpoint_on_cpu", "checkpoint under save_on_cpu", partial(checkpointed, on_host=True)),
         *(
             Contender(

@@ -2,6 +2,7 @@
 
     python -m benchmarks.suite --out results/suite.json
     python -m benchmarks.suite --only long host_cost --merge      parts of it, into a record that is there
+    python -m benchmarks.suite --transformer-engine PATH/cpu_offload.py   that file in place of the installed package
 
 Contenders whose steps are of comparable length take turns, because a GPU at its power limit changes its clocks from
 step to step: in each round each one runs for the same time, and a time is that of several steps in a row, divided by
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 import offload
+from benchmarks import transformer_engine_file
 from benchmarks.cases import CASES, Case, cases, small_cases
 from benchmarks.comparison import Comparison, attempt
 from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
@@ -95,15 +97,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the suite")
     parser.add_argument("--merge", action="store_true", help="keep what the record says about other parts")
     parser.add_argument("--host-gib", type=float, default=100, help="the most host memory to pin at a time")
+    parser.add_argument("--transformer-engine", type=Path, help="its cpu_offload.py, beside a text with its commit")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     arguments = parser.parse_args()
     device = resolve_device(None)
     if device.type == "cpu" and not arguments.small:
         parser.error("the workloads are made for a GPU; give --small on a CPU")
+    te = {}
+    if arguments.transformer_engine:
+        te = {"transformer_engine": transformer_engine_file.describe(arguments.transformer_engine)}
     link = offload.measure_link(device)
     print(link)
     here = environment(device)
-    run = {"date": here.pop("date"), "commit": here.pop("commit"), "link": vars(link)}
+    run = {"date": here.pop("date"), "commit": here.pop("commit"), "link": vars(link), **te}
     here["versions"] |= {package: _version(package) for package in PACKAGES}
     record = Record(arguments.out, {**here, "small": arguments.small}, run, merge=arguments.merge)
     measure_tensors(record, arguments, device, link)
@@ -131,7 +137,11 @@ def compare(record: Record, arguments: argparse.Namespace, device: torch.device,
 
         def run(case: Case = case) -> None:
             comparison = Comparison(
-                case, device, min_bytes=1 if arguments.small else DEFAULT_MIN_BYTES, host_bytes=host_bytes
+                case,
+                device,
+                min_bytes=1 if arguments.small else DEFAULT_MIN_BYTES,
+                host_bytes=host_bytes,
+                te_file=arguments.transformer_engine,
             )
             record.note(case.name, comparison.run(record.rows, record.save))
 

@@ -46,7 +46,7 @@ def test_every_workload_has_a_row_of_every_contender(record):
     for case in small_cases(suite.CASES):
         here = [row for row in record["rows"] if row["workload"] == case.name]
         assert [row["contender"] for row in here] == [
-            contender.label for contender in contenders.contenders(case.ks, case.checkpoint_ks)
+            contender.label for contender in contenders.contenders(case.ks, case.checkpoint_ks, te_ks=case.te_ks)
         ]
         for row in here:
             assert "error" in row or {"step_s", "spread_s", "first_s", "peak_bytes", "pinned_bytes"} <= row.keys()
@@ -148,6 +148,76 @@ def test_transformer_engine_is_used_as_its_users_do(monkeypatch):
     for k in (1, 2):
         assert rows[f"Transformer Engine, k = {k}"]["bit_identical"]
         assert rows[f"Transformer Engine, k = {k}"]["peak_bytes"] == rows[f"this library, k = {k}"]["peak_bytes"]
+
+
+FILE_OF_ANOTHER = """
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.cpu_offload_v1 as before
+from transformer_engine.debug.pytorch.debug_state import TEDebugState
+from .quantized_tensor import QuantizedTensor, prepare_for_saving, restore_from_saved
+
+import offload
+
+entered = []
+
+
+def get_cpu_offload_context(**arguments):
+    assert not TEDebugState.debug_enabled
+    assert te.cpu_offload_v1 is before
+    tensors, objects = prepare_for_saving(1, 2)
+    assert restore_from_saved(objects, tensors) == [1, 2]
+    assert not isinstance(tensors, QuantizedTensor)
+    entered.append(arguments)
+    return offload.get_cpu_offload_context(**arguments, min_bytes=1)
+"""
+
+
+@pytest.fixture
+def te_file(tmp_path):
+    path = tmp_path / "cpu_offload.py"
+    path.write_text(FILE_OF_ANOTHER, "utf-8")
+    path.with_suffix(".txt").write_text("commit: 123abc\nlicence: ours\n", "utf-8")
+    return path
+
+
+def test_transformer_engine_s_file_runs_alone(te_file, monkeypatch):
+    stand_in(monkeypatch, "transformer_engine.pytorch")
+    before = {name: module for name, module in sys.modules.items() if name.startswith("transformer_engine")}
+    rows = mlp_rows(te_file=te_file)
+    for k in (1, 2):
+        assert rows[f"Transformer Engine, k = {k}"]["bit_identical"]
+        assert rows[f"Transformer Engine, k = {k}"]["peak_bytes"] == rows[f"this library, k = {k}"]["peak_bytes"]
+    assert {name: module for name, module in sys.modules.items() if name.startswith("transformer_engine")} == before
+
+
+def test_the_record_says_which_file_was_run(te_file, monkeypatch, tmp_path):
+    arguments = ["--only", "norm_mlp", "--transformer-engine", str(te_file)]
+    record = run_suite(monkeypatch, tmp_path / "suite.json", *arguments)
+    said = record["runs"]["LayerNorm-MLP"]["transformer_engine"]
+    assert (said["commit"], said["licence"], len(said["sha256"])) == ("123abc", "ours", 64)
+    assert [row["k"] for row in record["rows"] if row["family"] == "te" and "step_s" in row] == [1, 2]
+    te_file.with_suffix(".txt").write_text("commit: 123abc\n", "utf-8")
+    with pytest.raises(ValueError, match=r"cpu_offload\.txt must name commit and licence, got no licence; add a line"):
+        run_suite(monkeypatch, tmp_path / "suite.json", *arguments)
+    te_file.unlink()
+    with pytest.raises(ValueError, match=r"must be there, got .*cpu_offload\.py; give the path"):
+        run_suite(monkeypatch, tmp_path / "suite.json", *arguments)
+
+
+def test_who_fails_within_a_layer_leaves_no_hooks(monkeypatch):
+    class Fails:
+        def __enter__(self):
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: 1 / 0, lambda _: 1 / 0)
+            self.hooks.__enter__()
+            raise ValueError("within a layer")
+
+        def __exit__(self, *_):
+            self.hooks.__exit__()
+
+    stand_in(monkeypatch, "transformer_engine.pytorch", get_cpu_offload_context=lambda **_: (Fails(), None))
+    rows = mlp_rows()
+    assert rows["Transformer Engine, k = 1"]["error"] == "ValueError: within a layer"
+    assert rows["checkpoint under save_on_cpu"]["bit_identical"]
 
 
 def test_trl_is_used_as_its_trainers_do(monkeypatch):

@@ -253,6 +253,27 @@ def test_a_workload_s_table_has_every_contender():
     assert table.endswith("Not measured: TRL (trl is not installed).\n")
 
 
+def test_who_fails_has_a_row_that_says_so():
+    failed = [
+        {"workload": "decoder", "family": "te", "contender": f"TE, k = {k}", "k": k, "error": "ValueError: a [view]"}
+        for k in (5, 18)
+    ]
+    table = suite_results.workload_table({**SUITE, "rows": [*SUITE["rows"], *failed]}, "decoder")
+    assert cells_of(table)[-2:] == [[f"TE, k = {k}", "fails", *[""] * 7] for k in (5, 18)]
+    assert "\nFails: TE, k = 5; TE, k = 18, with `ValueError: a [view]`.\n\nNot measured: TRL" in table
+
+
+def test_which_transformer_engine_was_measured_is_said():
+    assert suite_results.te_text(SUITE) == ""
+    runs = {**SUITE["runs"]}
+    runs["decoder"] = {**runs["decoder"], "transformer_engine": {"commit": "0123456789abcdef", "licence": "Apache-2.0"}}
+    record = {**SUITE, "runs": runs}
+    assert suite_results.te_text(record) == "Here: decoder, with the file of commit `0123456789` (Apache-2.0).\n"
+    runs["LayerNorm-MLP"] = {"transformer_engine": {"commit": "another", "licence": "Apache-2.0"}}
+    with pytest.raises(ValueError, match=r"must be of one commit in suite\.json, got .*another"):
+        suite_results.te_text(record)
+
+
 def test_claims_are_shown_whether_they_hold_or_not():
     assert [cells[2] for cells in cells_of(suite_results.verdicts_table(SUITE))[2:]] == ["yes", "**no**", ""]
 

@@ -78,24 +78,60 @@ def workload_table(record: Row, workload: str) -> str:
     if not rows:
         return "Not measured yet.\n"
     kept = next((row for row in rows if row["family"] == "nothing" and "step_s" in row), None)
-    missing = [f"{row['contender']} ({row['error']})" for row in rows if "error" in row]
-    said = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
-    return markdown_table([_shown(row, kept) for row in rows if "error" not in row], left=1) + "\n" + said
+    fails = [row for row in rows if _fails(row)]
+    missing = [f"{row['contender']} ({row['error']})" for row in rows if "error" in row and row not in fails]
+    said = "".join(f"\nFails: {names}, with `{error}`.\n" for error, names in _by_error(fails).items())
+    said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    shown = [
+        _shown(row, kept) if "error" not in row else _failed(row) for row in rows if row in fails or "error" not in row
+    ]
+    return markdown_table(shown, left=1) + "\n" + said
+
+
+def _fails(row: Row) -> bool:
+    """Whether the contender was run, and raised something."""
+    return re.match(r"\w+(Error|Exception): ", row.get("error", "")) is not None
+
+
+def _by_error(rows: list[Row]) -> dict[str, str]:
+    """Error → who raised it."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["error"], []).append(row["contender"])
+    return {error: "; ".join(who) for error, who in names.items()}
+
+
+def _failed(row: Row) -> Row:
+    return {"": row["contender"], "step, ms": "fails"} | dict.fromkeys(_COLUMNS[2:], "")
+
+
+_COLUMNS = (
+    "",
+    "step, ms",
+    "against nothing",
+    "activation peak, GiB",
+    "copied each way, GiB",
+    "against the limit",
+    "pinned, GiB",
+    "first step, s",
+    "gradients",
+)
 
 
 def _shown(row: Row, kept: Row | None) -> Row:
     ratio, copied, same = row.get("ratio_to_limit"), row.get("copied_bytes"), row.get("bit_identical")
-    return {
-        "": row["contender"],
-        "step, ms": f"{ms(row['step_s'])} ± {row['spread_s'] * 500:.0f}",
-        "against nothing": f"{row['step_s'] / kept['step_s']:.2f} ×" if kept else "",
-        "activation peak, GiB": gib(row["peak_bytes"]),
-        "copied each way, GiB": "" if copied is None else gib(copied),
-        "against the limit": f"{ratio:.2f} ×" if ratio and copied else "",
-        "pinned, GiB": gib(row["pinned_bytes"]),
-        "first step, s": f"{row['first_s']:.1f}",
-        "gradients": {True: "equal", False: "differ", None: ""}[same],
-    }
+    cells = (
+        row["contender"],
+        f"{ms(row['step_s'])} ± {row['spread_s'] * 500:.0f}",
+        f"{row['step_s'] / kept['step_s']:.2f} ×" if kept else "",
+        gib(row["peak_bytes"]),
+        "" if copied is None else gib(copied),
+        f"{ratio:.2f} ×" if ratio and copied else "",
+        gib(row["pinned_bytes"]),
+        f"{row['first_s']:.1f}",
+        {True: "equal", False: "differ", None: ""}[same],
+    )
+    return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def run_of(record: Row) -> Row:
@@ -113,6 +149,21 @@ def setting_text(record: Row) -> str:
 
 
 _PACKAGES = ("transformers", "trl", "transformer-engine")
+
+
+def te_text(record: Row) -> str:
+    """Which of Transformer Engine's code was measured, and where."""
+    files = {name: run["transformer_engine"] for name, run in record["runs"].items() if "transformer_engine" in run}
+    names = [name for name in WORKLOADS.values() if name in files]
+    if not names:
+        return ""
+    said = {(files[name]["commit"], files[name]["licence"]) for name in names}
+    if len(said) > 1:
+        raise ValueError(
+            f"Transformer Engine must be of one commit in {RECORD.name}, got {sorted(said)}; measure again"
+        )
+    ((commit, licence),) = said
+    return f"Here: {', '.join(names)}, with the file of commit `{commit[:10]}` ({licence}).\n"
 
 
 def long_text(record: Row) -> str:
@@ -306,6 +357,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "suite_setting"): lambda _: _if_measured(setting_text),
     ("table", "suite_verdicts"): lambda _: _if_measured(verdicts_table),
     ("picture", "suite"): lambda page: _if_measured(curves_picture, page),
+    ("table", "suite_te"): lambda _: _if_measured(te_text),
     ("table", "suite_long_length"): lambda _: _if_measured(long_text),
     **{
         ("table", block): partial(lambda workload, _: _if_measured(workload_table, workload), workload)
