@@ -6,6 +6,7 @@ by one, and the planner adds them up.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,17 +84,17 @@ class Passes:
     @cached_property
     def forward_s(self) -> float:
         """Compute seconds of forward."""
-        return sum(piece.seconds for piece in self.forward)
+        return math.fsum(piece.seconds for piece in self.forward)
 
     @cached_property
     def recompute_s(self) -> float:
         """Seconds of backward in which forward's operations run again."""
-        return sum(piece.recompute_s for piece in self.backward)
+        return math.fsum(piece.recompute_s for piece in self.backward)
 
     @cached_property
     def backward_s(self) -> float:
         """Compute seconds of backward, with what is computed again."""
-        return sum(piece.seconds for piece in self.backward) + self.recompute_s
+        return math.fsum(piece.seconds for piece in self.backward) + self.recompute_s
 
     @cached_property
     def sends(self) -> tuple[tuple[float, int], ...]:
@@ -176,7 +177,7 @@ def _of_tensors(layer: LayerProfile, *, travels: bool) -> Passes:
 def _of_regions(layer: LayerProfile, treated: Treated, travelling: frozenset[int], forward_s: float) -> Passes:
     """Regions share the seconds of forward and backward as their operations share those of forward."""
     regions = treated.regions
-    total_s = sum(region.seconds for region in regions)
+    total_s = math.fsum(region.seconds for region in regions)
     shares = [region.seconds / total_s if total_s else 1 / len(regions) for region in regions]
     moving = [number for number in sorted(travelling & treated.held) if regions[number].nbytes]
     places = {number: place for place, number in enumerate(moving)}

@@ -6,6 +6,7 @@ written by hand, to ask what another model or machine would do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -176,7 +177,7 @@ class Profile:
     @property
     def compute_s(self) -> float:
         """Seconds of a step that never waits."""
-        return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
+        return math.fsum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
 
     def scaled(self, tokens_ratio: float) -> Profile:
         """What the same model costs with another number of tokens, as far as that can be told.

@@ -6,6 +6,7 @@ given. To compute regions again costs the seconds of all operations that lead to
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
 
 def seconds_of(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> float:
     """What computing regions takes: each operation makes all of its results at once."""
-    return sum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
+    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+    return math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
 
 
 def ways(regions: Sequence[RegionProfile]) -> list[Treated]:
@@ -110,7 +112,7 @@ def ways(regions: Sequence[RegionProfile]) -> list[Treated]:
 def _steps(way: Treated) -> Iterable[Treated]:
     """The same with the results of one more operation kept, of those that run again now."""
     results: defaultdict[int, set[int]] = defaultdict(set)
-    for number in way.recomputed:
+    for number in sorted(way.recomputed):  # of equally good ones the first is taken
         results[operation_of(way.regions, number)].add(number)
     return (Treated(way.regions, way.kept | made) for made in results.values())
 
