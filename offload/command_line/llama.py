@@ -6,6 +6,7 @@ from how fast a device computes products and reads memory.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,14 +53,14 @@ class _Layer:
         self._tokens = tokens
         self._rates = rates
         self._min_bytes = min_bytes
-        self._low = shape.item_bytes < 4
+        self._casts = shape.item_bytes < 4 and not shape.fused_norms
         self._regions: list[RegionProfile] = []
         self._named: Counter[str] = Counter()
 
     def profile(self) -> LayerProfile:
         shape, rows, one = self._shape, self._rows, self._shape.item_bytes
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        entry = self._given(rows * shape.hidden * one, saved=not self._low)
+        entry = self._given(rows * shape.hidden * one, saved=not self._casts)
         cos, sin = (self._given(self._tokens * shape.head_dim * one, saved=True) for _ in range(2))
         x = self._norm("input_layernorm", entry)
         query = self._product("self_attn.q_proj", x, shape.hidden, wide)
@@ -72,20 +73,22 @@ class _Layer:
         attention_s = self._regions[-1].seconds
         self._add(name, rows * shape.heads * 4, reads, another_of=x)
         x = self._product("self_attn.o_proj", x, wide, shape.hidden)
-        entry = self._add("add", rows * shape.hidden * one, [entry, x], saved=not self._low)
+        entry = self._add("add", rows * shape.hidden * one, [entry, x], saved=not self._casts)
         x = self._norm("post_attention_layernorm", entry)
-        gate = self._product("mlp.gate_proj", x, shape.hidden, shape.intermediate, saved=True)
         nbytes = rows * shape.intermediate * one
-        gate = self._add("mlp.act_fn: silu", nbytes, [gate])
-        up = self._product("mlp.up_proj", x, shape.hidden, shape.intermediate, saved=True)
-        self._add("mlp: mul", nbytes, [gate, up])
+        first = "mlp.gate_proj" if shape.gated else "mlp.up_proj"
+        inside = self._product(first, x, shape.hidden, shape.intermediate, saved=True)
+        inside = self._add(f"mlp.act_fn: {'silu' if shape.gated else 'gelu'}", nbytes, [inside])
+        if shape.gated:
+            up = self._product("mlp.up_proj", x, shape.hidden, shape.intermediate, saved=True)
+            self._add("mlp: mul", nbytes, [inside, up])
         # What nobody needs in backward has no region: the last product and sum.
         down_s = self.seconds_of(2 * rows * shape.intermediate * shape.hidden, nbytes)
         sum_s = self.seconds_of(0, 3 * rows * shape.hidden * one)
-        forward_s = sum(region.seconds for region in self._regions) + down_s + sum_s
+        forward_s = math.fsum(region.seconds for region in self._regions) + down_s + sum_s
         # Each product has two in backward; flash attention computes its scores again, five products for two.
         backward_s = 2 * forward_s + attention_s / 2
-        gradients = 3 * nbytes  # of gate, up and what they make, all there at once
+        gradients = (3 if shape.gated else 2) * nbytes  # of what the MLP computes, all there at once
         return LayerProfile.from_regions(self._regions, forward_s, backward_s, workspace_bytes=gradients)
 
     def seconds_of(self, flop: float, nbytes: float) -> float:
@@ -123,15 +126,19 @@ class _Layer:
         return self._add(f"{module}: mm", nbytes, [x], saved=saved, flop=2 * self._rows * inputs * outputs)
 
     def _norm(self, module: str, x: int | None) -> int:
-        """In float32, whatever the model's dtype."""
+        """In float32, whatever the model's dtype: one operation, or several whose results stay in memory."""
         full, row = 4 * self._rows * self._shape.hidden, 4 * self._rows
-        if self._low:
+        if self._shape.fused_norms:
+            found = self._add(f"{module}: _fused_rms_norm", full * self._shape.item_bytes // 4, [x])
+            self._add(f"{module}: _fused_rms_norm", row, [x], another_of=found)
+            return found
+        if self._casts:
             x = self._add(f"{module}: _to_copy", full, [x])
         scale = self._add(f"{module}: pow", full, [x], saved=False)
         for operation in ("mean", "add", "rsqrt"):
             scale = self._add(f"{module}: {operation}", row, [scale], saved=operation == "rsqrt")
-        found = self._add(f"{module}: mul", full, [x, scale], saved=not self._low)
-        if self._low:
+        found = self._add(f"{module}: mul", full, [x, scale], saved=not self._casts)
+        if self._casts:
             found = self._add(f"{module}: _to_copy", full * self._shape.item_bytes // 4, [found])
         return self._add(f"{module}: mul", full * self._shape.item_bytes // 4, [found])
 

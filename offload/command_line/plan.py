@@ -6,7 +6,7 @@ What is counted is one process on one device, with the optimizer's state beside 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -39,6 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", type=Path, help="a config.json of Hugging Face's, or the folder that it is in")
     for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab"):
         add(f"--{name}", type=count, help="in place of the config's")
+    add("--no-gate", dest="gated", action="store_const", const=False, help="the MLP has two products in place of three")
+    fused = "each norm is one operation; by default those of Hugging Face's Llama, in float32"
+    add("--fused-norms", action="store_const", const=True, help=fused)
     add("--dtype", choices=[*ITEM_BYTES], help="of weights and activations, in place of the config's")
     add("--tokens", type=count, default=4096, help="of a sequence; 4096 by default")
     add("--batch", type=count, default=1, help="sequences in a microbatch; 1 by default")
@@ -46,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=size, help="that may be used, such as 100GiB; no limit by default")
     add("--link", type=size, help="bytes per second each way, such as 26GB; an H200's by default")
     add("--flops", type=rate, help="per second inside of layers; 630e12, an H200's, by default")
+    add("--bandwidth", type=rate, help="bytes per second of device memory; 4e12, an H200's, by default")
     add("--optimizer-bytes", type=size, help="of state per parameter; by default AdamW's two numbers of the dtype")
     without_logits = "the loss never holds all logits: offload.use_chunked_loss, or Liger's"
     add("--fused-loss", action="store_true", help=without_logits)
@@ -59,7 +63,7 @@ def answer(options: argparse.Namespace) -> Answer:
     link = H200
     if options.link is not None:
         link = Link(options.link, options.link, DUPLEX * options.link, "--link")
-    rates = RATES if options.flops is None else replace(RATES, flop_per_s=options.flops)
+    rates = Rates(options.flops or RATES.flop_per_s, options.bandwidth or RATES.bytes_per_s)
     profile = profile_of(shape, options.batch, options.tokens, rates, DEFAULT_MIN_BYTES)
     state = 2 * shape.item_bytes if options.optimizer_bytes is None else options.optimizer_bytes
     loss = 0 if options.fused_loss else loss_bytes(shape, options.batch, options.tokens)
@@ -93,6 +97,7 @@ def answer(options: argparse.Namespace) -> Answer:
         "usable_bytes": usable,
         "link": asdict(link),
         "flop_per_s": rates.flop_per_s,
+        "bytes_per_s": rates.bytes_per_s,
     }
     return Answer(lines, values, ok=best is not None)
 

@@ -28,7 +28,11 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. Of ``heads`` are as many ``kv_heads``, and ``head_dim`` is what is left, unless given."""
+    """The sizes of a model. Of ``heads`` are as many ``kv_heads``, and ``head_dim`` is what is left, unless given.
+
+    Its MLP multiplies what two products give if it is ``gated``, and has one product before the activation function if
+    not. A norm is one operation if there are ``fused_norms``, and those that Hugging Face's Llama has if not.
+    """
 
     layers: int
     hidden: int
@@ -39,6 +43,8 @@ class Shape:
     vocab: int = 0
     dtype: str = "bfloat16"
     tied: bool = False
+    gated: bool = True
+    fused_norms: bool = False
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "intermediate", "heads"):
@@ -57,7 +63,7 @@ class Shape:
     def layer_parameters(self) -> int:
         """Parameters of one layer, without biases."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def outside_parameters(self) -> int:

@@ -1,6 +1,8 @@
 """The profile that is counted from a model's sizes has the regions that are measured of the model."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ import offload
 from offload.command_line.llama import Rates, loss_bytes, profile_of
 from offload.command_line.shape import Shape, read_shape
 
+ROOT = Path(__file__).parents[2]
 RATES = Rates(1e12, 1e11)
 SIZES = {"layers": 3, "hidden": 32, "intermediate": 96, "heads": 4}
 
 
 def measured(config, dtype, min_bytes, batch, tokens):
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).train()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).train()
     numbers = torch.randint(64, (batch, tokens))
 
     def step():
@@ -30,6 +33,17 @@ def measured(config, dtype, min_bytes, batch, tokens):
 def plain(name):
     """Without what the CPU calls its implementation of attention."""
     return name.replace("_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention")
+
+
+def assert_alike(counted, found):
+    assert len(counted.layers) == len(found.layers) == 3
+    for one, other in zip(counted.layers, found.layers, strict=True):
+        assert [(each.name, each.nbytes, each.saved, each.recomputable) for each in one.regions] == [
+            (plain(each.name), each.nbytes, each.saved, each.recomputable) for each in other.regions
+        ]
+        for name in ("reads", "another_of"):
+            assert [getattr(each, name) for each in one.regions] == [getattr(each, name) for each in other.regions]
+        assert one.saved_bytes == other.saved_bytes > 0
 
 
 @pytest.mark.slow
@@ -59,19 +73,49 @@ def test_has_the_regions_that_are_measured(dtype, kv_heads, head_dim, min_bytes,
     config.save_pretrained(tmp_path)
     shape = read_shape(tmp_path, {})
     model, found = measured(config, dtype, min_bytes, 2, 16)
-    counted = profile_of(shape, 2, 16, RATES, min_bytes)
-
-    assert len(counted.layers) == len(found.layers) == 3
-    for one, other in zip(counted.layers, found.layers, strict=True):
-        assert [(each.name, each.nbytes, each.saved, each.recomputable) for each in one.regions] == [
-            (plain(each.name), each.nbytes, each.saved, each.recomputable) for each in other.regions
-        ]
-        for name in ("reads", "another_of"):
-            assert [getattr(each, name) for each in one.regions] == [getattr(each, name) for each in other.regions]
-        assert one.saved_bytes == other.saved_bytes > 0
+    assert_alike(profile_of(shape, 2, 16, RATES, min_bytes), found)
     parameters = [parameter.numel() for parameter in model.model.layers.parameters()]
     assert shape.layers * shape.layer_parameters == sum(parameters)
     assert shape.outside_parameters == sum(parameter.numel() for parameter in model.parameters()) - sum(parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_mlp_without_a_gate(dtype, tmp_path):
+    config = transformers.ArceeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=8,
+        hidden_act="gelu",
+        use_cache=False,
+        dtype=dtype,
+    )
+    config.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path, {"gated": False})
+    model, found = measured(config, dtype, 1, 2, 16)
+    assert_alike(profile_of(shape, 2, 16, RATES, 1), found)
+    assert shape.layers * shape.layer_parameters == sum(each.numel() for each in model.model.layers.parameters())
+
+
+def test_comes_near_to_the_recorded_rows_of_an_h200():
+    """A decoder whose norms are one operation each, by region and in whole layers, from 20 GiB to 2."""
+    record = json.loads((ROOT / "results" / "budget.json").read_text("utf-8"))
+    shape = Shape(layers=20, hidden=4096, intermediate=11008, heads=32, fused_norms=True)
+    profile = profile_of(shape, 2, 4096, Rates(630e12, 4e12), 1 << 21)
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    link = offload.Link(**record["link"])
+    rows = [row for row in record["rows"] if row["model"] == "decoder"]
+    kept = offload.plan(profile, "1TiB", link)
+    assert kept.peak_bytes == pytest.approx(rows[0]["peak_bytes"], rel=0.01)
+    assert kept.step_s == pytest.approx(rows[0]["step_s"], rel=0.07)
+    budgets = [row for row in rows if "budget_bytes" in row]
+    assert len(budgets) == 16
+    for row in budgets:
+        found = offload.plan(whole if row["what"].startswith("whole") else profile, row["budget_bytes"], link)
+        assert found.step_s == pytest.approx(row["step_s"], rel=0.06), row["what"]
 
 
 def test_seconds_follow_from_the_sizes():

@@ -94,6 +94,18 @@ def test_a_slower_link_and_device_take_longer(capsys):
     )
 
 
+def test_the_layer_can_be_another(capsys):
+    usual = asked(capsys, *SIZES, "--memory=80GiB")
+    for option, parameters in (("--no-gate", 8 * 1024 * 4096), ("--fused-norms", 0)):
+        found = asked(capsys, *SIZES, "--memory=80GiB", option)
+        assert found["saved_bytes"] < usual["saved_bytes"]
+        assert usual["parameters"] - found["parameters"] == parameters
+        assert by_name(found)["keep all"]["step_s"] < by_name(usual)["keep all"]["step_s"]
+    slow = asked(capsys, *SIZES, "--memory=80GiB", "--bandwidth=1e12")
+    assert slow["bytes_per_s"] == 1e12
+    assert by_name(slow)["keep all"]["step_s"] > by_name(usual)["keep all"]["step_s"]
+
+
 def test_streaming_takes_as_long_as_the_link():
     needs = Needs(SHAPE, 8, 0)
     usable = SHAPE.outside_parameters * 8 + 4 * SHAPE.layer_parameters * 2 + 8 * GIB
