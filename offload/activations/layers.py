@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Literal, Self
 
 import torch
@@ -13,13 +13,13 @@ from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.stats import OffloadStats, total
 from offload.base.checks import check_int
 from offload.base.given_layers import check_layers
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
+from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.recompute.treatments import LayerTreatments, Treatment, parse_treatments
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
 
 
-class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
+class OffloadedLayers(Handle):
     """Layers whose activations move; made by :func:`offload_layers`, undone by :meth:`remove`.
 
     As a context manager it is undone at the end of the block.
@@ -54,9 +54,6 @@ class OffloadedLayers(AbstractContextManager["OffloadedLayers"]):
         if not self._attachment:
             raise RuntimeError("the handle must be in use, but it was removed; call offload_layers again.")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         state = "" if self._attachment else ", removed"

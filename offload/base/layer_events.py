@@ -19,9 +19,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -81,11 +82,26 @@ def unheard() -> Iterator[None]:
         _telling.silent = before
 
 
-class Handle(Protocol):
-    """What the program holds of a part of the library that was put on layers."""
+class Handle:
+    """What the program holds of a part of the library that was put on layers; a context manager that undoes it."""
 
     def remove(self) -> None:
-        """Undo it all."""
+        """Undo it all. A second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def replace_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
+    """Give one object an attribute of its own, in place of its class's or of an earlier one; returns what undoes it."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+    # No closure: a copy of the object copies this with it.
+    return partial(delattr, holder, name) if before is None else partial(setattr, holder, name, before)
 
 
 class LayerListener:
@@ -113,7 +129,7 @@ class LayerListener:
         """The layer's parameters are about to be changed by ``load_state_dict``."""
 
 
-class Attachment(AbstractContextManager["Attachment"]):
+class Attachment(Handle):
     """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
 
     A listener holds the ``handle`` that it belongs to, and the layer its listeners. So all that is held here is weak.
@@ -130,7 +146,6 @@ class Attachment(AbstractContextManager["Attachment"]):
         forget_compiled()
 
     def remove(self) -> None:
-        """Take the listeners off. A second call does nothing."""
         attached, self._attached = self._attached, []
         for found, told in attached:
             layer, listener = found(), told()
@@ -143,9 +158,6 @@ class Attachment(AbstractContextManager["Attachment"]):
     def __bool__(self) -> bool:
         """Whether they are still there."""
         return bool(self._attached)
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def listeners_on(layer: nn.Module, kind: type[LayerListener]) -> list[LayerListener]:

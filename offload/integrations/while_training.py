@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 import offload
+from offload.base.layer_events import Handle
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
 
 
-class WhileTraining:
+class WhileTraining(Handle):
     """Offloads the layers of a model from the beginning of its training to the end.
 
     As a context manager it takes the hooks off the layers at the end of the block, however training ends.
@@ -61,12 +62,6 @@ class WhileTraining:
             return {}
         stats = self.handle.stats()
         return {f"offload/{name}": float(getattr(stats, name)) for name in LOGGED}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def find_layers(

@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from offload.base.checks import check_int
+from offload.base.layer_events import Handle, replace_attribute
 from offload.long_context.chunked_loss import CHUNK_TOKENS, chunked_cross_entropy
 
 
-class ChunkedLoss(AbstractContextManager["ChunkedLoss"]):
+class ChunkedLoss(Handle):
     """A model whose loss needs no logits; made by :func:`use_chunked_loss`, undone by :meth:`remove`.
 
     As a context manager it is undone at the end of the block.
     """
 
     def __init__(self, model: Any, head: Any, chunk_tokens: int, *, liger: bool | None) -> None:
-        self._model, self._head = model, head
+        self._head = head
         self._cross_entropy = partial(chunked_cross_entropy, chunk_tokens=chunk_tokens, liger=liger)
         self._signature = inspect.signature(model.forward)
         self._has_labels = False
-        self._own_forward, self._own_loss = vars(head).get("forward"), vars(model).get("_loss_function")
         self._logits = head.forward
-        head.forward, model.loss_function = self._no_logits, self._loss
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
+        self._undo: list[Callable[[], None]] = [
+            replace_attribute(head, "forward", self._no_logits),
+            replace_attribute(model, "_loss_function", self._loss),
+            model.register_forward_pre_hook(self._begin, with_kwargs=True).remove,
+            model.register_forward_hook(self._end, always_call=True).remove,
         ]
 
     def remove(self) -> None:
         """Let the model compute logits again. Graphs that exist stay valid. A second call does nothing."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-        if hooks:
-            _put_back(self._head, "forward", self._own_forward)
-            _put_back(self._model, "_loss_function", self._own_loss)
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        while self._undo:
+            self._undo.pop()()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._has_labels = self._signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None
@@ -133,10 +127,3 @@ def _refuse(*_: object) -> NoReturn:
 
 for _operation in ("add", "sub", "mul", "truediv", "getitem", "neg"):
     setattr(LogitsNotMade, f"__{_operation}__", _refuse)
-
-
-def _put_back(holder: object, name: str, own: Any) -> None:
-    if own is None:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, own)

@@ -6,7 +6,7 @@ An MLP sees each token by itself, so nothing changes but the order of sums over 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,28 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from offload.base.autograd import keeps_graph
 from offload.base.checks import check_int
+from offload.base.layer_events import Handle, replace_attribute
 from offload.recompute.random import RandomState, default_generator
 
 
-class TiledMLPs(AbstractContextManager["TiledMLPs"]):
+class TiledMLPs(Handle):
     """MLPs that run in tiles; made by :func:`tile_mlp`, undone by :meth:`remove` or at the end of the block."""
 
     def __init__(self, mlps: list[nn.Module], tokens: int) -> None:
-        self._tiled = [(mlp, mlp.__dict__.get("forward")) for mlp in mlps]
-        for mlp in mlps:
-            mlp.forward = _Tiled(mlp, mlp.forward, tokens)
+        self._undo = [replace_attribute(mlp, "forward", _Tiled(mlp, mlp.forward, tokens)) for mlp in mlps]
 
     def remove(self) -> None:
         """Let the MLPs run whole again. Graphs that exist stay valid. A second call does nothing."""
-        tiled, self._tiled = self._tiled, []
-        for mlp, forward in tiled:
-            if forward is None:
-                del mlp.forward
-            else:  # somebody else's, such as Liger's
-                mlp.forward = forward
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        while self._undo:
+            self._undo.pop()()
 
 
 def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "mlp") -> TiledMLPs:
@@ -68,7 +60,7 @@ def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "ml
         module = getattr(layer, mlp, None)
         if not isinstance(module, nn.Module):
             raise ValueError(f"layers must have a module {mlp!r}, got {type(layer).__name__} at {number}; give mlp=…")
-        if isinstance(module.__dict__.get("forward"), _Tiled):
+        if isinstance(vars(module).get("forward"), _Tiled):
             raise ValueError(f"{mlp!r} of layer {number} is tiled already; call remove() on the first handle")
         found.append(module)
     return TiledMLPs(found, tokens)

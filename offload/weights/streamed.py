@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import format_bytes, format_s, is_int
 from offload.base.given_layers import check_layers
-from offload.base.layer_events import Attachment
+from offload.base.layer_events import Attachment, Handle
 from offload.base.progress import LongWork
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
@@ -35,7 +35,7 @@ _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 """What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
 
 
-class StreamedWeights(AbstractContextManager["StreamedWeights"]):
+class StreamedWeights(Handle):
     """Layers whose weights are streamed; made by :func:`stream_weights`, undone by :meth:`remove`.
 
     As a context manager it is undone at the end of the block.
@@ -178,9 +178,6 @@ class StreamedWeights(AbstractContextManager["StreamedWeights"]):
     def __enter__(self) -> Self:
         self._alive()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         weights, slots = (format_bytes(self._counters[name]) for name in ("weight_bytes", "slot_bytes"))
