@@ -4,12 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
 VERSION = 1
 """Of the texts. One that is written by a later version of the library may have a higher one, and is refused."""
 
 T = TypeVar("T")
+
+
+class Stored:
+    """What is kept as text, in a file for example."""
+
+    _kind: ClassVar[str]
+
+    def _values(self) -> dict[str, Any]:
+        """All that :meth:`_from_values` needs, as JSON has it."""
+        raise NotImplementedError
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Self:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """All of it as text, for :meth:`from_json`."""
+        return to_json(self._kind, self._values())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What :meth:`to_json` made a text of.
+
+        Raises:
+            ValueError: ``text`` is something else.
+        """
+        return read_json(cls._kind, text, cls._from_values)
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def to_json(kind: str, values: dict[str, Any]) -> str:

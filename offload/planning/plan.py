@@ -13,12 +13,11 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
-from offload.planning.as_json import read_json, to_json
+from offload.planning.as_json import Stored
 from offload.planning.choices import Choices
 from offload.planning.link import Link, check_link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
@@ -40,7 +39,7 @@ NAMES = {"device": "device memory", "link": "the link", "host": "host memory"}
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Stored):
     """A schedule and treatments that meet a memory budget, and what to expect of them.
 
     Args:
@@ -52,6 +51,7 @@ class Plan:
         max_host_bytes: Most bytes on the host, if that is limited.
     """
 
+    _kind: ClassVar = "plan"
     schedule: Schedule
     profile: Profile
     link: Link
@@ -123,37 +123,24 @@ class Plan:
         least = min(self.helps, key=self.helps.__getitem__)
         return least if self.helps[least] < 0.999 * self.step_s else "compute"
 
-    def to_json(self) -> str:
-        """The plan as text, with profile and link, for :meth:`from_json`."""
+    def _values(self) -> dict[str, Any]:
         schedule = self.schedule
-        return to_json(
-            "plan",
-            {
-                "model_layers": schedule.model_layers,
-                "moves": [[move.layer, move.entry] for move in schedule.moves],
-                "order": [repr(point) for point in schedule.order],
-                "treatments": [
-                    treatment and {"kept": sorted(treatment.kept), "travelling": sorted(treatment.travelling)}
-                    for treatment in self.treatments
-                ],
-                "memory_budget": self.memory_budget,
-                "max_host_bytes": self.max_host_bytes,
-                "link": asdict(self.link),
-                "profile": json.loads(self.profile.to_json()),
-            },
-        )
+        return {
+            "model_layers": schedule.model_layers,
+            "moves": [[move.layer, move.entry] for move in schedule.moves],
+            "order": [repr(point) for point in schedule.order],
+            "treatments": [
+                treatment and {"kept": sorted(treatment.kept), "travelling": sorted(treatment.travelling)}
+                for treatment in self.treatments
+            ],
+            "memory_budget": self.memory_budget,
+            "max_host_bytes": self.max_host_bytes,
+            "link": asdict(self.link),
+            "profile": json.loads(self.profile.to_json()),
+        }
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` made a text of.
-
-        Raises:
-            ValueError: ``text`` is something else.
-        """
-        return read_json("plan", text, cls._from_values)
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Plan:
+    def _from_values(cls, values: dict[str, Any]) -> Self:
         entries = {layer: tuple(entry) for layer, entry in values["moves"]}
         return cls(
             Schedule.from_synchronization_dict(entries, values["model_layers"], values["order"]),
@@ -166,19 +153,6 @@ class Plan:
             ),
             values["max_host_bytes"],
         )
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read what :meth:`save` has written.
-
-        Raises:
-            ValueError: The file holds something else.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __repr__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"

@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
-from offload.planning.as_json import read_json, to_json
+from offload.planning.as_json import Stored
 from offload.recompute.costs import RegionProfile
 
 UNLISTED_PIECES = 8
@@ -142,7 +141,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Stored):
     """What the layers of one microbatch cost.
 
     Args:
@@ -152,6 +151,7 @@ class Profile:
         loss_bytes: The most that is on the device in ``loss_s`` beside the activation sets.
     """
 
+    _kind: ClassVar = "profile"
     layers: tuple[LayerProfile, ...]
     loss_s: float = 0.0
     other_s: float = 0.0
@@ -193,39 +193,16 @@ class Profile:
         layers = tuple(layer.scaled(tokens_ratio) for layer in self.layers)
         return Profile(layers, self.loss_s * tokens_ratio, self.other_s, round(self.loss_bytes * tokens_ratio))
 
-    def to_json(self) -> str:
-        """The profile as text, for :meth:`from_json`."""
-        return to_json("profile", asdict(self))
+    def _values(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """The profile that :meth:`to_json` made a text of.
-
-        Raises:
-            ValueError: ``text`` is something else.
-        """
-        return read_json("profile", text, cls._from_values)
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Profile:
+    def _from_values(cls, values: dict[str, Any]) -> Self:
         layers = []
         for layer in values["layers"]:
             regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
             layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
         return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read what :meth:`save` has written.
-
-        Raises:
-            ValueError: The file holds something else.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def __str__(self) -> str:
         lines = [f"{'layer':>5}{'forward':>11}{'backward':>11}{'saved':>12}{'tensors':>9}"]
