@@ -15,10 +15,10 @@ import torch
 
 from offload.base.checks import format_bytes
 from offload.command_line import machine
-from offload.command_line.terminal import Answer, add_device, entries
+from offload.command_line.terminal import Answer, add_device
 from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.host.page_locked import HostMemoryError, available_bytes, memory_groups, page_locked
+from offload.host.page_locked import HostMemoryError, available_bytes, memory_groups, own_cores, page_locked
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.table import ranges
@@ -67,14 +67,14 @@ def report(checks: Iterable[Check]) -> Answer:
     found = [*checks]
     warnings = sum(bool(check.remedy) for check in found)
     wide = max(len(check.name) for check in found)
-    pairs: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     for check in found:
-        pairs.append((f"{check.state:<9}{check.name:<{wide}}", check.found))
+        rows.append((f"{check.state:<9}{check.name:<{wide}}", check.found))
         if check.remedy:
-            pairs.append(("", f"To do: {check.remedy}."))
-    lines = [*entries(pairs), f"{warnings} warning{'s' if warnings != 1 else ''}" if warnings else "all is well"]
+            rows.append(("", f"To do: {check.remedy}."))
+    summary = f"{warnings} warning{'s' if warnings != 1 else ''}" if warnings else "all is well"
     values = {"checks": [{"state": check.state} | asdict(check) for check in found]}
-    return Answer(lines, values, ok=not warnings)
+    return Answer(rows, values, ok=not warnings, below=[summary])
 
 
 def examine(backend: Backend) -> Iterator[Check]:
@@ -90,7 +90,7 @@ def examine(backend: Backend) -> Iterator[Check]:
     total = machine.memory_total()
     yield groups([*memory_groups()], total, memory)
     yield host(available_bytes(), total, memory)
-    yield numa(machine.numa_node(address), machine.own_cores())
+    yield numa(machine.numa_node(address), own_cores())
     yield from settings(os.environ)
     yield link(backend, machine.bus_of(address))
 

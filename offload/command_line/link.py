@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch
 
 from offload.command_line.machine import Bus, bus_of, name_of, pci_address
-from offload.command_line.terminal import Answer, add_device, entries, size
+from offload.command_line.terminal import Answer, add_device, size
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.planning.link import Link
@@ -31,9 +31,7 @@ PRODUCTS = 5
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``link``."""
     add_device(parser)
-    parser.add_argument(
-        "--piece", type=size, default=PIECE_BYTES, help="the size of one copy, such as 1MiB; 64MiB by default"
-    )
+    parser.add_argument("--piece", type=size, default=PIECE_BYTES, help="the size of one copy; 64MiB by default")
 
 
 def answer(options: argparse.Namespace) -> Answer:
@@ -83,15 +81,13 @@ def describe(device: str, link: Link, bus: Bus | None, flop_per_s: float) -> Ans
         "free, in that proportion."
     )
     out, back, both = (rate / 1e9 for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s))
-    lines = entries(
-        [
-            ("device", device),
-            ("link", f"{out:.1f} GB/s to the host, {back:.1f} back, {both:.1f} both at once"),
-            ("promised", promised),
-            ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
-            ("free", meaning),
-        ]
-    )
+    rows = [
+        ("device", device),
+        ("link", f"{out:.1f} GB/s to the host, {back:.1f} back, {both:.1f} both at once"),
+        ("promised", promised),
+        ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
+        ("free", meaning),
+    ]
     values = asdict(link) | {
         "device": device,
         "pcie_generation": bus and bus.generation,
@@ -101,4 +97,4 @@ def describe(device: str, link: Link, bus: Bus | None, flop_per_s: float) -> Ans
         "flop_per_s": flop_per_s,
         "free_flop_per_byte": free,
     }
-    return Answer(lines, values)
+    return Answer(rows, values)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -119,10 +119,6 @@ def driver_cuda() -> tuple[int, int] | None:
 
 def locked_limit() -> int | None:
     """Bytes that this process may lock in memory (``ulimit -l``); ``None`` if there is no limit."""
-    try:
-        import resource
-    except ImportError:  # not of this system
-        return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -138,13 +134,6 @@ def cores_of(node: int, root: Path = Path("/")) -> set[int]:
     text = _read(root / f"sys/devices/system/node/node{node}/cpulist")
     runs = [run.partition("-") for run in text.split(",") if run]
     return {core for first, _, last in runs for core in range(int(first), int(last or first) + 1)}
-
-
-def own_cores() -> set[int]:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _read(path: Path) -> str:

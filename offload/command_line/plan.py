@@ -1,23 +1,26 @@
 """Say what to do with a model of Llama's type, by its config.json or its sizes, without loading it.
 
-What is counted is one process on one device, with the optimizer's state beside the weights.
+What is counted is one process on one device, with the optimizer's state beside the weights. There are four ways to
+train, the simplest first.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes, format_s
-from offload.command_line.llama import Rates, loss_bytes, profile_of
-from offload.command_line.shape import ITEM_BYTES, Shape, read_shape
-from offload.command_line.terminal import Answer, count, entries, rate, size
-from offload.command_line.ways import Needs, Way, choose, ways
+from offload.command_line.llama import ITEM_BYTES, Rates, Shape, loss_bytes, profile_of, read_shape
+from offload.command_line.terminal import Answer, count, rate, size
 from offload.planning.link import Link
+from offload.planning.plan import Plan, plan
+from offload.planning.profile import Profile
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
 """On PCIe Gen5 x16, as it was measured."""
@@ -31,6 +34,53 @@ RATES = Rates(630e12, 4e12)
 
 USABLE = 0.92
 """Of device memory: the rest is for the driver, and what the allocator cannot cut blocks from."""
+
+MUCH = 1.005
+"""Whole layers are simpler than regions, so they may take so much longer."""
+
+LAYERS = "model.model.layers"
+"""Where Hugging Face's models of this type have them."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        name: For people.
+        write: The call that does it.
+        misfit: Why it does not fit; empty if it does.
+        step_s: Predicted seconds of a step's layers and loss.
+        peak_bytes: On the device beside what is fixed.
+        host_bytes: On the host.
+    """
+
+    name: str
+    write: str
+    misfit: str = ""
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model needs beside activations.
+
+    Args:
+        shape: Its sizes.
+        parameter_bytes: For each weight, its gradient and optimizer state.
+        loss_bytes: For the loss.
+    """
+
+    shape: Shape
+    parameter_bytes: int
+    loss_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """On the device, with all of the model there."""
+        return self.shape.parameters * self.parameter_bytes + self.loss_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +110,7 @@ def answer(options: argparse.Namespace) -> Answer:
     given = {one.name: getattr(options, one.name) for one in fields(Shape) if hasattr(options, one.name)}
     shape = read_shape(options.model, given)
     memory = _device_bytes() if options.memory is None else options.memory
-    link = H200
-    if options.link is not None:
-        link = Link(options.link, options.link, DUPLEX * options.link, "--link")
+    link = H200 if options.link is None else Link(options.link, options.link, DUPLEX * options.link, "--link")
     rates = Rates(options.flops or RATES.flop_per_s, options.bandwidth or RATES.bytes_per_s)
     profile = profile_of(shape, options.batch, options.tokens, rates, DEFAULT_MIN_BYTES)
     state = 2 * shape.item_bytes if options.optimizer_bytes is None else options.optimizer_bytes
@@ -71,27 +119,24 @@ def answer(options: argparse.Namespace) -> Answer:
     usable = int(USABLE * memory)
     found = [*ways(profile, needs, usable, link, options.host_memory)]
     best = choose(way for way, _ in found)
-    weights = needs.parameters * needs.parameter_bytes
     activations = f"{options.batch} x {options.tokens} tokens, with {format_bytes(profile.saved_bytes)} of activations"
-    fixed = f"weights, gradients and optimizer {format_bytes(weights)}, loss {format_bytes(loss)}"
-    lines = entries(
-        [
-            ("model", f"{shape.layers} layers, {needs.parameters / 1e9:.2f}e9 parameters in {shape.dtype}"),
-            ("microbatch", activations),
-            ("device", f"{format_bytes(memory)}, of which {format_bytes(usable)} can be used"),
-            ("speed", f"{rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}"),
-            ("fixed", fixed),
-            *((way.name, _row(way)) for way, _ in found),
-            ("do", f"{best.name}: {best.write}" if best else "nothing fits: a larger device, or fewer tokens"),
-        ]
-    )
-    lines += [line for way, made in found if way is best and way.name == "regions" for line in ("", str(made))]
+    fixed = f"weights, gradients and optimizer {format_bytes(needs.fixed_bytes - loss)}, loss {format_bytes(loss)}"
+    rows = [
+        ("model", f"{shape.layers} layers, {shape.parameters / 1e9:.2f}e9 parameters in {shape.dtype}"),
+        ("microbatch", activations),
+        ("device", f"{format_bytes(memory)}, of which {format_bytes(usable)} can be used"),
+        ("speed", f"{rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}"),
+        ("fixed", fixed),
+        *((way.name, _row(way)) for way, _ in found),
+        ("do", f"{best.name}: {best.write}" if best else "nothing fits: a larger device, or fewer tokens"),
+    ]
+    table = [line for way, made in found if way is best and way.name == "regions" for line in ("", str(made))]
     values = {
         "do": best and best.name,
         "write": best and best.write,
         "ways": [asdict(way) for way, _ in found],
         "shape": asdict(shape),
-        "parameters": needs.parameters,
+        "parameters": shape.parameters,
         "saved_bytes": profile.saved_bytes,
         "fixed_bytes": needs.fixed_bytes,
         "usable_bytes": usable,
@@ -99,7 +144,71 @@ def answer(options: argparse.Namespace) -> Answer:
         "flop_per_s": rates.flop_per_s,
         "bytes_per_s": rates.bytes_per_s,
     }
-    return Answer(lines, values, ok=best is not None)
+    return Answer(rows, values, ok=best is not None, below=table)
+
+
+def ways(
+    profile: Profile, needs: Needs, usable: int, link: Link, host: int | None
+) -> Iterator[tuple[Way, Plan | None]]:
+    """The ways, each with its plan if it fits, on a device and a host that have so many bytes."""
+    left = usable - needs.fixed_bytes
+    kept = plan(profile, sys.maxsize, link)
+    misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
+    yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    way, made = _planned(Way("whole layers", ""), whole, left, link, host)
+    yield replace(way, write=f"offload_layers({LAYERS}, num_layers={made.num_layers})" if made else ""), made
+    budgeted = _budgeted(left + needs.loss_bytes)
+    yield _planned(Way("regions", budgeted), profile, left, link, host)
+    # On the device are the weights of two layers, as many gradients, and all that is outside of the layers.
+    shape = needs.shape
+    layer_bytes = shape.layer_parameters * shape.item_bytes
+    left = usable - shape.outside_parameters * needs.parameter_bytes - 4 * layer_bytes - needs.loss_bytes
+    on_host = shape.layers * shape.layer_parameters * needs.parameter_bytes
+    rest = None if host is None else host - on_host
+    write = f'stream_weights({LAYERS}, "cuda")'
+    way, made = _planned(Way("streamed weights", write), profile, left, link, rest)
+    if made is not None:
+        if made.host_bytes or made.recompute_s:
+            write += f", then {_budgeted(left + needs.loss_bytes)}"
+        d2h_s = (shape.layers * layer_bytes + made.host_bytes) / link.d2h_bytes_per_s
+        h2d_s = (2 * (shape.layers - 1) * layer_bytes + made.host_bytes) / link.h2d_bytes_per_s
+        way = replace(
+            way,
+            write=write,
+            step_s=max(made.step_s, d2h_s, h2d_s),
+            peak_bytes=made.peak_bytes + 4 * layer_bytes,
+            host_bytes=made.host_bytes + on_host,
+        )
+    yield way, made
+
+
+def choose(found: Iterable[Way]) -> Way | None:
+    """The simplest way that fits; regions in place of whole layers where they are faster."""
+    fitting = {way.name: way for way in found if not way.misfit}
+    whole, regions = fitting.get("whole layers"), fitting.get("regions")
+    if whole and regions and "keep all" not in fitting and (whole.step_s or 0) > MUCH * (regions.step_s or 0):
+        return regions
+    return next(iter(fitting.values()), None)
+
+
+def _planned(way: Way, profile: Profile, left: int, link: Link, host: int | None) -> tuple[Way, Plan | None]:
+    """The way with what its plan comes to, or why there is none."""
+    if left < 0:
+        return replace(way, write="", misfit=f"{format_bytes(-left)} are missing for what is fixed"), None
+    if host is not None and host < 0:
+        return replace(way, write="", misfit=f"{format_bytes(-host)} of host memory are missing"), None
+    try:
+        made = plan(profile, left, link, max_host_bytes=host)
+    except ValueError:
+        within = "" if host is None else f" and {format_bytes(host)} on the host"
+        return replace(way, write="", misfit=f"{format_bytes(left)}{within} are too little for activations"), None
+    return replace(way, step_s=made.step_s, peak_bytes=made.peak_bytes, host_bytes=made.host_bytes), made
+
+
+def _budgeted(left: int) -> str:
+    """What a step may add on the device, rounded down."""
+    return f'offload_layers({LAYERS}, memory_budget="{max(0, left) * 10 // 2**30 / 10}GiB")'
 
 
 def _device_bytes() -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import TextWrapper
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from offload.base.checks import parse_bytes
+
+Number = TypeVar("Number", int, float)
 
 WIDTH = 110
 """Of lines for people, at most."""
@@ -22,28 +24,21 @@ class Answer:
     """The answer of one command.
 
     Args:
-        lines: The answer as text.
+        rows: The answer for people: names, which stand in a column, and beside each its text.
         values: The same for JSON: numbers with their units in the names.
         ok: Whether all is well; if not, the exit status is 1.
+        below: Lines below the rows.
     """
 
-    lines: Sequence[str]
+    rows: Sequence[tuple[str, str]]
     values: dict[str, Any]
     ok: bool = True
+    below: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-
-def entries(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Names in a column, and beside each its text, broken into lines."""
-    wide = max(len(name) for name, _ in pairs) + 2
-    breaking = TextWrapper(WIDTH, subsequent_indent=" " * wide, break_long_words=False, break_on_hyphens=False)
-    found: list[str] = []
-    for name, text in pairs:
-        breaking.initial_indent = f"{name:<{wide}}"
-        found += breaking.wrap(text) or [name]
-    return found
+        wide = max(len(name) for name, _ in self.rows) + 2
+        lines = TextWrapper(WIDTH, subsequent_indent=" " * wide, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([*(lines.fill(f"{name:<{wide}}{text}") for name, text in self.rows), *self.below])
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -66,19 +61,18 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).removeprefix("value ")) from None
 
 
-def count(text: str) -> int:
-    """A whole number, at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
-    return int(text)
+def _positive(kind: Callable[[str], Number], wanted: str) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = kind("0")
+        if not 0 < found < math.inf:
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        return found
+
+    return read
 
 
-def rate(text: str) -> float:
-    """A number above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not (found > 0 and math.isfinite(found)):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, such as 630e12, got {text!r}")
-    return found
+count = _positive(int, "a whole number, at least 1")
+rate = _positive(float, "a number above 0, such as 630e12")

@@ -129,7 +129,7 @@ def _touched(nbytes: int) -> _Mapping:
             ctypes.memset(address + start, 0, part)
 
     starts = range(0, nbytes, TOUCH_BYTES)
-    with ThreadPoolExecutor(min(TOUCH_THREADS, len(starts), _cores())) as threads:
+    with ThreadPoolExecutor(min(TOUCH_THREADS, len(starts), len(own_cores()))) as threads:
         list(threads.map(touch, starts))
     return mapping
 
@@ -142,8 +142,9 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
     return not libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def own_cores() -> set[int]:
+    """The cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

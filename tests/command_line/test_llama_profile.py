@@ -9,8 +9,7 @@ import torch
 import transformers
 
 import offload
-from offload.command_line.llama import Rates, loss_bytes, profile_of
-from offload.command_line.shape import Shape, read_shape
+from offload.command_line.llama import Rates, Shape, loss_bytes, profile_of, read_shape
 
 ROOT = Path(__file__).parents[2]
 RATES = Rates(1e12, 1e11)

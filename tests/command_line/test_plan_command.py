@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import offload
-from offload.command_line.llama import Rates, profile_of
+from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
-from offload.command_line.shape import Shape
-from offload.command_line.ways import Needs, Way, choose, ways
+from offload.command_line.plan import Needs, Way, choose, ways
 
 GIB = 1 << 30
 LINK = offload.Link(50e9, 50e9, 100e9)
