@@ -285,7 +285,8 @@ class OffloadContext(ContextDecorator):
         self._closed = None
 
     def _new_round(self) -> Round:
-        return Round(self.schedule, self._transfers, self._min_bytes, treatments=self.treatments)
+        treatments_of = self.treatments.__getitem__ if self.treatments else None
+        return Round(self.schedule, self._transfers, self._min_bytes, treatments_of=treatments_of)
 
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters

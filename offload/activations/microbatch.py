@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.region_set import RegionSet
@@ -22,8 +22,8 @@ class Round:
 
     The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
     the manual synchronizer says what moves when. A round that ``sees_all`` treats what layers that never move save as
-    if it could, so that their sizes are known. The ``treatments`` say what happens to the regions of each layer, if not
-    the same to all.
+    if it could, so that their sizes are known. ``treatments_of`` gives what happens to the regions of a layer, or
+    ``None`` if the same happens to all of them.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Round:
         transfers: Transfers,
         min_bytes: int,
         *,
-        treatments: Sequence[LayerTreatments | None] = (),
+        treatments_of: Callable[[int], LayerTreatments | None] | None = None,
         sees_all: bool = False,
     ) -> None:
         self.schedule = schedule
@@ -44,9 +44,9 @@ class Round:
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = (
-            max(self._offloaded, default=-1) + 1 if schedule and not (sees_all or treatments) else math.inf
+            max(self._offloaded, default=-1) + 1 if schedule and not (sees_all or treatments_of) else math.inf
         )
-        self._treatments = treatments
+        self._treatments_of = treatments_of
 
     @property
     def abandoned(self) -> bool:
@@ -80,7 +80,7 @@ class Round:
         rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
         stays = self.schedule is not None and layer not in self._offloaded
         parts = (layer, self.transfers, rules, self._known)
-        treatments = self._treatments[layer] if self._treatments else None
+        treatments = self._treatments_of(layer) if self._treatments_of else None
         if treatments is not None:
             kind = WholeSet if treatments.whole else RegionSet
             opened: ActivationSet = kind(*parts, stays=stays, treatments=treatments)

@@ -7,14 +7,15 @@ autograd asks for the first tensor of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 
 from offload.activations.handles import Handle
 from offload.activations.microbatch import Round
 from offload.activations.what_moves import storages_of
+from offload.base.autograd import pop_hooks, push_hooks
 
 
 class PackedTensor(NamedTuple):
@@ -40,8 +41,17 @@ class ChunkParts:
         self._first_layer = number * parts
         self._reached = parts
 
-    def end_forward(self) -> None:
-        """The forward has returned or raised."""
+    @property
+    def saved(self) -> tuple[Sequence[int], int]:
+        """The bytes of each tensor saved so far that may travel, and those of all that is kept."""
+        return (), 0
+
+    def __enter__(self) -> Self:
+        """The forward begins."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It has returned or raised."""
 
     def reach(self, part: int) -> None:
         """Backward has come to ``part``, and so past all later ones."""
@@ -64,8 +74,7 @@ class ChunkPass(ChunkParts):
         self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
     ) -> None:
         super().__init__(microbatch, number, parts)
-        self.tensors: list[int] = []
-        """The bytes of each tensor saved so far, as far as they can travel."""
+        self._tensors: list[int] = []
         self._saved_bytes = 0
         self._part_bytes = part_bytes
         self._held = storages_of(held)
@@ -79,13 +88,22 @@ class ChunkPass(ChunkParts):
         for storage in packed.handle.storages():
             if id(storage) not in self._counted:
                 self._counted.add(id(storage))
-                self.tensors.append(storage.nbytes)
+                self._tensors.append(storage.nbytes)
                 self._saved_bytes += storage.nbytes
         while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
             self._next_part(in_operation=True)
         return packed
 
-    def end_forward(self) -> None:
+    @property
+    def saved(self) -> tuple[Sequence[int], int]:
+        return self._tensors, 0
+
+    def __enter__(self) -> Self:
+        push_hooks(self.pack, unpack)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_hooks(self.pack)
         while self._part < self.parts - 1:
             self._next_part(in_operation=False)
         self._set.close()

@@ -12,7 +12,7 @@ from that when the second step begins. With a ``profile``, or with a ``fraction`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -29,7 +29,7 @@ from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
-from offload.pipelining.chunk import ChunkParts, ChunkPass, unpack
+from offload.pipelining.chunk import ChunkParts, ChunkPass
 from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
 from offload.pipelining.stages import Probe, Wrapper, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
@@ -245,40 +245,27 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
         number = self._numbers.setdefault(action.chunk, len(self._numbers))
-        passing, taking = self._pass_of(self._round, stage, number, held_by(stage, fwd_chunk_id, args, kwargs))
+        passing = self._pass_of(self._round, stage, number, held_by(stage, fwd_chunk_id, args, kwargs))
         try:
-            with taking:
+            with passing:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
         except BaseException:
             self._round = None
             raise
-        finally:
-            passing.end_forward()
         self._passes[action.chunk] = passing
         if self._probe is not None:
-            self._probe.count(stage.stage_index, *self._saved_by(passing, stage))
+            self._probe.count(stage.stage_index, *passing.saved)
         return result
 
-    def _pass_of(
-        self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]
-    ) -> tuple[ChunkParts, AbstractContextManager[Any]]:
-        """A chunk's pass, and what lets it take what its forward saves."""
+    def _pass_of(self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:
         treated = self._regions.stages.get(stage.stage_index)
         if treated is not None:
-            return LayeredChunk(microbatch, number, self._regions.parts, treated, held), nullcontext()
+            return LayeredChunk(microbatch, number, self._regions.parts, treated, held)
         parts, part_bytes = 1, 0.0
         if self.plan is not None:
             parts = self.plan.parts
             part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
-        passing = ChunkPass(microbatch, number, parts, part_bytes, held)
-        return passing, torch.autograd.graph.saved_tensors_hooks(passing.pack, unpack)
-
-    def _saved_by(self, passing: ChunkParts, stage: Any) -> tuple[Sequence[int], int]:
-        """The bytes of each tensor that may travel, and of what is kept."""
-        if isinstance(passing, ChunkPass):
-            return passing.tensors, 0
-        treated = self._regions.stages[stage.stage_index]
-        return treated.travelling, treated.kept_bytes
+        return ChunkPass(microbatch, number, parts, part_bytes, held)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -326,5 +313,5 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._passes.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
-        treatments = self._regions.of_round(self._numbers)
-        return Round(schedule, self._transfers, self._min_bytes, treatments=treatments, sees_all=True)
+        treatments_of = self._regions.of_round(self._numbers)
+        return Round(schedule, self._transfers, self._min_bytes, treatments_of=treatments_of, sees_all=True)

@@ -7,7 +7,7 @@ stage saves outside of its layers stays on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -195,7 +195,11 @@ class LayeredChunk(ChunkParts):
             raise RuntimeError("a layer's hooks were called outside of its forward; please report this.")
         return PackedTensor(self, self._part, opened.pack(tensor))
 
-    def end_forward(self) -> None:
+    @property
+    def saved(self) -> tuple[Sequence[int], int]:
+        return self._stage.travelling, self._stage.kept_bytes
+
+    def __exit__(self, *_: object) -> None:
         self.end_layer(failed=True)  # if it is still open, an interrupt has cut it off
         self._skip_to(self.parts)
         self._stage.at_work = None
@@ -247,27 +251,13 @@ class RankRegions:
             for stage, costs in profile.items()
         }
 
-    def of_round(self, numbers: Mapping[Chunk, int]) -> Sequence[LayerTreatments | None]:
-        """What happens to the regions of each layer of a round, whose chunks are numbered as they come."""
-        return _RoundTreatments(numbers, self) if self.stages else ()
+    def of_round(self, numbers: Mapping[Chunk, int]) -> Callable[[int], LayerTreatments | None] | None:
+        """What gives the treatments of a layer of a round, whose chunks get their ``numbers`` as they come."""
 
+        def treatments_of(layer: int) -> LayerTreatments | None:
+            number, part = divmod(layer, self.parts)
+            chunk = next(chunk for chunk, one in numbers.items() if one == number)
+            layers = self.stages[chunk.stage].treatments
+            return layers[part] if part < len(layers) else None
 
-class _RoundTreatments(Sequence[LayerTreatments | None]):
-    def __init__(self, numbers: Mapping[Chunk, int], rank: RankRegions) -> None:
-        self._numbers = numbers
-        self._rank = rank
-
-    def __len__(self) -> int:
-        return max(1, len(self._numbers) * self._rank.parts)
-
-    @overload
-    def __getitem__(self, index: int) -> LayerTreatments | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LayerTreatments | None]: ...
-    def __getitem__(self, index: int | slice) -> LayerTreatments | Sequence[LayerTreatments | None] | None:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number, part = divmod(index, self._rank.parts)
-        chunk = next(chunk for chunk, one in self._numbers.items() if one == number)
-        layers = self._rank.stages[chunk.stage].treatments
-        return layers[part] if part < len(layers) else None
+        return treatments_of if self.stages else None
