@@ -1,0 +1,371 @@
+"""What a fault looks like: each is provoked on purpose, and its step counted, metered, timed and recorded.
+
+    python -m benchmarks.faults --out results/faults.json
+
+The record says what the library's counters and the clocks show of each fault, beside the same step without
+offloading. Beside the record, a folder of its name gets each fault's timeline as a trace that Perfetto opens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from benchmarks.instruments import give_memory_back, metered, timed
+from benchmarks.report import environment, table, write
+from benchmarks.workloads import DecoderBlock, loss_of
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.device.select import resolve_device
+
+GIB = 1 << 30
+TIMED_STEPS = 3
+MOST_SAMPLES = 300
+"""Of the memory curve, in a trace."""
+
+Stats = Callable[[], offload.OffloadStats]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    tokens: int
+    vocabulary: int
+    dtype: torch.dtype
+    min_bytes: int
+    operations: int
+    """In a layer of many small tensors,"""
+    elements: int
+    """each with so many elements."""
+    layers: int = 8
+    k: int = 2
+
+
+LARGE = Size(4096, 11008, 32, 8192, 128256, torch.bfloat16, DEFAULT_MIN_BYTES, 200, 1 << 18)
+SMALL = Size(64, 172, 4, 128, 2048, torch.float32, 1, 20, 1 << 10)
+
+
+class Subject:
+    """Layers and a loss, in a training step.
+
+    Args:
+        layers: Called one after the other.
+        x: Their input.
+        loss: Of the last one's output.
+    """
+
+    def __init__(self, layers: nn.ModuleList, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.layers = layers
+        self.x = x
+        self.loss = loss
+
+    def step(self) -> None:
+        """One forward and backward."""
+        y = self.x
+        for layer in self.layers:
+            y = layer(y)
+        self.loss(y).backward()
+
+
+def decoder(size: Size, device: torch.device) -> Subject:
+    """Blocks of a 7B model."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        blocks = [DecoderBlock(size.hidden, size.ffn, size.heads) for _ in range(size.layers)]
+        x = torch.randn(1, size.tokens, size.hidden, dtype=size.dtype)
+    return Subject(nn.ModuleList(blocks).to(size.dtype), x + 0, loss_of)
+
+
+def with_logits(size: Size, device: torch.device) -> Subject:
+    """The same with a head over a large vocabulary."""
+    subject = decoder(size, device)
+    head = nn.Linear(size.hidden, size.vocabulary, bias=False, device=device, dtype=size.dtype)
+    labels = torch.randint(size.vocabulary, (size.tokens,), device=device)
+    subject.loss = lambda y: F.cross_entropy(head(y).view(-1, size.vocabulary).float(), labels)
+    return subject
+
+
+class Chain(nn.Module):
+    """Many operations, each of which saves a small tensor."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.operations = operations
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: any shape; the result has the same."""
+        x = x * self.scale
+        for _ in range(self.operations):
+            x = x.sin()
+        return x
+
+
+def chains(size: Size, device: torch.device) -> Subject:
+    """Layers of many small tensors."""
+    layers = nn.ModuleList(Chain(size.operations) for _ in range(size.layers)).to(device)
+    return Subject(layers, torch.randn(size.elements, device=device), loss_of)
+
+
+class Save(torch.autograd.Function):
+    """Saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *[None for _ in ctx.saved_tensors]
+
+
+class Tagged(torch.Tensor):
+    """A subclass that does not say what it is made of."""
+
+
+class SavesAll(nn.Module):
+    """Saves a tensor that travels, and one for each reason to stay."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        ones = torch.ones(rows, hidden)
+        self.kept = nn.Parameter(torch.ones(rows, hidden))
+        self.leaf = torch.ones(rows, hidden, requires_grad=True)
+        self.elsewhere = torch.ones(rows, hidden, device="cpu" if ones.device.type != "cpu" else "meta")
+        self.marked = ones * 1
+        self.subclass = (ones * 1).as_subclass(Tagged)
+        self.sparse = torch.eye(hidden).to_sparse()
+        offload.mark_not_offload(self.marked)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: ``[rows, hidden]``; the result has the same shape."""
+        self.freed = x * 2
+        stays = (self.kept, self.leaf, x[0, :1] * 1, self.elsewhere, self.marked, self.sparse, self.subclass)
+        y: torch.Tensor = Save.apply(x * 3, x * 4, *stays, self.freed, x * 5)
+        return y
+
+
+def saves_all(size: Size, device: torch.device) -> Subject:
+    """A layer that has every reason."""
+    with torch.device(device):
+        saves = SavesAll(size.tokens, size.hidden)
+        x = torch.randn(size.tokens, size.hidden).requires_grad_() + 0
+    layers = nn.ModuleList([saves, *(nn.Identity() for _ in range(size.layers - 1))])
+    return Subject(layers, x, loss_of)
+
+
+# How each is provoked: the context gives the step, and the counters.
+
+Way = Callable[[Subject, Size], AbstractContextManager[tuple[Callable[[], object], Stats]]]
+
+
+@contextmanager
+def offloaded(subject: Subject, size: Size, k: int = 2, **options: Any) -> Iterator[tuple[Callable[[], object], Stats]]:
+    """The first k layers offloaded."""
+    options = {"min_bytes": size.min_bytes, **options}
+    with offload.offload_layers(subject.layers, k, **options) as handle:
+        yield subject.step, handle.stats
+
+
+@contextmanager
+def held(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+    """Hooks collect what the linear layers return, and drop it after backward."""
+    outputs: list[torch.Tensor] = []
+    modules = [module for module in subject.layers.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_hook(lambda _m, _a, output: outputs.append(output.detach())) for module in modules]
+
+    def step() -> None:
+        subject.step()
+        outputs.clear()
+
+    with offloaded(subject, size) as (_, stats):
+        yield step, stats
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def without_sync(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+    """A context around each layer, whose output is not passed to the sync function."""
+    context, _ = offload.get_cpu_offload_context(
+        enabled=True, num_layers=size.k, model_layers=size.layers, min_bytes=size.min_bytes, device=subject.x.device
+    )
+
+    def step() -> None:
+        y = subject.x
+        for layer in subject.layers:
+            with context:
+                y = layer(y)
+        subject.loss(y).backward()
+
+    yield step, context.stats
+
+
+@contextmanager
+def little_room(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+    """Half of the host memory that is needed."""
+    with offloaded(subject, size) as (step, stats):
+        step()
+        needed = stats().offloaded_bytes
+    with offloaded(subject, size, max_host_bytes=needed // 2) as given:
+        yield given
+
+
+@contextmanager
+def every_reason(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+    """Room for two tensors, and a program that frees the memory of a saved one, and fills it again."""
+    saves, *others = subject.layers
+    nbytes = subject.x.nbytes
+
+    def step() -> None:
+        y = saves(subject.x)
+        storage = saves.freed.untyped_storage()
+        del saves.freed
+        storage.resize_(0)
+        for layer in others:
+            y = layer(y)
+        storage.resize_(nbytes)
+        subject.loss(y).backward()
+
+    with offloaded(subject, size, k=1, max_host_bytes=2 * nbytes, min_bytes=1 + nbytes // 2) as (_, stats):
+        yield step, stats
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong, and how."""
+
+    name: str
+    sees: str
+    """What one sees of it."""
+    provoke: Way
+    build: Callable[[Size, torch.device], Subject] = decoder
+    first: bool = False
+    """Whether the first step is recorded."""
+
+
+FAULTS = (
+    Fault("healthy", "none of them: 2 of 8 layers travel free", offloaded),
+    Fault("all_small", "no memory saved: everything is smaller than min_bytes", partial(offloaded, min_bytes=1 << 50)),
+    Fault("held", "copied, but not freed: a hook collects outputs", held),
+    Fault("no_room", "less saved than planned: the host has half of the memory", little_room),
+    Fault("elsewhere", "copied and freed, but the peak is elsewhere: logits", partial(offloaded, k=6), with_logits),
+    Fault("too_many", "slow: 6 of 8 layers travel, more than the link carries", partial(offloaded, k=6)),
+    Fault("late_reloads", "slow: no sync function, so that reloads start late", without_sync),
+    Fault("many_small", "slow: hundreds of tensors, each small", partial(offloaded, min_bytes=1), chains),
+    Fault("first_step", "slow once: the first step pins host memory", partial(offloaded, k=6), first=True),
+    Fault("reasons", "a tensor for each reason in skipped", every_reason, saves_all),
+)
+
+
+def examine(fault: Fault, size: Size, device: torch.device) -> tuple[dict[str, Any], offload.Timeline]:
+    """One fault: what is counted, metered and timed of it beside the step without offloading, and its timeline."""
+    give_memory_back(device)
+    subject = fault.build(size, device)
+    kept = _measured(subject.step, device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with fault.provoke(subject, size) as (step, stats):
+            give_memory_back(device)
+            timeline = offload.record_timeline(step, device, warmup=0 if fault.first else 2, title=fault.sees)
+            before = stats()
+            found = _measured(step, device)
+            counted = stats() - before
+    steps = TIMED_STEPS + 2
+    row = {
+        "name": fault.name,
+        "sees": fault.sees,
+        "kept": kept,
+        "found": found,
+        "per_step": {"offloaded_bytes": counted.offloaded_bytes // steps, "stall_s": counted.stall_s / steps},
+        "stats": asdict(counted),
+        "steps": steps,
+        "recorded": {
+            "duration_s": timeline.duration_s,
+            "stall_s": timeline.stall_s,
+            "overlap": timeline.overlap,
+            "d2h_s": timeline.busy_s("d2h"),
+            "d2h_bytes": timeline.copied_bytes("d2h"),
+        },
+        "warnings": list(dict.fromkeys(str(warning.message) for warning in caught)),
+    }
+    return row, thinned(timeline)
+
+
+def _measured(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    step()
+    peak_bytes, _ = metered(step, device)
+    times_s = [timed(step, device) for _ in range(TIMED_STEPS)]
+    return {"step_s": statistics.median(times_s), "times_s": times_s, "peak_bytes": peak_bytes}
+
+
+def thinned(timeline: offload.Timeline) -> offload.Timeline:
+    """The timeline with at most ``MOST_SAMPLES`` samples of memory, the highest of each piece of time."""
+    if len(timeline.memory) <= MOST_SAMPLES:
+        return timeline
+    piece_s = max(time_s for time_s, _ in timeline.memory) / (MOST_SAMPLES - 1)
+    pieces = groupby(timeline.memory, key=lambda sample: int(sample[0] / piece_s))
+    kept = tuple(max(samples, key=lambda sample: sample[1]) for _, samples in pieces)
+    return offload.Timeline(timeline.spans, kept, timeline.title)
+
+
+def main() -> None:
+    """Provoke each fault, print what was found, write the record and the traces."""
+    parser = argparse.ArgumentParser(description="Provoke faults and record what they look like.")
+    parser.add_argument("--out", type=Path, default=Path("results/faults.json"))
+    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS])
+    arguments = parser.parse_args()
+    device = resolve_device(None)
+    if device.type == "cpu" and not arguments.small:
+        parser.error("the faults are made for a GPU; give --small on a CPU")
+    link = offload.measure_link(device)
+    record = {**environment(device), "link": vars(link), "small": arguments.small, "faults": []}
+    traces = arguments.out.with_suffix("")
+    traces.mkdir(parents=True, exist_ok=True)
+    for fault in FAULTS:
+        if arguments.only and fault.name not in arguments.only:
+            continue
+        row, timeline = examine(fault, SMALL if arguments.small else LARGE, device)
+        record["faults"].append(row)
+        trace = json.dumps(timeline.chrome_trace(), separators=(",", ":"))
+        (traces / f"{fault.name}.json").write_text(trace + "\n", "utf-8")
+        write(arguments.out, record)
+        print(table([_shown(row)]), *row["warnings"], sep="\n", flush=True)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "fault": row["name"],
+        "kept ms": row["kept"]["step_s"] * 1e3,
+        "ms": row["found"]["step_s"] * 1e3,
+        "kept GiB": row["kept"]["peak_bytes"] / GIB,
+        "GiB": row["found"]["peak_bytes"] / GIB,
+        "copied GiB": row["per_step"]["offloaded_bytes"] / GIB,
+        "stall ms": row["per_step"]["stall_s"] * 1e3,
+        "late": row["stats"]["late_reloads"],
+        "wasted": row["stats"]["wasted"],
+        "skipped": row["stats"]["skipped"],
+    }
+
+
+if __name__ == "__main__":
+    main()
