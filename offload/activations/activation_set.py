@@ -6,7 +6,6 @@ import weakref
 from operator import attrgetter
 
 import torch
-from torch._C._autograd import _get_sequence_nr as next_node
 
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token, unpack
 from offload.activations.states import OffloadState, next_state
@@ -14,7 +13,7 @@ from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, wa
 from offload.activations.transfers import Reload, Transfers
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
-from offload.base.autograd import pop_hooks, push_hooks
+from offload.base.autograd import next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 _RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING

@@ -62,15 +62,7 @@ class OffloadStats:
         return since(before, self, held=("pinned_bytes", "peak_resident_bytes"))
 
     def __str__(self) -> str:
-        def show(name: str, value: object) -> str:
-            if name.endswith("_bytes") and isinstance(value, int):
-                return _mib(value)
-            if isinstance(value, float):
-                return format_s(value)
-            return str({key: _mib(nbytes) for key, nbytes in self.wasted.items()} if name == "wasted" else value)
-
-        width = max(len(item.name) for item in fields(self))
-        return "\n".join(f"{item.name:<{width}}  {show(item.name, getattr(self, item.name))}" for item in fields(self))
+        return as_table(self)
 
 
 def since(before: Stats, after: Stats, held: Collection[str]) -> Stats:
@@ -96,8 +88,18 @@ def total(stats: Sequence[OffloadStats]) -> OffloadStats:
     return OffloadStats(**sums)
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
+def as_table(stats: object) -> str:
+    """A line for each count of a frozen snapshot."""
+
+    def show(name: str, value: Any) -> str:
+        if name.endswith("_bytes"):
+            return f"{value / 2**20:,.1f} MiB"
+        if name == "wasted":
+            return str({operation: show("wasted_bytes", nbytes) for operation, nbytes in value.items()})
+        return format_s(value) if isinstance(value, float) else str(value)
+
+    width = max(map(len, vars(stats)))
+    return "\n".join(f"{name:<{width}}  {show(name, value)}" for name, value in vars(stats).items())
 
 
 class Counters:

@@ -258,7 +258,7 @@ class SavedStorage:
         # Who else saved this memory, at another version, holds the same object, which counts as one owner. Two hold it
         # otherwise: the variable here, and the function that counts.
         if backend.poison and memory is not None and sys.getrefcount(memory) <= 2:
-            backend.discard(torch.empty(0, dtype=torch.uint8, device=backend.device).set_(memory))
+            backend.discard(tensors.whole(memory))
         self._uncount()
 
     def _give_host_back(self, state: StorageState) -> None:

@@ -35,7 +35,7 @@ def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def whole(memory: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a tensor."""
+    """All bytes of a storage, uint8 of one dimension, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 

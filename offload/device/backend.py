@@ -16,6 +16,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from offload.base.tensors import whole
+
 
 class Event(Protocol):
     """A mark in a stream; ``torch.Event`` on an accelerator."""
@@ -89,12 +91,12 @@ class Backend:
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
         """Queue the copy of device ``memory`` into host memory, uint8 ``pieces`` in order."""
-        for piece, source in zip(pieces, _flat(memory).split([len(piece) for piece in pieces]), strict=True):
+        for piece, source in zip(pieces, whole(memory).split([len(piece) for piece in pieces]), strict=True):
             self.copy(stream, piece, source)
 
     def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
         """Queue the copy of host memory, uint8 ``pieces`` in order, into device ``memory``."""
-        for piece, target in zip(pieces, _flat(memory).split([len(piece) for piece in pieces]), strict=True):
+        for piece, target in zip(pieces, whole(memory).split([len(piece) for piece in pieces]), strict=True):
             self.copy(stream, target, piece)
 
     def page_lock(self, address: int, nbytes: int) -> None:
@@ -155,12 +157,7 @@ class Backend:
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners(flat) == 1:
-            _flat(flat.untyped_storage()).fill_(0xFF)
-
-
-def _flat(memory: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, uint8 of one dimension, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory, 0, (memory.nbytes(),), (1,))
+            whole(flat.untyped_storage()).fill_(0xFF)
 
 
 def owners(tensor: torch.Tensor) -> int:

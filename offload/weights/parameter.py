@@ -10,10 +10,12 @@ mean without streaming.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 ALIGNMENT_BYTES = 256
 """Where a parameter may start in flat memory: what CUDA's own allocator guarantees, at least."""
@@ -87,6 +89,20 @@ class HostParameter:
         self.averaged = self.used = self.replaces = False
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
+
+    def watch_outside(self, tell: Callable[[HostParameter], None]) -> Iterator[RemovableHandle]:
+        """Call ``tell`` whenever autograd is about to add to ``parameter.grad`` by itself."""
+        # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle through
+        # autograd's memory, where Python's collector does not look.
+        this = weakref.ref(self)
+
+        def see(gradients: tuple[torch.Tensor | None]) -> None:
+            host = this()
+            if host is not None and gradients[0] is not None:  # else all of the gradient was taken off
+                tell(host)
+
+        if self.accumulator is not None:
+            yield self.accumulator.register_prehook(see)
 
     def outside_error(self) -> RuntimeError:
         """What to raise where a gradient would not be averaged."""

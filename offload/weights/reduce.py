@@ -10,7 +10,6 @@ ranks tell each other which parameters have one at all.
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 
 import torch
@@ -53,9 +52,7 @@ class GradientReducer:
         self._hosts = dict.fromkeys(host for layer in layers for host in layer.parameters)  # each once, in order
         for host in self._hosts:
             host.layer_only = True
-            if host.accumulator is not None:
-                # Weakly: a node holds its hooks, and a parameter on the host its node.
-                self._hooks.append(host.accumulator.register_prehook(partial(_refuse_outside, weakref.ref(host))))
+            self._hooks += host.watch_outside(_refuse)
 
     def see_forward(self) -> None:
         """A forward runs: whether its backward averages is decided now, as ``DistributedDataParallel`` does."""
@@ -166,8 +163,5 @@ def check_group(group: object, device: torch.device, modules: list[nn.Module]) -
         )
 
 
-def _refuse_outside(host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
-    """Autograd is about to add to ``parameter.grad`` by itself; ``None`` if all of the gradient was taken off."""
-    added = host()
-    if added is not None and gradients[0] is not None:
-        raise added.outside_error()
+def _refuse(host: HostParameter) -> None:
+    raise host.outside_error()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from offload.activations.stats import since
+from offload.activations.stats import as_table, since
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class WeightStats:
         return since(before, self, held=("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes"))
 
     def __str__(self) -> str:
-        counts = vars(self).items()
-        texts = {name: f"{count / 2**20:,.1f} MiB" if name.endswith("_bytes") else count for name, count in counts}
-        width = max(map(len, texts))
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in texts.items())
+        return as_table(self)
 
 
 WeightCounters = Counter[str]

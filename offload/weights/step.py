@@ -8,7 +8,6 @@ left, and refuses whatever has changed in between, which a step after backward w
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Container
 from functools import partial
@@ -63,11 +62,7 @@ class LayerSteps:
             optimizer.register_state_dict_pre_hook(self.warn_of_state_dict),
         ]
         for host in self._hosts:
-            if host.accumulator is not None:
-                # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle
-                # through autograd's memory, where Python's collector does not look.
-                see = partial(self._see_gradient, weakref.ref(host))
-                self._hooks.append(host.accumulator.register_prehook(see))
+            self._hooks += host.watch_outside(self._see_gradient)
 
     def check(self, layer: WeightLayer) -> None:
         """Raise if the layer, which is about to run forward or backward, may have been stepped already."""
@@ -157,16 +152,13 @@ class LayerSteps:
         for parameter in self._stepped:
             parameter.grad = None
 
-    def _see_gradient(self, host: weakref.ref[HostParameter], gradients: tuple[torch.Tensor | None]) -> None:
-        """Autograd is about to add to ``parameter.grad``; ``None`` if all of the gradient was taken off."""
-        added = host()
-        if gradients[0] is None or added is None:
-            return
+    def _see_gradient(self, host: HostParameter) -> None:
+        """Autograd is about to add to ``parameter.grad`` by itself."""
         with self._beginning:
-            if added.held:
-                added.shared = True  # in time: the worker leaves its step to optimizer.step()
-            elif added in self._announced:
-                self._late.add(added.parameter)
+            if host.held:
+                host.shared = True  # in time: the worker leaves its step to optimizer.step()
+            elif host in self._announced:
+                self._late.add(host.parameter)
 
     def _begin_rest(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Let ``optimizer.step()`` step what is left."""
