@@ -158,8 +158,9 @@ class ActivationSet:
             self._known[address] = reference = weakref.ref(storage)
             self._storages.append(reference)
         elif storage.layer != self.layer:
-            # In two lists, of which the layer's number makes one count: it is never in none, from where nothing would
-            # bring it back. As the first of this one: backward has come past this layer before the earlier one.
+            # It stays in the earlier set's list as well, where its layer's number lets it be passed over. An interrupt
+            # may come at any line, and what is in no list would never be reloaded. First in this list, as it was saved
+            # before the rest: reloads go from the last to the first.
             self._storages.insert(0, weakref.ref(storage))
             storage.move_with(self.layer, tensor, stays=self._stays)
         return storage

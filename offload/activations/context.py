@@ -88,8 +88,9 @@ class OffloadContext(ContextDecorator):
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
         self._counts = True
-        """Whether the layer that was entered last is the one after the one before, as nobody said which."""
+        """Whether the number of the layer that was entered last was counted here, and not given."""
         self._usage = Usage(model_layers)
+        # Weakly, for the manual synchronizer: a set lives as long as its graph, and no longer.
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
         self._warned = False
         self.microbatch = -1

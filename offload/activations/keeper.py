@@ -11,7 +11,10 @@ from offload.activations.storage import DROPPED, GIVEN_UP, SavedStorage
 
 
 class Keeper:
-    """A saved storage, as what keeps a value; weakly until somebody needs it held."""
+    """A saved storage that holds a value's bytes.
+
+    Weakly, so that the graph decides how long it lives, until :meth:`hold` says that recomputation reads it.
+    """
 
     __slots__ = ("_held", "_storage", "_token", "_version", "_versions")
 

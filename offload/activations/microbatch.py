@@ -75,7 +75,7 @@ class Round:
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)
-        # From the first layer on that stays, as all later ones do, only what earlier ones have saved as well matters.
+        # If this layer stays, and all later ones, it only matters what it shares with earlier ones.
         only = self._known if layer >= self._first_to_stay else None
         rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
         stays = self.schedule is not None and layer not in self._offloaded

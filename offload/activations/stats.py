@@ -20,7 +20,7 @@ Stats = TypeVar("Stats", bound=Any)
 """One of the frozen snapshots."""
 
 WORTH_A_WARNING = 0.5
-"""Of the bytes copied so far, as many that freed nothing. The input of the first layer often is a smaller share."""
+"""The warning comes when this part of the copied bytes has freed nothing: the first layer's input is often less."""
 NAMED = 3
 """Operations in the warning."""
 MOST_PENDING = 4096

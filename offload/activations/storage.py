@@ -102,7 +102,7 @@ class SavedStorage:
         self.nbytes = memory.nbytes()
         self.original = memory._weak_ref()
         self.version = tensor._version
-        # At version 0 what looks into the memory was not changed either.
+        # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
         self.memory = memory
 
@@ -203,7 +203,8 @@ class SavedStorage:
         """Belong to a later layer from now on, which saves the storage once more, as ``tensor``."""
         self.layer, self.stays = layer, stays
         if self.state is DROPPED:
-            # DROPPED to WRITTEN: so it does here. In that layer's backward, not all that it is computed from is there.
+            # DROPPED to WRITTEN: as it is saved once more, its memory is still there. It is not computed again for that
+            # layer, whose backward comes when what it is computed from may not have come back.
             self.state, self.memory, self.again = WRITTEN, tensor.untyped_storage(), None
         if self.state is AWAY:
             # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
@@ -239,6 +240,7 @@ class SavedStorage:
         """Let the current stream wait for the copy back, and so for all that came with it."""
         backend = self.transfers.backend
         trace.point("wait", self.layer)
+        # Backward reads the bytes next, on this stream.
         self.transfers.wait_for_copies(backend.compute_stream(), reload.done, Wait.RELOADED)
         reload.awaited_by = backend.compute_stream_id()  # only now: another thread of this stream may rely on it
 

@@ -54,7 +54,7 @@ SMALL = "small"
 """Why a storage below ``min_bytes`` stays, in ``stats().skipped``."""
 
 _Tensor, _strided = torch.Tensor, torch.strided
-"""As every saved tensor is asked, however small."""
+"""Names of this module are found faster, and every saved tensor is asked, however small."""
 _Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
 """What autocast does to a parameter."""
 _Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]

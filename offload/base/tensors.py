@@ -91,5 +91,5 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
-"""As every tensor of a layer is asked, however small."""
+"""Names of this module are found faster, and every tensor of a layer is asked, however small."""
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView

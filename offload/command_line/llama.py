@@ -40,7 +40,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model. Of ``heads`` are as many ``kv_heads``, and ``head_dim`` is what is left, unless given.
+    """The sizes of a model. Unless given, ``kv_heads`` is ``heads``, and ``head_dim`` is ``hidden / heads``.
 
     Its MLP multiplies what two products give if it is ``gated``, and has one product before the activation function if
     not. A norm is one operation if there are ``fused_norms``, and those that Hugging Face's Llama has if not.

@@ -108,7 +108,7 @@ class Backend:
     def collective(self, stream: Stream, start: Callable[[], Any]) -> None:
         """Queue what ``start`` queues on the current stream, and the collective that it returns, in order."""
         with cast("torch.Stream", stream):
-            start().wait()
+            start().wait()  # lets this stream wait, not the host
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""

@@ -103,9 +103,8 @@ class CpuBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.errors: list[BaseException] = []
-        """What the work has raised that was queued since the program was last told, where it waited; that work keeps
-        this list. All streams share it: an event after a failed copy fails too, whichever streams lead from one to the
-        other."""
+        """What queued work has raised, of all streams: an event after a failed copy fails too, whichever streams lead
+        from one to the other. Once the program has been told, where it waited, what it queues next has a new list."""
         self._compute = ComputeStream("compute", self)
         # Weakly, as a stream's thread ends when nobody holds the stream; then it has nothing to do any more.
         self._streams: WeakSet[CpuStream] = WeakSet([self._compute])
@@ -153,7 +152,8 @@ class CpuBackend(Backend):
 
     def collective(self, stream: Stream, start: Callable[[], Any]) -> None:
         queue = cast("CpuStream", stream)
-        # By the caller, who starts all collectives in the order of the other ranks.
+        # All ranks must start their collectives in one order, so the caller's thread starts it. Until then it waits for
+        # the stream's earlier work, which writes what the collective reads.
         queue.synchronize()
         queue.submit(start().wait)
 

@@ -87,11 +87,12 @@ class Arena:
 
 
 def held_beside(buffers: Iterable[HostBuffer], holders: int) -> list[bool]:
-    """Whether others hold each of the buffers beside so many who are known.
+    """Whether each of the buffers has more than so many known ``holders``.
 
     Reference counts tell. Weak references would not: the garbage collector clears them before it calls the finalizers
     that give buffers back.
     """
+    # The first is held by nobody else: it shows how many references the call and the tuple add.
     alone, *counts = [sys.getrefcount(thing) for thing in (object(), *buffers)]
     return [count > alone + holders for count in counts]
 

@@ -198,8 +198,8 @@ class HostPool:
 
     def _reclaim(self) -> None:
         """Make free what no buffer covers that somebody holds: those that are ready, and what an interrupt has lost."""
-        # Taken away first: who takes a buffer from here on, in a finalizer, gets none of these. What another thread
-        # gives back meanwhile may be found in neither, and counts as lost.
+        # Replaced first: a finalizer that takes a buffer while this runs finds none of these. What another thread gives
+        # back at this moment may be in neither collection; it counts as lost, and is found below.
         ready, self._ready = self._ready, defaultdict(deque)
         idle = set(itertools.chain.from_iterable(ready.values()))
         self._copied += [(piece, event) for buffer in idle for piece in buffer.ranges for event in buffer.events]

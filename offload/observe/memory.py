@@ -67,6 +67,7 @@ class CpuAllocations(TorchDispatchMode):
         self._on_change = on_change
         self.peak_bytes = 0
         self._live_bytes = 0
+        # Weakly: a storage must be freed when the program lets it go, which is what is measured.
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -86,7 +87,7 @@ class CpuAllocations(TorchDispatchMode):
             nbytes = storage.nbytes()
             self._seen.add(storage)
             self._change(nbytes)
-            weakref.finalize(storage, self._change, -nbytes).atexit = False
+            weakref.finalize(storage, self._change, -nbytes).atexit = False  # at exit, nobody reads the meter
 
     def _change(self, nbytes: int) -> None:
         self._live_bytes += nbytes

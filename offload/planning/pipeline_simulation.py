@@ -72,7 +72,7 @@ def simulate_pipeline(
             stretched: they are those of a fast chunk, and the clocks of a busy device vary.
 
     Raises:
-        ValueError: No plans, as many links as there are no ranks, or orders that wait for each other for ever.
+        ValueError: No plans, not one link for each rank, or orders that wait for each other for ever.
     """
     link = link or SharedLink.private([plan.link for plan in plans])
     if len(link.alone) != len(plans):

@@ -81,9 +81,11 @@ class GradientReducer:
         """All layers have been averaged: let go of the averages of parameters that no rank has a gradient of."""
         hosts = [host for host in self._hosts if host.averaged]
         used = torch.tensor([host.used for host in hosts], dtype=torch.int32, device=self._backend.device)
+        # Compute has made the tensor.
         self._backend.wait(self._stream, self._backend.compute_stream().record_event(), WeightWait.GRADIENT)
         reduce = partial(dist.all_reduce, used, dist.ReduceOp.MAX, self._group, async_op=True)
         self._backend.collective(self._stream, reduce)
+        # The host reads it next: which gradients become None is decided there.
         self._backend.wait_on_host(self._stream.record_event(), WeightWait.WRITTEN)
         for host, anywhere in zip(hosts, used.tolist(), strict=True):
             if not anywhere:
@@ -116,13 +118,14 @@ class GradientReducer:
                 sums.append((average, before, host.over(backend.empty(len(memory)), dtype)))
         gathered = compute.record_event()
         if sums:
+            # The sums land in memory that compute has just allocated, and may have used for something else before.
             backend.wait(self._h2d_stream, gathered, WeightWait.SUM_LANDING)
             with trace.mark("h2d", layer.number):
                 for _, before, landed in sums:
                     backend.copy(self._h2d_stream, landed, before)
                     self._counters["loaded_bytes"] += landed.nbytes
-            backend.wait(self._stream, self._h2d_stream.record_event(), WeightWait.SUM)
-        backend.wait(self._stream, gathered, WeightWait.GRADIENT)
+            backend.wait(self._stream, self._h2d_stream.record_event(), WeightWait.SUM)  # they are added there
+        backend.wait(self._stream, gathered, WeightWait.GRADIENT)  # compute has gathered what is averaged
 
         def start() -> dist.Work | None:
             for average, _, landed in sums:
@@ -133,6 +136,7 @@ class GradientReducer:
             return work
 
         backend.collective(self._stream, start)
+        # The copies to the host are queued next.
         backend.wait(self._d2h_stream, self._stream.record_event(), WeightWait.AVERAGED)
         return [landed for *_, landed in sums]
 

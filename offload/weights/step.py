@@ -92,7 +92,7 @@ class LayerSteps:
         if self.optimizer is None:
             return
         if not self._due and not self._announced:
-            self._forget_steps()  # that optimizer.step() failed to end: until here it could be called again
+            self._forget_steps()  # kept until now, as an optimizer.step() that has raised may be called again
         self._arriving |= {host for host in layer.gradients if not host.shared}
 
     def complete(self, entered: WeightLayer | None) -> None:

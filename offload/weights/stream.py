@@ -201,7 +201,8 @@ class WeightStream:
         trace.point("other")
         compute = self.backend.compute_stream()
         if compute != self._compute:
-            # Autograd ends where backward() was called, which may be on another stream than forward.
+            # Autograd ends on the stream on which backward() was called, maybe not that of the layer. What follows here
+            # relies on compute being one stream.
             self.backend.wait(compute, self._compute.record_event(), WeightWait.GRADIENT)
         for stand_in in layer.stand_ins:
             stand_in.swap_out()
