@@ -46,8 +46,8 @@ from offload.device.select import resolve_device
 GIB = 1 << 30
 TILE, SMALL_TILE = 32768, 8192
 """Tokens in a tile of the MLPs, and where the device is limited."""
-PROFILED, SHORT = 32768, 16384
-"""Tokens of the steps that are profiled, and of those that prove what is recomputed."""
+PROFILED, SHORT = 32768, 65536
+"""Tokens of the steps that are profiled, and of those that prove what is recomputed: more than a tile."""
 ONCE = 200_000
 """From so many tokens on, the first step of that length is the one that is measured, after a short one."""
 GRAIN = 8192
@@ -237,7 +237,7 @@ class Benchmark:
         ratio = tokens / self.record["profiled"]
         # The loss in chunks grows by the hidden states alone, which are in four tensors at once.
         more = 4 * 2 * model.width * (tokens - self.record["profiled"])
-        scaled = replace(longer(profile, ratio), loss_bytes=profile.loss_bytes + max(0, more))
+        scaled = replace(profile.scaled(ratio), loss_bytes=profile.loss_bytes + max(0, more))
         budget = scaled.saved_bytes // 2
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -364,19 +364,6 @@ class Benchmark:
         for name in ("VmRSS", "VmHWM", "VmLck", "VmPin"):
             found[f"{name}_bytes"] = int(fields[name].split()[0]) * 1024 if name in fields else None
         return found
-
-
-def longer(profile: offload.Profile, ratio: float) -> offload.Profile:
-    """The profile of ``ratio`` times the tokens; a norm that is called after attention grows as the other norms do."""
-
-    def renamed(profile: offload.Profile, old: str, new: str) -> offload.Profile:
-        layers = (
-            replace(layer, regions=tuple(replace(one, name=one.name.replace(old, new)) for one in layer.regions))
-            for layer in profile.layers
-        )
-        return replace(profile, layers=tuple(layers))
-
-    return renamed(renamed(profile, "post_attention_", "post_@_").scaled(ratio), "post_@_", "post_attention_")
 
 
 @contextmanager

@@ -209,7 +209,7 @@ class RegionSet(ActivationSet):
         if region is None:
             return
         if not self._treatments.learned:
-            self._treatments.name(region, modules.current())
+            self._treatments.name(region, modules.current(), elsewhere=tensor.device != self._rules.device)
         elif new and region in self._treatments.unsaved:
             with counting_versions():
                 self._keep(tensor, value)

@@ -117,8 +117,10 @@ class LayerProfile:
             replace(one, nbytes=round(one.nbytes * ratio), seconds=one.seconds * _growth(one.name, ratio))
             for one in self.regions
         )
-        before_s = sum(region.seconds for region in self.regions)
-        growth = sum(region.seconds for region in regions) / before_s if before_s else ratio
+        # What is not in the regions, as it is computed again by the layer itself, grows with the tokens.
+        before_s, after_s = (sum(region.seconds for region in of) for of in (self.regions, regions))
+        whole_s = max(self.forward_s, before_s)
+        growth = ratio + (after_s - ratio * before_s) / whole_s if whole_s else ratio
         tensors = () if regions else tuple(round(nbytes * ratio) for nbytes in self.tensors)
         kept = tuple(region.nbytes for region in regions if region.saved) or tensors
         return LayerProfile(

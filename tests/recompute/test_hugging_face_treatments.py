@@ -68,4 +68,6 @@ def test_hugging_face_layers_with_treatments(
             for _ in range(3):
                 assert_same(expected, gradients(trained, step))
             assert handle.stats().offloaded_bytes > 0
-            assert set(handle.regions(0).values()) == set(treatments.values())
+            # On a GPU, flash attention also returns memory that it has not written: other bits each time.
+            found = {name: how for name, how in handle.regions(0).items() if "flash_attention #" not in name}
+            assert set(found.values()) == set(treatments.values())
