@@ -54,7 +54,7 @@ class Size:
     """In a layer of many small tensors,"""
     elements: int
     """each with so many elements."""
-    layers: int = 8
+    layers: int = 10
     k: int = 2
 
 
@@ -263,12 +263,12 @@ class Fault:
 
 
 FAULTS = (
-    Fault("healthy", "none of them: 2 of 8 layers travel free", offloaded),
+    Fault("healthy", "none of them: 2 of 10 layers travel free", offloaded),
     Fault("all_small", "no memory saved: everything is smaller than min_bytes", partial(offloaded, min_bytes=1 << 50)),
     Fault("held", "copied, but not freed: a hook collects outputs", held),
     Fault("no_room", "less saved than planned: the host has half of the memory", little_room),
     Fault("elsewhere", "copied and freed, but the peak is elsewhere: logits", partial(offloaded, k=6), with_logits),
-    Fault("too_many", "slow: 6 of 8 layers travel, more than the link carries", partial(offloaded, k=6)),
+    Fault("too_many", "slow: 6 of 10 layers travel, more than the link carries", partial(offloaded, k=6)),
     Fault("late_reloads", "slow: no sync function, so that reloads start late", without_sync),
     Fault("many_small", "slow: hundreds of tensors, each small", partial(offloaded, min_bytes=1), chains),
     Fault("first_step", "slow once: the first step pins host memory", partial(offloaded, k=6), first=True),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import ROOT, day_of, gib, image, machine, markdown_table, ms
+from page_text import ROOT, day_of, gib, image, machine, ms
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span
@@ -122,14 +122,11 @@ def _measured(row: Row) -> str:
     return f"Without offloading → with, and a step's counters: {'; '.join(said)}."
 
 
-def reasons_table(record: Row) -> str:
-    """How often each reason was counted in a step that has one tensor for each."""
+def reasons_text(record: Row) -> str:
+    """What is counted in a step that has one tensor for each reason."""
     row = fault_of(record, "reasons")
-    rows = [
-        {"reason": f"`{name}`", "tensors a step": count // row["steps"]}
-        for name, count in row["stats"]["skipped"].items()
-    ]
-    return markdown_table(rows, left=1) + "\n"
+    counts = {name: count // row["steps"] for name, count in row["stats"]["skipped"].items()}
+    return f"A recorded step that has one tensor for each of them counts `{counts}`.\n"
 
 
 def setting_text(record: Row) -> str:
@@ -144,7 +141,7 @@ def _if_recorded(text: Callable[..., str], *arguments: Any) -> str:
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "fault_setting"): lambda _: _if_recorded(setting_text),
-    ("table", "fault_reasons"): lambda _: _if_recorded(reasons_table),
+    ("table", "fault_reasons"): lambda _: _if_recorded(reasons_text),
     **{
         ("picture", f"fault_{name}"): partial(lambda name, page: _if_recorded(fault_picture, name, page), name)
         for name in NAMES
