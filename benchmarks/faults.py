@@ -59,7 +59,7 @@ class Size:
 
 
 LARGE = Size(4096, 11008, 32, 8192, 128256, torch.bfloat16, DEFAULT_MIN_BYTES, 200, 1 << 18)
-SMALL = Size(64, 172, 4, 128, 2048, torch.float32, 1, 20, 1 << 10)
+SMALL = Size(64, 172, 4, 128, 8192, torch.float32, 1, 20, 1 << 10)
 
 
 class Subject:
