@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class RegionSet(ActivationSet):
         if value.empty or value.overwritten or (storage.state is not WRITTEN and storage.state is not COMPLETE):
             return False  # not yet written, not there any more, on its way already, or dropped
         value.uses += 1
-        storage.drop(_Again(weakref.ref(self), value))
+        storage.drop(partial(_again, weakref.ref(self), value))  # weakly: the set must not outlive its handles
         self._dropped.append(weakref.ref(value))
         return True
 
@@ -297,25 +298,17 @@ class RegionSet(ActivationSet):
         treatments.costs = tuple(costs)
 
 
-class _Again:
-    """Makes the bytes of a dropped storage again, once."""
-
-    __slots__ = ("_opened", "_value")
-
-    def __init__(self, opened: weakref.ref[RegionSet], value: Value) -> None:
-        self._opened = opened
-        self._value = value
-
-    def __call__(self) -> torch.UntypedStorage:
-        opened, value = self._opened(), self._value
-        if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
-            with torch._C._ExcludeDispatchKeyGuard(_MODES):
-                memory = make_meanwhile(value)
-            value.uses -= 1
-        else:
-            memory = make_again(value)
-            value.used()
-        return memory
+def _again(layer: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:
+    """The bytes of a dropped storage, made again; called once."""
+    opened = layer()
+    if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
+        with torch._C._ExcludeDispatchKeyGuard(_MODES):
+            memory = make_meanwhile(value)
+        value.uses -= 1
+    else:
+        memory = make_again(value)
+        value.used()
+    return memory
 
 
 class _LayerRecorder(Recorder):
