@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from offload.device.backend import Backend, Wait
+from offload.device.select import get_backend
 from offload.host.pool import HostPool, get_host_pool
 
 CYCLES_PER_S = 2e9  # of torch.cuda._sleep; GPUs run at somewhat less, so it sleeps somewhat longer
+
+
+@contextmanager
+def late_copies(delay_s: float) -> Iterator[None]:
+    """Copies of the CPU come late, and device memory that was let go holds garbage: a missing wait shows."""
+    backend = get_backend("cpu")
+    for stream in backend.copy_streams:
+        stream.delay_s = delay_s
+    backend.poison = True
+    yield
+    backend.poison = False
+    for stream in backend.copy_streams:
+        stream.delay_s = 0.0
 
 
 class Lab:

@@ -1,12 +1,16 @@
-"""Starts the processes of a test that needs several."""
+"""The processes of a test that needs several: what starts them, and what each of them does first and last."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from scripts import NO_GPU, TORCH, run_scripts
 
 
@@ -23,3 +27,25 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]]) -> None:
+    """A worker's whole program: in the process group of all ranks, leave what ``find(rank, world, device)`` returns."""
+    rank, world, kind, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
+    if kind != "cpu":
+        torch.cuda.set_device(device)
+    with group(folder, rank, world, kind):
+        found = find(rank, world, device)
+        dist.barrier()
+        torch.save(found, folder / f"{rank}.pt")
+
+
+@contextmanager
+def group(folder: Path, rank: int = 0, world: int = 1, kind: str = "cpu") -> Iterator[None]:
+    """A process group of these ranks, by default of this process alone."""
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=store, rank=rank, world_size=world)
+    yield
+    dist.destroy_process_group()

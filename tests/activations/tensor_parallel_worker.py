@@ -4,13 +4,11 @@ Run as ``python tensor_parallel_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it le
 """
 
 import gc
-import sys
 import time
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from models import offloading, save
+from ranks import be_rank
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -137,26 +135,17 @@ def late_collective(rank, mesh):
     return torch.equal(received[0], torch.full((1024,), 3.0, device=device))
 
 
-def main(rank, world, device, folder):
-    torch.set_num_threads(1)
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    on_cpu = device.type == "cpu"
-    if not on_cpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=rank, world_size=world)
+def find(rank, world, device):
     mesh = init_device_mesh(device.type, (world,))
     backend = get_backend(device)
     backend.poison = True
-    if on_cpu:
+    if device.type == "cpu":
         for stream in backend.copy_streams:
             stream.delay_s = 0.0005
     found = {name: compare(name, mesh) for name in MODELS}
     found["late collective"] = late_collective(rank, mesh)
-    dist.barrier()
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    be_rank(find)

@@ -4,21 +4,13 @@ import re
 
 import pytest
 import torch
+from lab import late_copies
+from strategies import PIPELINE, PIPELINE_ORDER
 from torch import nn
 
 from offload import OffloadState, Schedule, get_cpu_offload_context
-from offload.device.select import get_backend
 from offload.observe.memory import CpuAllocations
 
-ORDER = ["F0", "F1", "F2", "F3", "B0", "F4", "B1", "F5", "B2", "F6", "B3", "F7", "B4", "B5", "B6", "B7"]
-MOVES = {
-    1: (False, 0, True, 4),
-    2: (False, 0, True, 5),
-    3: (True, 4, True, 6),
-    4: (True, 5, True, 7),
-    5: (True, 6, False, 4),
-    6: (True, 7, False, 5),
-}
 MICROBATCHES = 8
 WIDTH = 64
 MIN_BYTES = 1024
@@ -52,25 +44,19 @@ def microbatches():
 
 @pytest.fixture(autouse=True)
 def _races_show():
-    backend = get_backend("cpu")
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.002
-    backend.poison = True
-    yield
-    backend.poison = False
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.0
+    with late_copies(0.002):
+        yield
 
 
 def declarative(**options):
-    options = {"synchronization_dict": MOVES, "model_layers": MICROBATCHES, "device": "cpu"} | options
+    options = {"synchronization_dict": PIPELINE, "model_layers": MICROBATCHES, "device": "cpu"} | options
     return get_cpu_offload_context(enabled=True, min_bytes=MIN_BYTES, **options)
 
 
 def step(model, microbatches, context=None, sync=lambda x: x, check=lambda _: None):
     """One training step in the tutorial's order; ``check`` is called at the beginning of each point."""
     losses = {}
-    for point in ORDER:
+    for point in PIPELINE_ORDER:
         number = int(point[1:])
         if point[0] == "B":
             losses.pop(number).backward()
@@ -101,7 +87,7 @@ def test_gradients_are_those_without_offloading(model, microbatches):
 
 
 def test_states_are_those_of_the_grid(model, microbatches):
-    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES, ORDER)
+    schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES, PIPELINE_ORDER)
     grid = {repr(point): set(layers) for point, layers in schedule.resident()}
     seen = []
 
@@ -115,7 +101,7 @@ def test_states_are_those_of_the_grid(model, microbatches):
 
     context, sync = declarative(schedule=schedule, synchronization_dict=None)
     step(model, microbatches, context, sync, check)
-    assert seen == ORDER
+    assert seen == PIPELINE_ORDER
 
 
 def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
@@ -132,7 +118,7 @@ def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
 
     def check(point):
         nonlocal steady
-        steady = ORDER.index("F4") <= ORDER.index(point) < ORDER.index("F7")
+        steady = PIPELINE_ORDER.index("F4") <= PIPELINE_ORDER.index(point) < PIPELINE_ORDER.index("F7")
 
     if context is None:
         context, sync = declarative(synchronization_dict={})
@@ -149,8 +135,8 @@ def test_memory_is_lower(model, microbatches):
 
 
 def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
-    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES)
-    assert {move.layer: move.entry for move in schedule.moves} == MOVES
+    schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES)
+    assert {move.layer: move.entry for move in schedule.moves} == PIPELINE
     expected = step(model, microbatches)
     context, sync = declarative(schedule=schedule, synchronization_dict=None)
     found = step(model, microbatches, context, sync)
@@ -158,7 +144,7 @@ def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
 
 
 def test_grid():
-    schedule = Schedule.from_synchronization_dict(MOVES, MICROBATCHES, ORDER)
+    schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES, PIPELINE_ORDER)
     assert str(schedule) == GRID.strip("\n")
     assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
 
@@ -177,13 +163,13 @@ def test_grid():
 )
 def test_invalid_entries_are_refused_when_given(entry, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
-        declarative(synchronization_dict=MOVES | entry)
+        declarative(synchronization_dict=PIPELINE | entry)
 
 
 def test_a_reload_after_the_backward_is_refused():
     # Backward of layer 1 comes before that of layer 4 in this order.
     with pytest.raises(ValueError, match=re.escape("backward of layer 1 comes before its reload at B4")):
-        Schedule.from_synchronization_dict({1: (False, 0, False, 4)}, MICROBATCHES, ORDER)
+        Schedule.from_synchronization_dict({1: (False, 0, False, 4)}, MICROBATCHES, PIPELINE_ORDER)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from lab import late_copies
 from torch import nn
 
 import offload
@@ -43,15 +44,8 @@ def inputs():
 
 @pytest.fixture(autouse=True)
 def _races_show():
-    """Copies come late, and device memory that was let go holds garbage."""
-    backend = get_backend("cpu")
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.002
-    backend.poison = True
-    yield
-    backend.poison = False
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.0
+    with late_copies(0.002):
+        yield
 
 
 def gradients(layers):

@@ -3,11 +3,8 @@
 Run as ``python pipeline_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leaves its findings in ``FOLDER/RANK.pt``.
 """
 
-import sys
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
+from ranks import be_rank
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -162,13 +159,7 @@ def further_checks(rank, world, device):
     return found
 
 
-def main(rank, world, device, folder):
-    torch.set_num_threads(1)
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+def find(rank, world, device):
     backend = get_backend(device)
     if device.type == "cpu":
         for stream in backend.copy_streams:
@@ -181,10 +172,8 @@ def main(rank, world, device, folder):
         for label, options in ((label, OPTIONS[label]) for label in labels):
             found[name, label] = compare(rank, world, name, device, expected, **options)
     found["further"] = further_checks(rank, world, device)
-    dist.barrier()
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    be_rank(find)

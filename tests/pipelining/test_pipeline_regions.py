@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from lab import late_copies
 from pipeline_worker import FAST_LINK, WIDTH, Block, loss_of
+from ranks import group
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import offload
 import offload.pipelining
-from offload.device.select import get_backend
 from offload.pipelining.regions import layers_in
 from offload.planning.link import Link
 
@@ -18,16 +18,8 @@ RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 
 @pytest.fixture(autouse=True)
 def _group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    backend = get_backend("cpu")
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.001
-    backend.poison = True
-    yield
-    backend.poison = False
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.0
-    dist.destroy_process_group()
+    with group(tmp_path), late_copies(0.001):
+        yield
 
 
 class Stage(nn.Module):

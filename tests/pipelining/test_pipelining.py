@@ -6,10 +6,10 @@ from pathlib import Path
 import pipeline_worker
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from lab import late_copies
+from ranks import group, run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _Action
@@ -271,16 +271,8 @@ def test_a_plan_shows_itself():
 
 @pytest.fixture
 def _group(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    backend = get_backend("cpu")
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.001
-    backend.poison = True
-    yield
-    backend.poison = False
-    for stream in backend.copy_streams:
-        stream.delay_s = 0.0
-    dist.destroy_process_group()
+    with group(tmp_path), late_copies(0.001):
+        yield
 
 
 def pipeline(kind=ScheduleGPipe, microbatches=4):

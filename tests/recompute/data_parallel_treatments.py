@@ -3,11 +3,8 @@
 Run as ``python data_parallel_treatments.py RANK WORLD_SIZE DEVICE FOLDER``; what it finds is in ``FOLDER/RANK.pt``.
 """
 
-import sys
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
+from ranks import be_rank
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
@@ -82,13 +79,9 @@ def peak_bytes(kind, treatments, mesh):
         return [step() for _ in range(3)]
 
 
-def main():
-    rank, world, device, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+def find(rank, world, device):
+    device = device.type
     torch.use_deterministic_algorithms(True)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh(device, (world,))
     found = {}
     for kind in KINDS:
@@ -103,10 +96,8 @@ def main():
     for kind in ("fsdp", "compiled"):
         for name in (None, "recompute"):
             found[kind, name, "peak bytes"] = peak_bytes(kind, name and TREATMENTS[name], mesh)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(find)

@@ -5,12 +5,11 @@ Run as ``python data_parallel_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leav
 
 import contextlib
 import functools
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from models import WIDTH
+from ranks import be_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -250,16 +249,11 @@ def backward(layers, x, more=0.0):
     (x.float().square().mean() + more).backward()
 
 
-def main(rank, world, device, folder):
-    torch.set_num_threads(1)
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+def find(rank, world, device):
     on_cpu = device.type == "cpu"
     if not on_cpu:
-        torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=rank, world_size=world)
     backend = get_backend(device)
     backend.poison = True
     if on_cpu:
@@ -268,10 +262,8 @@ def main(rank, world, device, folder):
     setting = Setting(rank, world, device)
     found = {name: setting.compare(**case) for name, case in (CASES | ROUNDED).items()}
     found |= {check.__name__: check(setting) for check in (without_wrapper, in_float32, other_layers, from_outside)}
-    dist.barrier()
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    be_rank(find)
