@@ -14,7 +14,7 @@ from torch import nn
 
 from offload import Schedule
 from offload.activations.storage import SavedStorage
-from offload.pipelining.chunk import ChunkPass, unpack
+from offload.pipelining.chunk import ChunkPass
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -139,10 +139,9 @@ def test_parts_of_a_chunk_that_one_operation_saves(parts: int, lab: Lab) -> None
     moves = {part: (True, part + 1, False, part + 1) for part in range(parts - 1)}
     offloaded = offloading(1, parts, lab.device, schedule=Schedule.from_synchronization_dict(moves, parts))
     chunk = ChunkPass(offloaded.context._new_round(), number=0, parts=parts, part_bytes=3 * 256 / parts)
-    with torch.autograd.graph.saved_tensors_hooks(chunk.pack, unpack):
+    with chunk:
         y = save(x, received.append, *(torch.full((64,), value, device=lab.device) for value in (1.0, 2.0, 3.0)))
         assert offloaded.stats.offloaded_bytes == 0
-    chunk.end_forward()
     resident_bytes = offloaded.context._transfers.counters.resident_bytes
     y.sum().backward()
     assert [tensor.unique().tolist() for tensor in received[0]] == [[1.0], [2.0], [3.0]]

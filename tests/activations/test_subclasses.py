@@ -248,9 +248,9 @@ def test_start_offload_takes_subclasses(lab: Lab, x: torch.Tensor) -> None:
 def test_pipeline_chunks_count_inner_tensors(lab: Lab) -> None:
     microbatch = offloading(1, 3, lab.device).context._new_round()
     chunk = ChunkPass(microbatch, number=0, parts=1, part_bytes=1)
-    packed = chunk.pack(Boxed(scaled(lab.device)))
+    with chunk:
+        packed = chunk.pack(Boxed(scaled(lab.device)))
     assert chunk._saved_bytes == 8 * 12 + 8 * 4
-    chunk.end_forward()
     assert isinstance(unpack(packed), Boxed)
 
 
