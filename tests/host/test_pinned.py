@@ -81,7 +81,7 @@ def test_memory_is_touched_to_its_end(
 ) -> None:
     """Also on a system that cannot do so when asked, and however many threads share the work."""
     monkeypatch.setattr(pinned, "TOUCH_BYTES", 64 * KIB)
-    monkeypatch.setattr(pinned, "_cores", lambda: threads)
+    monkeypatch.setattr(pinned, "own_cores", lambda: set(range(threads)))
     if not populate:
         monkeypatch.setattr(pinned, "_advise", lambda *_: False)
     memory = pageable(nbytes)
