@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ import offload
 from benchmarks.host_cost import host_cost
 from benchmarks.instruments import deterministic, give_memory_back, metered, timed
 from benchmarks.models import Llama, Model, Stack
-from benchmarks.report import environment, table, write
+from benchmarks.report import asked, environment, table, write
 from benchmarks.workloads import norm_mlp, reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.device.select import resolve_device
 
 GIB = 1 << 30
 BUDGETS_GIB = {
@@ -237,14 +235,9 @@ def shown(row: Row, rows: list[Row]) -> Row:
 def main() -> None:
     """Measure, print the table, write the record."""
     parser = argparse.ArgumentParser(description="Measure plans by region under memory budgets.")
-    parser.add_argument("--out", type=Path, default=Path("results/budget.json"))
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--merge", action="store_true", help="keep what the record says about other models")
-    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
-    arguments = parser.parse_args()
-    device = resolve_device(None)
-    if device.type == "cpu" and not arguments.small:
-        parser.error("the models are made for a GPU; give --small on a CPU")
+    arguments, device = asked(parser, "results/budget.json")
     link = offload.measure_link(device)
     print(link)
     record: dict[str, Any] = {}

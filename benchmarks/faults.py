@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from torch import nn
 
 import offload
 from benchmarks.instruments import give_memory_back, metered, timed
-from benchmarks.report import environment, table, write
+from benchmarks.report import asked, environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.device.select import resolve_device
 
 GIB = 1 << 30
 TIMED_STEPS = 3
@@ -330,13 +328,8 @@ def thinned(timeline: offload.Timeline) -> offload.Timeline:
 def main() -> None:
     """Provoke each fault, print what was found, write the record and the traces."""
     parser = argparse.ArgumentParser(description="Provoke faults and record what they look like.")
-    parser.add_argument("--out", type=Path, default=Path("results/faults.json"))
-    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS])
-    arguments = parser.parse_args()
-    device = resolve_device(None)
-    if device.type == "cpu" and not arguments.small:
-        parser.error("the faults are made for a GPU; give --small on a CPU")
+    arguments, device = asked(parser, "results/faults.json")
     link = offload.measure_link(device)
     record = {**environment(device), "link": vars(link), "small": arguments.small, "faults": []}
     traces = arguments.out.with_suffix("")

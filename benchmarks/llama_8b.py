@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from benchmarks.instruments import give_memory_back, metered
 from benchmarks.models import Llama
-from benchmarks.report import environment, table, write
-from offload.device.select import resolve_device
+from benchmarks.report import asked, environment, table, write
 
 GIB = 1 << 30
 STEPS = 3
@@ -84,14 +82,9 @@ def measure(model: Training, device: torch.device, row: Row) -> Row:
 def main() -> None:
     """Measure both, print the table, write the record."""
     parser = argparse.ArgumentParser(description="Train Llama-8B's shape with the memory that checkpointing needs.")
-    parser.add_argument("--out", type=Path, default=Path("results/llama_8b.json"))
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--host", default="80GiB", help="the most host memory")
-    parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
-    arguments = parser.parse_args()
-    device = resolve_device(None)
-    if device.type == "cpu" and not arguments.small:
-        parser.error("the model is made for a GPU; give --small on a CPU")
+    arguments, device = asked(parser, "results/llama_8b.json")
     tokens = 256 if arguments.small else arguments.tokens
     min_bytes = 1 if arguments.small else "2MiB"
     model = Training(device, tokens, small=arguments.small)

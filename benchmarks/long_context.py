@@ -40,8 +40,7 @@ import offload
 from benchmarks.instruments import give_memory_back, pinned_by_torch, timed
 from benchmarks.llama_8b import SHAPE, SMALL
 from benchmarks.models import Llama
-from benchmarks.report import environment, table, write
-from offload.device.select import resolve_device
+from benchmarks.report import asked, environment, table, write
 
 GIB = 1 << 30
 TILE, SMALL_TILE = 32768, 8192
@@ -408,15 +407,10 @@ def main() -> None:
     """Measure the rows that are asked for, and write each into the record as soon as it is there."""
     parser = argparse.ArgumentParser(description="Measure long sequences on one GPU.")
     parser.add_argument("--rows", nargs="+", type=spec, required=True, metavar="SIZE:WAY")
-    parser.add_argument("--out", type=Path, default=Path("results/long_context.json"))
     parser.add_argument("--merge", type=Path, help="the record to add to; --out by default")
     parser.add_argument("--host", type=int, default=112, help="the most pinned memory, in GiB")
     parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
-    parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
-    arguments = parser.parse_args()
-    device = resolve_device(None)
-    if device.type == "cpu" and not arguments.small:
-        parser.error("the model is made for a GPU; give --small on a CPU")
+    arguments, device = asked(parser, "results/long_context.json")
     merged = arguments.merge or arguments.out
     record = json.loads(merged.read_text("utf-8")) if merged.exists() else None
     benchmark = Benchmark(

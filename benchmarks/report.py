@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,6 +16,17 @@ import torch
 from tabulate import tabulate
 
 import offload
+from offload.device.select import resolve_device
+
+
+def asked(parser: argparse.ArgumentParser, out: str) -> tuple[argparse.Namespace, torch.device]:
+    """What the command line says, with ``--out`` and ``--small`` beside the parser's options, and the device."""
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
+    arguments, device = parser.parse_args(), resolve_device(None)
+    if device.type == "cpu" and not arguments.small:
+        parser.error("the sizes are made for a GPU; give --small on a CPU")
+    return arguments, device
 
 
 def environment(device: torch.device) -> dict[str, Any]:

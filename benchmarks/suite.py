@@ -27,10 +27,9 @@ from benchmarks import transformer_engine_file
 from benchmarks.cases import CASES, Case, cases, small_cases
 from benchmarks.comparison import Comparison, attempt
 from benchmarks.per_tensor import LARGE_ELEMENTS, RUN_BYTES, SIZES, host_cost, small_copies
-from benchmarks.report import environment, table, write
+from benchmarks.report import asked, environment, table, write
 from benchmarks.verdicts import Row, verdicts, with_ratios
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.device.select import resolve_device
 from offload.planning.link import Link
 
 GIB = 1 << 30
@@ -93,16 +92,11 @@ class Record:
 def main() -> None:
     """Measure, print the tables, write the record."""
     parser = argparse.ArgumentParser(description="Compare ways to save activation memory.")
-    parser.add_argument("--out", type=Path, default=Path("results/suite.json"))
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts of the suite")
     parser.add_argument("--merge", action="store_true", help="keep what the record says about other parts")
     parser.add_argument("--host-gib", type=float, default=100, help="the most host memory to pin at a time")
     parser.add_argument("--transformer-engine", type=Path, help="its cpu_offload.py, beside a text with its commit")
-    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
-    arguments = parser.parse_args()
-    device = resolve_device(None)
-    if device.type == "cpu" and not arguments.small:
-        parser.error("the workloads are made for a GPU; give --small on a CPU")
+    arguments, device = asked(parser, "results/suite.json")
     te = {}
     if arguments.transformer_engine:
         te = {"transformer_engine": transformer_engine_file.describe(arguments.transformer_engine)}

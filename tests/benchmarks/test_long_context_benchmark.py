@@ -24,7 +24,7 @@ LIMITED = [f"1GiB:{way}" for way in long_context.LIMITED]
 def run(path: Path, *arguments: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["long_context", "--small", "--seconds", "0", "--out", str(path), *arguments])
-        patch.setattr(long_context, "resolve_device", lambda _: torch.device("cpu"))
+        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
         long_context.main()
     record: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return record

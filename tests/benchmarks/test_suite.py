@@ -106,7 +106,7 @@ def test_records_of_different_versions_are_not_merged(tmp_path):
 
 
 def test_on_a_cpu_only_small_sizes_run(monkeypatch, capsys):
-    monkeypatch.setattr(suite, "resolve_device", lambda _: CPU)
+    monkeypatch.setattr("benchmarks.report.resolve_device", lambda _: CPU)
     monkeypatch.setattr(sys, "argv", ["suite"])
     with pytest.raises(SystemExit):
         suite.main()
