@@ -66,7 +66,7 @@ def test_lengths_have_what_the_table_shows(record: dict[str, Any]) -> None:
 
 def test_norms_grow_with_the_tokens_and_attention_with_their_square(record: dict[str, Any]) -> None:
     profile = offload.Profile.from_json(json.dumps(record["profile"]))
-    grown = long_context.longer(profile, 4)
+    grown = profile.scaled(4)
     for layer, longer in zip(profile.layers, grown.layers, strict=True):
         assert {region.name for region in layer.regions} >= {"post_attention_layernorm: mul"}
         for region, other in zip(layer.regions, longer.regions, strict=True):
