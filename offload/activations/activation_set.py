@@ -8,6 +8,7 @@ from operator import attrgetter
 import torch
 
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token, unpack
+from offload.activations.joined import Outputs
 from offload.activations.states import OffloadState, next_state
 from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
 from offload.activations.transfers import Reload, Transfers
@@ -36,6 +37,8 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
         super().__init__()
         self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
         """What the operation at work has saved, and for which sets."""
+        self.outputs: Outputs = {}
+        """What the layer before has returned, if the next one's input is to be computed again from it."""
         self.stream: Stream | None = None
         """Where its kernels go, which need not be the stream of the operation after it."""
         self.node = -1
@@ -84,6 +87,9 @@ class ActivationSet:
     def leave(self, *, failed: bool) -> None:
         """It has ended, or ``failed``; this may be called for a forward that was cut off before :meth:`enter`."""
         pop_hooks(self.pack)
+
+    def returned(self, output: object) -> None:
+        """The layer has returned ``output``, if somebody says so."""
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.

@@ -226,6 +226,7 @@ class OffloadContext(ContextDecorator):
             )
         if self._closed is not None:
             opened = self._closed.opened
+            opened.returned(output)
             nodes = autograd.before_backward(output, self._first_node, self._closed.begin_backward)
             self._usage.synced(opened.layer, self._closed.microbatch, nodes, counted=self._counts)
             marked = bool(nodes)

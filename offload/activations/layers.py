@@ -15,7 +15,7 @@ from offload.base.checks import check_int
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, compute_device
 from offload.host.limits import HostMemory, WhenFull
-from offload.recompute.treatments import LayerTreatments, Treatment, parse_treatments
+from offload.recompute.treatments import LayerTreatments, Treatment, join, parse_treatments
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
 
 
@@ -78,6 +78,7 @@ def offload_layers(
     max_host_bytes: int | str | None = None,
     when_host_full: WhenFull = "keep",
     treatments: Mapping[str, Treatment | str] | None = None,
+    layers_per_input: int = 1,
     memory_budget: int | str | None = None,
 ) -> OffloadedLayers:
     """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
@@ -112,6 +113,11 @@ def offload_layers(
             travels in the first ``num_layers``, which may be 0, and stays in the others. What is recomputed is let go,
             and the recorded operations that lead to it run once more in backward, those alone. In a layer's first
             forward they run at once, and what does not come out bit by bit the same is kept.
+        layers_per_input: With treatments: so many layers in a row hold one input, that of the first. The inputs of the
+            others are computed again from it when the last one's backward begins: one more forward of all but the last,
+            of what is not held there, and these inputs are on the device until their layers' backward is over. Where
+            something else happens to a tensor between two layers, or the weights of the first are not there any more
+            (streamed, sharded), the input is held or travels.
         memory_budget: In place of all these: device memory for what a step adds to weights and optimizer state, in
             bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
             everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
@@ -135,6 +141,12 @@ def offload_layers(
         if schedule is not None:
             raise ValueError("schedule and plan exclude each other; give one.")
         schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
+    check_int("layers_per_input", layers_per_input, least=1)
+    if layers_per_input > 1 and treatments is None:
+        raise ValueError(
+            f"layers_per_input must be 1 without treatments, got {layers_per_input}; say what happens to the layers' "
+            'regions, such as treatments={"*": "recompute"}, or give memory_budget.'
+        )
     measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
     if num_layers == "auto" and treatments is not None:
         raise ValueError('num_layers="auto" offloads whole layers, so treatments need a number; or give memory_budget.')
@@ -155,6 +167,7 @@ def offload_layers(
                 max_host_bytes=max_host_bytes,
                 when_host_full=when_host_full,
                 treatments=treatments,
+                layers_per_input=layers_per_input,
             ),
             places,
             shares,
@@ -173,6 +186,7 @@ def offload_layers(
     regions: list[LayerTreatments | None] = []
     if patterns is not None:
         regions += [LayerTreatments(patterns, layer) for layer in modules]
+        join(regions, (number % layers_per_input > 0 for number in range(len(modules))))
     if plan is not None:
         if treatments is not None:
             raise ValueError("treatments and plan exclude each other; give one.")

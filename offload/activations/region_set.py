@@ -17,6 +17,7 @@ import torch
 
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle
+from offload.activations.joined import EarlierLayer, Memory, earlier_layer, memory_of, outputs_of
 from offload.activations.keeper import Keeper
 from offload.activations.states import OffloadState
 from offload.activations.storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
@@ -27,8 +28,9 @@ from offload.device.capture import CaptureError
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
-from offload.recompute.record import Value, make_again, make_meanwhile
+from offload.recompute.record import Value
 from offload.recompute.recorder import Recorder
+from offload.recompute.replay import make_again, make_meanwhile
 from offload.recompute.treatments import KEEP, RECOMPUTE, SOURCE, LayerTreatments, Region, region_of
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ class RegionSet(ActivationSet):
     def __init__(self, *args: Any, treatments: LayerTreatments, stays: bool) -> None:
         super().__init__(*args, stays=stays)
         self._treatments = treatments
+        self._over: tuple[Recorder, Memory] | None = None
+        """What has seen a forward that is over, and what a first one was given, until the layer's output is known."""
         self._recorder: Recorder | None = None
         """Sees the layer's forward, while that runs."""
         self._values: dict[int, Value] = {}
@@ -87,10 +91,13 @@ class RegionSet(ActivationSet):
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
         recorder, self._recorder = self._recorder, None
+        self._known.outputs = {}
         if recorder is None:
             return
         leave_modes(_LayerRecorder)
         self._end_operation()
+        if self._treatments.joins and not failed:
+            self._over = recorder, {} if self._treatments.proven_outputs else memory_of(self._sources)
         first = not self._treatments.learned
         if (first or self._waiting) and not (failed or self.transfers.backend.capturing):
             self._learn()
@@ -108,6 +115,11 @@ class RegionSet(ActivationSet):
         self._end_operation()
         self._waiting, self._sources, self._dropped = [], [], []
         self._values, self._handles = {}, {}
+
+    def returned(self, output: object) -> None:
+        over, self._over = self._over, None
+        if over:
+            self._known.outputs = outputs_of(output, self._treatments, self.transfers.backend, *over)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         recorder = self._recorder
@@ -190,6 +202,8 @@ class RegionSet(ActivationSet):
 
     def _moves(self, storage: SavedStorage, value: Value) -> bool:
         """Drop a storage if that is its treatment; whether it is left to move with the set."""
+        if isinstance(value.keeper, EarlierLayer):
+            return not (value.hold() and self._drop(storage, value))
         if self._treatments.drops(value) and not value.empty and not value.overwritten:
             self._drop(storage, value)
             return False
@@ -201,6 +215,9 @@ class RegionSet(ActivationSet):
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
+        if self._treatments.joined and self._known.outputs:
+            with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
+                value.keeper = earlier_layer(tensor, self._known.outputs, self._treatments)
         if not value.drawn and isinstance(decide(tensor, self._rules), type):
             self._sources.append(value)
 

@@ -52,6 +52,10 @@ class WholeSet(RegionSet):
         super().leave(failed=failed)
         self._call = None
 
+    def returned(self, output: object) -> None:
+        """What it returned is not written down."""
+        self._over = None
+
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         recorder = self._recorder
         if not isinstance(recorder, ForwardRecorder):

@@ -15,7 +15,8 @@ from offload.base.tensors import whole
 from offload.device.backend import Backend
 from offload.recompute.kinds import Kind
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import Call, Value, below_autograd
+from offload.recompute.record import Call, Value
+from offload.recompute.replay import below_autograd
 
 POISON = 0xA5
 """What is in new memory that nobody was seen to write: not what happens to lie there, which may be the right bits."""
@@ -32,7 +33,7 @@ def differing(wanted: Iterable[Value], original: Original) -> list[Value]:
 
     def compare(value: Value, again: torch.UntypedStorage) -> torch.UntypedStorage:
         there = original(value)
-        if id(value) not in compared or (there is not None and _same_bits(there, again)):
+        if id(value) not in compared or (there is not None and same_bits(there, again)):
             return again
         wrong.append(value)
         return again if there is None else there  # for what is computed from it
@@ -119,5 +120,6 @@ def calls_for(wanted: Iterable[Value], is_there: Callable[[Value], bool]) -> lis
     return [found[number] for number in sorted(found)]
 
 
-def _same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Whether two storages of a device hold the same."""
     return one.device == other.device and torch.equal(whole(one), whole(other))

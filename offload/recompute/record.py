@@ -11,7 +11,6 @@ of it with the graph. A call lets go of what it read as soon as it has run.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -270,41 +269,6 @@ class Call:
             value.used()
 
 
-_running = threading.RLock()
-"""Autograd may ask in several threads for what one call makes."""
-
-
-def make_meanwhile(value: Value) -> torch.UntypedStorage:
-    """The same while the forward still runs, and may read all of it once more: the record stays as it is."""
-    made: dict[int, torch.UntypedStorage] = {}
-
-    def bytes_of(value: Value) -> torch.UntypedStorage:
-        return made[id(value)] if id(value) in made else value.bytes()
-
-    with below_autograd():
-        for call in [] if value.call is None else value.call.before():
-            results = call.results(bytes_of)
-            made |= {id(one): results[one.place] for one in filter(None, (made_one() for made_one in call.makes))}
-    return bytes_of(value)
-
-
-def make_again(value: Value) -> torch.UntypedStorage:
-    """Memory that holds the value; the calls that lead to it are run, unless they were already."""
-    with _running:
-        if value.memory is None and value.call is not None:
-            with below_autograd():
-                for call in value.call.before():
-                    call.run()
-        return value.bytes()
-
-
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Calls were seen below autograd and autocast, and run there again; some kernels ask whether gradients are on."""
-    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(ABOVE):
-        yield
-
-
 @contextmanager
 def with_default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Let operations make what they are told no other type for in this one."""
@@ -341,9 +305,3 @@ def tensors_given(written_down: Iterable[Any], look: Callable[[Value, Geometry],
         else:
             given.append(tensors_given(item, look) if kind is list else item)
     return given
-
-
-ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-for _name, _key in torch._C.DispatchKey.__members__.items():
-    if _name.startswith(("Autograd", "Autocast")) and _name != "AutogradFunctionality":
-        ABOVE |= torch._C.DispatchKeySet(_key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -85,6 +85,10 @@ class LayerTreatments:
         self.layer = None if layer is None else weakref.ref(layer)
         self.measures = measures
         self.planned = planned
+        self.joined = False
+        """Whether the layer before computes this one's input again, where it can."""
+        self.joins = False
+        """Whether this one does so for the next."""
         self.learned = False
         self.names: dict[Region, str] = {}
         """Of the regions that were seen in the first forward."""
@@ -92,6 +96,8 @@ class LayerTreatments:
         """Those that did not come out the same when they were computed again, and so are not."""
         self.proven: set[Region] = set()
         """Those that were computed again and compared: a first forward may not have saved all that later ones do."""
+        self.proven_outputs: set[Region] = set()
+        """Those that the layer returns, and that come out the same where the next layer asks for them."""
         self.unsaved: set[Region] = set()
         """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
         self.draws = False
@@ -205,6 +211,13 @@ class LayerTreatments:
         """It comes out with other bits: it travels with its layer, or is kept, and is not computed again."""
         self.differing.add(region)
         self._known[region] = OFFLOAD
+
+
+def join(layers: Sequence[LayerTreatments | None], joined: Iterable[bool]) -> None:
+    """Let the layer before compute the inputs of layers again, of those that are ``joined``."""
+    for before, layer, with_it in zip([None, *layers], layers, joined):  # noqa: B905
+        if before is not None and layer is not None:
+            layer.joined = before.joins = with_it
 
 
 SOURCE = "input"

@@ -21,8 +21,9 @@ from offload.base.layer_events import unheard
 from offload.base.tensors import Geometry
 from offload.recompute.kinds import Operation
 from offload.recompute.random import RandomState, default_generator
-from offload.recompute.record import ABOVE, Call, Value, tensors_given, with_default_dtype
+from offload.recompute.record import Call, Value, tensors_given, with_default_dtype
 from offload.recompute.recorder import Recorder, UnseenError
+from offload.recompute.replay import ABOVE
 
 
 class _Forward:
