@@ -18,7 +18,6 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import (
-    Attachment,
     LayerListener,
     Turn,
     listeners_on,
@@ -29,7 +28,7 @@ from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.planning.link import Link
 from offload.planning.measure_regions import measure_frugally, measure_regions
-from offload.planning.measured_layer import MeasuredLayer, Measurement, rest_s
+from offload.planning.measured_layer import LayerTimes, MeasuredLayer, rest_s
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.workspace import with_workspace
 
@@ -168,36 +167,31 @@ def _measure(
     regions: bool,
 ) -> Profile:
     """A profile of layers as they are."""
-    recorder = Measurement(backend, min_bytes)
-    measured = recorder.layers = [MeasuredLayer(recorder, number, module) for number, module in enumerate(modules)]
-    with recorder.hooks, Attachment(modules, measured):
-        recorder.counts = True
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), selective.sees(recorder):
+    with LayerTimes(modules, backend, min_bytes) as times:
+        times.counts = True
+        with torch.autograd.graph.saved_tensors_hooks(times.pack, lambda tensor: tensor), selective.sees(times):
             step()
-        recorder.counts = False
-        if backend.device.type != "cpu":
-            recorder.read_memory()
+        times.counts = False
+        times.start(reads_memory=backend.device.type != "cpu")
         step()  # without hooks, under which some tensors live longer
-        recorder.reads_memory = False
-        for layer in measured:
-            layer.passes.clear()
+        times.start()
         marks = [backend.mark()]
         for _ in range(steps):
             step()
             marks.append(backend.mark())
-    profiles = tuple(layer.profile() for layer in measured)
+    profiles = tuple(layer.profile() for layer in times.layers)
     if not any(profile.saved_bytes for profile in profiles):
         raise ValueError(
-            f"no layer saved at least min_bytes = {recorder.rules.min_bytes} bytes at once on "
-            f"{recorder.backend.device}; lower min_bytes, or profile the layers before they are offloaded."
+            f"no layer saved at least min_bytes = {min_bytes} bytes at once on {backend.device}; lower min_bytes, or "
+            "profile the layers before they are offloaded."
         )
-    loss_s = measured[-1].after_it_s()
+    loss_s = times.loss_s()
     known_s = sum(profile.forward_s + profile.backward_s for profile in profiles) + loss_s
-    other_s = rest_s(backend, marks, len(measured[-1].passes), known_s)
-    profile = with_workspace(Profile(profiles, loss_s, other_s), recorder.peaks())
+    other_s = rest_s(backend, marks, times.rounds, known_s)
+    profile = with_workspace(Profile(profiles, loss_s, other_s), times.peaks())
     if not regions:
         return profile
-    found = measure_regions(modules, step, min_bytes=min_bytes, device=recorder.backend.device)
+    found = measure_regions(modules, step, min_bytes=min_bytes, device=backend.device)
     by_region = (
         LayerProfile.from_regions(
             costs, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes, recorded_s=recorded_s

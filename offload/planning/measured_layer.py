@@ -31,14 +31,19 @@ class Pass:
     backward_end: Any = None
 
 
-class Measurement:
-    """What the measured layers share."""
+class LayerTimes(Attachment):
+    """Times forward and backward of layers, as they are run in whatever way, until :meth:`remove`.
 
-    layers: list[MeasuredLayer]
+    Args:
+        layers: In call order.
+        backend: Of the device on which they run.
+        min_bytes: Storages below this size do not count among what the layers save.
+    """
 
-    def __init__(self, backend: Backend, min_bytes: int) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend, min_bytes: int = 0) -> None:
         self.backend = backend
         self.rules = Rules(backend.device, min_bytes)
+        self.layers = [MeasuredLayer(self, number, module) for number, module in enumerate(layers)]
         self.hooks = ExitStack()
         """Takes the hooks on inputs and parameters off."""
         self.running: MeasuredLayer | None = None
@@ -51,13 +56,52 @@ class Measurement:
         """What the allocator said when the step began."""
         self.between_bytes = 0
         """The most that was allocated between the last forward and its backward, above that at the step's start."""
-        self.most_bytes = 0
+        self._most_bytes = 0
         """The most of all that was allocated."""
+        super().__init__(layers, self.layers)
 
-    def read_memory(self) -> None:
-        """Ask the accelerator from now on what is allocated; on the CPU there is nobody to ask."""
-        self.reads_memory = True
-        self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
+    def remove(self) -> None:
+        super().remove()
+        self.hooks.close()
+
+    def start(self, *, reads_memory: bool = False) -> None:
+        """Forget what was timed so far; from now on, ask an accelerator what is allocated only if that is wanted."""
+        for layer in self.layers:
+            layer.passes.clear()
+        self.reads_memory = reads_memory
+        if reads_memory:
+            self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
+
+    @property
+    def complete(self) -> bool:
+        """Whether each layer has run forward and backward."""
+        return all(layer.passes and layer.passes[0].backward_end is not None for layer in self.layers)
+
+    @property
+    def rounds(self) -> int:
+        """How many microbatches have come by."""
+        return len(self.layers[-1].passes)
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """Of each layer, the median of those of its forwards, and of its backwards."""
+        return [layer.seconds() for layer in self.layers]
+
+    def loss_s(self) -> float:
+        """The median of the seconds between the last layer's forwards and their backwards."""
+        return statistics.median(
+            self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_passes())
+        )
+
+    def peaks(self) -> Peaks:
+        """The most that was allocated while each layer ran, and between the passes; zeros where nobody can tell."""
+        layers = self.layers
+        forward, backward = [one.forward_bytes for one in layers], [one.backward_bytes for one in layers]
+        return Peaks(forward, self.between_bytes, backward)
+
+    def most_bytes(self) -> int:
+        """The most of all that was allocated."""
+        self.mark()
+        return self._most_bytes
 
     def mark(self) -> tuple[Event, int]:
         """A mark, and the most that was allocated since the last one, above what there was at the step's start."""
@@ -65,14 +109,8 @@ class Measurement:
         if self.reads_memory:
             most_bytes = torch.accelerator.max_memory_allocated(self.backend.device) - self.start_bytes
             torch.accelerator.reset_peak_memory_stats(self.backend.device)
-            self.most_bytes = max(self.most_bytes, most_bytes)
+            self._most_bytes = max(self._most_bytes, most_bytes)
         return self.backend.mark(), most_bytes
-
-    def peaks(self) -> Peaks:
-        """The most that was allocated while each layer ran, and between the passes; zeros where nobody can tell."""
-        layers = self.layers
-        forward, backward = [one.forward_bytes for one in layers], [one.backward_bytes for one in layers]
-        return Peaks(forward, self.between_bytes, backward)
 
     def start_early(self, tensor: torch.Tensor) -> None:
         """Nothing is copied."""
@@ -96,7 +134,7 @@ class MeasuredLayer(LayerListener):
 
     turn = Turn.MEASURING
 
-    def __init__(self, recorder: Measurement, number: int, module: torch.nn.Module) -> None:
+    def __init__(self, recorder: LayerTimes, number: int, module: torch.nn.Module) -> None:
         self.number = number
         self.passes: list[Pass] = []
         self.tensors: dict[int, int] = {}
@@ -112,16 +150,10 @@ class MeasuredLayer(LayerListener):
 
     def seconds(self) -> tuple[float, float]:
         """The medians of those of its forwards and backwards."""
-        seconds, passes = self._recorder.backend.seconds, self._complete()
+        seconds, passes = self._recorder.backend.seconds, self.complete_passes()
         return (
             statistics.median(seconds((one.forward_start, one.forward_end) for one in passes)),
             statistics.median(seconds((one.backward_start, one.backward_end) for one in passes)),
-        )
-
-    def after_it_s(self) -> float:
-        """The median of the seconds between its forwards and their backwards."""
-        return statistics.median(
-            self._recorder.backend.seconds((one.forward_end, one.backward_start) for one in self._complete())
         )
 
     def profile(self) -> LayerProfile:
@@ -139,7 +171,8 @@ class MeasuredLayer(LayerListener):
         tensors = tuple(self.tensors.values())
         return LayerProfile(*self.seconds(), sum(tensors), tensors)
 
-    def _complete(self) -> list[Pass]:
+    def complete_passes(self) -> list[Pass]:
+        """Those whose backward has ended."""
         return [one for one in self.passes if one.backward_end is not None]
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
@@ -204,56 +237,3 @@ def rest_s(backend: Backend, marks: Sequence[Event], rounds: int, known_s: float
     """What a microbatch takes beside what is known of it, in steps between marks with so many rounds in all."""
     microbatch_s = statistics.median(backend.seconds(pairwise(marks))) * (len(marks) - 1) / rounds
     return max(0.0, microbatch_s - known_s)
-
-
-class LayerTimes(Attachment):
-    """Times forward and backward of layers, as they are run in whatever way, until :meth:`remove`.
-
-    Args:
-        layers: In call order.
-        backend: Of the device on which they run.
-    """
-
-    def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend) -> None:
-        self._recorder = Measurement(backend, 0)
-        self._timed = [MeasuredLayer(self._recorder, number, module) for number, module in enumerate(layers)]
-        self._recorder.layers = self._timed
-        super().__init__(layers, self._timed)
-
-    def remove(self) -> None:
-        super().remove()
-        self._recorder.hooks.close()
-
-    def start(self, *, reads_memory: bool) -> None:
-        """Forget what was timed so far; from now on, also ask an accelerator what is allocated if that is wanted."""
-        for layer in self._timed:
-            layer.passes.clear()
-        if reads_memory:
-            self._recorder.read_memory()
-
-    @property
-    def complete(self) -> bool:
-        """Whether each layer has run forward and backward."""
-        return all(layer.passes and layer.passes[0].backward_end is not None for layer in self._timed)
-
-    @property
-    def rounds(self) -> int:
-        """How many microbatches have come by."""
-        return len(self._timed[-1].passes)
-
-    def seconds(self) -> list[tuple[float, float]]:
-        """Of each layer, the median of those of its forwards, and of its backwards."""
-        return [layer.seconds() for layer in self._timed]
-
-    def loss_s(self) -> float:
-        """Seconds between the last layer's forward and its backward."""
-        return self._timed[-1].after_it_s()
-
-    def peaks(self) -> Peaks:
-        """The most that was allocated while each layer ran, above what there was in the beginning."""
-        return self._recorder.peaks()
-
-    def most_bytes(self) -> int:
-        """The most of all that was allocated."""
-        self._recorder.mark()
-        return self._recorder.most_bytes
