@@ -114,6 +114,12 @@ def before_backward(output: object, first_node: int, begin: Callable[[Any], None
     return list(nodes)
 
 
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd ``call`` when the backward that runs in this thread is over, unless it fails."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
 def nodes_from(nodes: Iterable[Any], first_node: int) -> Iterator[Any]:
     """These nodes and all that backward comes to from them: those made from ``first_node`` on, and leaves."""
     waiting, seen = list(nodes), set[Any]()

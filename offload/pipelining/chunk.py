@@ -33,11 +33,13 @@ class ChunkParts:
         microbatch: The round that holds all chunks of this step.
         number: The chunk's number in the order of forwards.
         parts: How many layers of the round the chunk has.
+        held: Tensors that somebody else keeps on the device until backward; they do not travel.
     """
 
-    def __init__(self, microbatch: Round, number: int, parts: int) -> None:
+    def __init__(self, microbatch: Round, number: int, parts: int, held: Iterable[torch.Tensor]) -> None:
         self.parts = parts
         self._round = microbatch
+        self._held = storages_of(held)
         self._first_layer = number * parts
         self._reached = parts
 
@@ -64,20 +66,17 @@ class ChunkPass(ChunkParts):
     """A chunk's forward and backward, its parts of equal size.
 
     Args:
-        microbatch: The round that holds all chunks of this step.
-        number: The chunk's number in the order of forwards.
-        parts: Into how many parts of ``part_bytes`` its activation set is cut.
-        held: Tensors that somebody else keeps on the device until backward; they do not travel.
+        microbatch: As for any chunk, and so are ``number``, ``parts`` and ``held``.
+        part_bytes: The size of a part.
     """
 
     def __init__(
         self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
     ) -> None:
-        super().__init__(microbatch, number, parts)
+        super().__init__(microbatch, number, parts, held)
         self._tensors: list[int] = []
         self._saved_bytes = 0
         self._part_bytes = part_bytes
-        self._held = storages_of(held)
         self._counted: set[int] = set()
         self._part = 0
         self._set = self._round.begin_forward(self._first_layer, self._held)

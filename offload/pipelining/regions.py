@@ -15,7 +15,6 @@ from torch import nn
 from offload.activations.activation_set import ActivationSet
 from offload.activations.microbatch import Round
 from offload.activations.states import OffloadStateError
-from offload.activations.what_moves import storages_of
 from offload.base.autograd import pop_hooks, push_hooks
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
@@ -142,14 +141,9 @@ class _StageLayer(LayerListener):
 
 
 class LayeredChunk(ChunkParts):
-    """A chunk's forward and backward, of which each layer is a part.
+    """A chunk's forward and backward, of which each layer of the ``stage`` is a part.
 
-    Args:
-        microbatch: The round that holds all chunks of this step.
-        number: The chunk's number in the order of forwards.
-        parts: The numbers that it has for its layers; more than it has layers if another stage has more.
-        stage: The stage's layers.
-        held: Tensors that somebody else keeps on the device until backward; they do not travel.
+    It has more parts than layers if another stage has more; the last ones are empty then.
     """
 
     def __init__(
@@ -160,9 +154,8 @@ class LayeredChunk(ChunkParts):
         stage: StageRegions,
         held: Iterable[torch.Tensor] = (),
     ) -> None:
-        super().__init__(microbatch, number, parts)
+        super().__init__(microbatch, number, parts, held)
         self._stage = stage
-        self._held = storages_of(held)
         self._part = -1
         self._open: ActivationSet | None = None
         stage.at_work = self

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.base.autograd import tensors_in
+from offload.base.layer_events import replace_attribute
 from offload.device.backend import Backend, Event
 from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.planning.profile import StageProfile
@@ -122,9 +123,8 @@ class Wrapper:
         self._name = name
         self._run = run
         self._method = getattr(stage, name)
-        self._own = vars(stage).get(name)
         self._active = True
-        setattr(stage, name, self)
+        self._put_back = replace_attribute(stage, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._active:
@@ -135,6 +135,4 @@ class Wrapper:
         """Put back what was there; if something else was put over it since, only stop taking part."""
         self._active = False
         if vars(self._stage).get(self._name) is self:
-            delattr(self._stage, self._name)
-            if self._own is not None:
-                setattr(self._stage, self._name, self._own)
+            self._put_back()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.activations.what_moves import Rules, travellers
-from offload.base.autograd import before_backward, tensors_in
+from offload.base.autograd import before_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.device.backend import Backend, Event
 from offload.planning.estimate import Peaks
@@ -220,8 +220,7 @@ class MeasuredLayer(LayerListener):
                 hook.remove()
             self._end_backward(passing)
 
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(finish)
+        when_backward_ends(finish)
 
     def _end_backward(self, passing: Pass) -> None:
         # A leaf that is the input of several passes tells each of them of each gradient.

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
 from offload.activations.context import OffloadContext
 from offload.activations.layers import OffloadedLayers
-from offload.base.autograd import before_backward, tensors_in
+from offload.base.autograd import before_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
@@ -174,5 +173,4 @@ class _Backwards(LayerListener):
             before_backward(output, call.first_node, self._begin)
 
     def _begin(self, _: object) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._planned.end_backward)
+        when_backward_ends(self._planned.end_backward)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from offload.base import trace
-from offload.base.autograd import before_backward, in_backward, tensors_in
+from offload.base.autograd import before_backward, in_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import LayerCall, LayerListener, Turn
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
@@ -235,7 +235,7 @@ class WeightStream:
         if self._backward() is None:
             self.leave()  # a forward that was cut off before its end
             token = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(token)
+            when_backward_ends(token)
             self._backward = weakref.ref(token)
         if self.computes is not layer:
             self._leave_backward()
