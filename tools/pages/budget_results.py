@@ -85,7 +85,7 @@ def _host_cost(page: Path) -> str:
         for name, found in cost.items()
         if isinstance(found, dict)
     ]
-    where = _where(record, cost["date"])
+    where = _where(record, cost.get("date", record["date"]))
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 

@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from page_text import GIB, ROOT
 
 from offload.activations.states import TRANSITIONS, OffloadState
-from offload.observe.plot import COLORS, INK, new_figure, text_color
+from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
@@ -40,6 +41,45 @@ def schedule_figure(num_layers: int, model_layers: int, title: str) -> Figure:
     """The default schedule, simulated."""
     schedule = Schedule.default(num_layers, model_layers)
     return simulate(schedule, Profile((LAYER,) * model_layers), LINK, title=title).plot()
+
+
+# A decoder layer of the start page: a twentieth of its step and of what it saves. The page of hardware says where each
+# link's figures are from.
+DECODER = LayerProfile(forward_s=6.3e-3, backward_s=12.6e-3, saved_bytes=int(1.2 * GIB))
+LINKS = {
+    "PCIe Gen4 x16, by its specification": (Link(31.5e9, 31.5e9, 63e9), COLORS["backward"], "s"),
+    "H200, PCIe Gen5 x16, one of four at once": (Link(34e9, 39.7e9, 39e9), COLORS["offload"], "v"),
+    "H200, PCIe Gen5 x16, alone": (Link(55e9, 55e9, 100e9), COLORS["forward"], "o"),
+    "GH200, NVLink-C2C, as others measured it": (Link(297e9, 375e9, 486e9), COLORS["reload"], "D"),
+}
+"""Name → the link, its colour and its marker."""
+
+
+def links_figure() -> Figure:
+    """The step against the number of offloaded layers, for each link, by the simulator."""
+    profile = Profile((DECODER,) * 20)
+    kept_s = simulate(Schedule.default(0, 20), profile, next(iter(LINKS.values()))[0]).duration_s
+    figure = new_figure((9.0, 3.8))
+    ax = figure.subplots()
+    style_axes(ax)
+    for name, (link, color, marker) in LINKS.items():
+        steps = [simulate(Schedule.default(k, 20), profile, link).duration_s / kept_s for k in range(19)]
+        ax.plot(range(19), steps, color=color, marker=marker, markersize=4, linewidth=1.6, label=name)
+    ax.set_xticks(range(0, 19, 2))
+    ax.set_xlim(0, 18.4)
+    ax.set_ylim(0.9, None)
+    ax.set_yticks((1, 2, 3, 4), ("1 ×", "2 ×", "3 ×", "4 ×"))
+    ax.set_xlabel("layers offloaded, of 20", color=INK, fontsize=9)
+    ax.set_ylabel("step", color=INK, fontsize=9)
+    ax.set_title("simulated, not measured: what each link carries", color=INK, loc="left", fontsize=11)
+    ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
+    return figure
+
+
+def link_figure(name: str, title: str) -> Figure:
+    """Five of eight layers over one of the links; each is drawn as one tensor."""
+    profile = Profile((replace(DECODER, tensors=(DECODER.saved_bytes,)),) * 8)
+    return simulate(Schedule.default(5, 8), profile, LINKS[name][0], title=title).plot(size=(9.0, 3.4))
 
 
 def streams_figure() -> Figure:
@@ -212,6 +252,14 @@ def _draw_room(ax: Axes, x: float, y: float, width: float, height: float, name: 
 FIGURES: dict[str, Callable[[], Figure]] = {
     "schedule_2_of_5": lambda: schedule_figure(2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
     "schedule_3_of_5": lambda: schedule_figure(3, 5, "3 of 5 layers offloaded: compute waits for releases"),
+    "links": links_figure,
+    "link_pcie": lambda: link_figure(
+        "H200, PCIe Gen5 x16, alone", "simulated: 5 of 8 decoder layers over PCIe Gen5; compute waits for copies"
+    ),
+    "link_c2c": lambda: link_figure(
+        "GH200, NVLink-C2C, as others measured it",
+        "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
+    ),
     "streams": streams_figure,
     "states": states_figure,
     "rooms": rooms_figure,
