@@ -246,7 +246,8 @@ def main() -> None:
     rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
     record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
     if "host" in arguments.only:
-        record["host_cost"] = host_cost(device, repeats=5 if arguments.small else 50)
+        costs = host_cost(device, repeats=5 if arguments.small else 50)
+        record["host_cost"] = costs | {"commit": record["commit"], "date": record["date"]}
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:
             found = Case(name, build, device, small=arguments.small).measure(link)
