@@ -625,6 +625,22 @@ globalThis.offloadPlanner = (() => {
     return { ...found, ...simulate(profile, choice.numLayers, link, found.treatments) };
   }
 
+  /** Peak and step of the plan for a budget; null if nothing meets it. */
+  function outline(choices, budget) {
+    const choice = new Search(choices, budget).best();
+    return choice && { budget, peak_bytes: choices.peakBytes(choice), step_s: choices.stepS(choice) };
+  }
+  const leastBytes = (choices) => new Search(choices, Infinity).leastPeak()[0];
+
+  /** Peak and step for each number of whole layers that travel. */
+  function wholeLayers(profile, link) {
+    const choices = new Choices(asWhole(profile), link), { highest } = choices;
+    return range(choices.count).map((k) => {
+      const choice = choices.of(k, highest, highest);
+      return { k, peak_bytes: choices.peakBytes(choice), step_s: choices.stepS(choice) };
+    });
+  }
+
   /** As many whole layers as leave the step as long as it is. */
   function freePlan(profile, link) {
     const layers = alikeMapped(profile.layers, (one) => ({ ...one, regions: [], recorded_s: one.forward_s }));
@@ -918,7 +934,7 @@ globalThis.offloadPlanner = (() => {
   }
 
   return {
-    Choices, answer, checkpointing, fixed, formatBytes, formatS, freePlan, fsum, linkOf, nineDigits, plan, profileOf,
-    shapeOf, simulate,
+    Choices, answer, checkpointing, fixed, formatBytes, formatS, freePlan, fsum, leastBytes, linkOf, nineDigits, outline, plan,
+    profileOf, wholeLayers,
   };
 })();

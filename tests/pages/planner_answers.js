@@ -23,6 +23,14 @@ const answers = {
       checkpointing: [false, true].map((travels) => ofStep(planner.checkpointing(profile, link, travels))),
     };
   },
+  curves: ({ profile, link, budgets }) => {
+    const choices = new planner.Choices(profile, link);
+    return {
+      plans: budgets.map((budget) => planner.outline(choices, budget)),
+      whole: planner.wholeLayers(profile, link),
+      least_bytes: planner.leastBytes(choices),
+    };
+  },
   command: (asked) => {
     const { ways, chosen, profile, parameters, fixed_bytes, usable_bytes, saved_bytes } = planner.answer(asked);
     return {

@@ -1,12 +1,15 @@
 """The start page's planner, in JavaScript, gives the numbers of the library's planner: equal, not nearly."""
 
+import argparse
 import importlib.util
 import json
 import math
 import random
+import runpy
 import shutil
 import subprocess
 from dataclasses import asdict, replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,8 @@ from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile, ways
 
 ANSWERS = Path(__file__).with_name("planner_answers.js")
-MIB, GIB = 1 << 20, 1 << 30
+STATIC = Path(__file__).parents[2] / "docs" / "_static"
+MIB = 1 << 20
 
 
 def node() -> str:
@@ -269,3 +273,177 @@ def test_numbers_are_rounded_and_written_as_python_does():
         [1e300, -1e300, 1.0],
     ]
     assert asked_of_the_page([["fsum", one] for one in sums]) == [math.fsum(one) for one in sums]
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+PAGE = """<!doctype html><html lang="en"><body><p><img alt="The measured curve." src="budgets.svg"></p>
+<script>addEventListener("error", (event) => {{ document.body.dataset.error = event.message; }});</script>
+<script>globalThis.offloadMeasured = {measured};</script>
+<script src="{static}/planner_core.js"></script><script src="{static}/planner.js"></script>
+<script>{script}</script></body></html>"""
+
+
+class Planner(HTMLParser):
+    """What a browser has made of the page: the planner's attributes, the text to paste, and its measured points."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.attributes, self.regions, self.hidden, self.error = {}, {}, [], None
+        self._region = None
+        self.measured = 0
+        self.feed(text)
+        assert self.error is None
+        self.answer = json.loads(self.attributes["data-answer"]) if self.attributes else None
+        self.curve = json.loads(self.attributes["data-curve"]) if self.attributes else None
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if found.get("id") == "planner":
+            self.attributes = found
+        self._region = found.get("aria-label") if tag == "pre" else None
+        self.measured += tag == "path" and "planner-measured" in found.get("class", "")
+        if tag == "p" and "hidden" in found:
+            self.hidden.append(tag)
+        if tag == "body":
+            self.error = found.get("data-error")
+
+    def handle_endtag(self, tag):
+        self._region = None
+
+    def handle_data(self, data):
+        if self._region:
+            self.regions[self._region] = self.regions.get(self._region, "") + data
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The rows that Sphinx's settings hand to the page."""
+    pytest.importorskip("sphinx")
+    return runpy.run_path(str(STATIC.parents[1] / "conf.py"))["_measured"]()
+
+
+@pytest.fixture
+def seen(tmp_path, measured):
+    """What Chromium shows of the planner, once its curve is complete."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium or Chrome in PATH")
+
+    def ask(state="", script="", width=1200):
+        page = tmp_path / "page.html"
+        page.write_text(PAGE.format(static=STATIC.as_uri(), script=script, measured=json.dumps(measured)), "utf-8")
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        words = ["--headless", "--no-sandbox", "--disable-gpu", profile, f"--window-size={width},900"]
+        words += ["--virtual-time-budget=60000", "--dump-dom", f"{page.as_uri()}{state and '#planner?'}{state}"]
+        done = subprocess.run([chromium, *words], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return Planner(done.stdout)
+
+    return ask
+
+
+def command_says(text, capsys):
+    words = text.split()
+    assert words[:4] == ["python", "-m", "offload", "plan"]
+    main([*words[3:], "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "state",
+    [
+        "",
+        "preset=llama_8b",
+        "preset=h100&host=32",
+        "preset=gh200&tokens=16384&gated=false&group=1",
+        "preset=rtx4090&link=own&rate=12&state=8&show=checkpointing",
+        "preset=streamed&layers=40&bandwidth=3.34",
+    ],
+)
+def test_the_command_on_the_page_says_what_the_page_says(state, seen, capsys):
+    shown = seen(state)
+    assert shown.attributes["data-state"] == "done"
+    assert shown.hidden == ["p"]  # the picture, for which the planner stands
+    found = command_says(shown.regions["Command that gives the same answer"], capsys)
+    expected = {name: found[name] for name in ("do", "ways", "saved_bytes")}
+    assert first_difference({name: shown.answer[name] for name in expected}, expected) is None
+    for call in (found["write"] or "").split(", then "):
+        if call and call != "offload nothing":
+            assert f"\noffload.{call}" in shown.regions["Python to paste"]
+    assert len(shown.curve) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "near"), [("decoder", 0.05), ("llama_8b", 0.07)])
+def test_presets_reproduce_the_measured_rows(preset, near, seen, measured):
+    """The rows are drawn, and what is planned with the preset's sizes and speed takes nearly as long."""
+    shown = seen(f"preset={preset}")
+    rows = measured[preset]["rows"]
+    # One more than the rows: the legend's.
+    assert shown.measured == len(rows) + 1 == {"decoder": 19, "llama_8b": 2}[preset] + 1
+    assert seen(f"preset={preset}&layers=7").measured == 0
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    asked = parser.parse_args(shown.regions["Command that gives the same answer"].split()[4:])
+    names = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "gated", "fused_norms")
+    shape = Shape(**{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
+    profile = profile_of(shape, asked.batch, asked.tokens, Rates(asked.flops, 4e12), 2 * MIB)
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    for row in rows:
+        budget = row["peak_bytes"]
+        if row["what"].startswith("checkpoint"):
+            travels = "travel" in row["what"]
+            schedule = frugal_schedule(shape.layers) if travels else default(0, shape.layers)
+            step_s = checkpointed(profile, command.H200, schedule)["step_s"]
+        elif row["what"] == "nothing":
+            step_s = plan(profile, "1TiB", command.H200).step_s
+        else:
+            # Beside the layers, a GPU has a little more on it than their profile knows.
+            step_s = plan(whole if row["what"].startswith("whole") else profile, budget, command.H200).step_s
+        assert step_s == pytest.approx(row["step_s"], rel=near), row["what"]
+
+
+@pytest.mark.slow
+def test_it_reacts_and_keeps_its_state_in_the_address(seen):
+    move = """const slide = (name, value) => {
+      const input = document.getElementById(`planner-${name}`);
+      if (input.type === "checkbox") input.checked = value; else input.value = value;
+      input.dispatchEvent(new Event(input.type === "range" ? "input" : "change", { bubbles: true }));
+    };
+    slide("preset", "llama_8b"); slide("layers", 24); slide("gated", false); slide("link", "c2c"); slide("tokens", 10);
+    setTimeout(() => { document.getElementById("planner").title = location.hash; }, 500);"""
+    before, after = seen(), seen(script=move)
+    assert after.answer != before.answer
+    state = after.attributes["title"].removeprefix("#planner?")
+    assert state == "preset=llama_8b&link=c2c&layers=24&tokens=32768&gated=false"
+    again = seen(state, width=390)
+    assert again.answer == after.answer
+    assert again.regions == after.regions
+
+
+@pytest.mark.slow
+def test_nonsense_in_the_address_is_not_taken(seen):
+    state = "preset=none&layers=9999&tokens=5&link=rope&show=all&memory=NaN&host=-1"
+    assert seen(state).answer == seen().answer
+
+
+def test_the_curve_of_plans_is_that_of_plan():
+    draw = random.Random(1)
+    shape = Shape(layers=12, hidden=2048, intermediate=8192, heads=16, kv_heads=4)
+    profile, link = profile_of(shape, 2, 4096, Rates(1e14, 2e12), 2 * MIB), Link(27e9, 26e9, 50e9)
+    budgets = [int(draw.uniform(0.1, 1.0) * profile.saved_bytes) for _ in range(12)]
+    asked = {"profile": json.loads(profile.to_json()), "link": asdict(link), "budgets": budgets}
+    [found] = asked_of_the_page([["curves", asked]])
+    plans = [plan(profile, budget, link) for budget in budgets]
+    assert [one["peak_bytes"] for one in found["plans"]] == [one.peak_bytes for one in plans]
+    # Added up, not simulated, so rounded in another order.
+    assert [one["step_s"] for one in found["plans"]] == pytest.approx([one.step_s for one in plans], rel=1e-12)
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    steps = [simulate(default(k, 12), whole, link) for k in range(12)]
+    assert [one["peak_bytes"] for one in found["whole"]] == [step.peak_bytes for step in steps]
+    assert [one["step_s"] for one in found["whole"]] == pytest.approx([step.duration_s for step in steps], rel=1e-12)
+    with pytest.raises(ValueError, match=f"must be at least {found['least_bytes']} bytes"):
+        plan(profile, found["least_bytes"] - 1, link)
+    assert plan(profile, found["least_bytes"], link).peak_bytes == found["least_bytes"]
