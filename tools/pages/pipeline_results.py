@@ -34,11 +34,7 @@ def half_table(records: list[Row]) -> str:
         {
             **_case(found),
             "step, ms": _change(ms(found.nothing["step_s"]), ms(found.way["step_s"])),
-            "longer": percent(found.way["slowdown"]),
-            "longer, derived": percent(found.way["predicted_slowdown"]),
-            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
-            "less": percent(found.way["peak_saved"]),
-            "less, derived": percent(found.way["predicted_peak_saved"]),
+            **_costs(found),
         }
         for record in records
         for found in sorted(measured(record, HALF), key=lambda found: -_hidden(record, found))
@@ -65,11 +61,7 @@ def ways_table(records: list[Row]) -> str:
         {
             **_case(found),
             "offload": found.way["offload"],
-            "longer": percent(found.way["slowdown"]),
-            "longer, derived": percent(found.way["predicted_slowdown"]),
-            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
-            "less": percent(found.way["peak_saved"]),
-            "less, derived": percent(found.way["predicted_peak_saved"]),
+            **_costs(found),
         }
         for record in records
         for found in measured(record, FREE, BOUND)
@@ -272,6 +264,17 @@ def _largest(records: list[Row]) -> str:
             )
             said.append(f"{schedule} on {record['options']['ranks']} GPUs {gib(before, 1)} → {gib(after, 1)}")
     return f"Largest peak of all ranks, GiB: {', '.join(said)}."
+
+
+def _costs(found: Measured) -> Row:
+    """How much longer the step and how much less the peak is, beside what was derived."""
+    return {
+        "longer": percent(found.way["slowdown"]),
+        "longer, derived": percent(found.way["predicted_slowdown"]),
+        "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
+        "less": percent(found.way["peak_saved"]),
+        "less, derived": percent(found.way["predicted_peak_saved"]),
+    }
 
 
 def _case(found: Measured) -> Row:
