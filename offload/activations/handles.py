@@ -60,7 +60,7 @@ class Handle:
         return iter(())
 
     def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
-        """Raise as autograd does without hooks, if the version is another one and no other thread is probing."""
+        """Raise as autograd does without hooks if the version has changed, and not by a thread that is probing."""
         with probing:
             now = self.versions._version
         if now != self.version:

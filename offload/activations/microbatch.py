@@ -21,9 +21,9 @@ class Round:
     """The activation sets of one microbatch, layers 0 to N-1.
 
     The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
-    the manual synchronizer says what moves when. A round that ``sees_all`` treats what layers that never move save as
-    if it could, so that their sizes are known. ``treatments_of`` gives what happens to the regions of a layer, or
-    ``None`` if the same happens to all of them.
+    the manual synchronizer says what moves when. If the round ``sees_all``, what is saved by layers that never move is
+    treated as if it could travel, so that its size is known. ``treatments_of`` gives what happens to the regions of a
+    layer, or ``None`` if the same happens to all of them.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Round:
         return last is not None and last.gone and not last.backward_begun
 
     def runs_late(self, layer: int) -> bool:
-        """Whether backward has begun for a layer that the schedule has go back only after forward of ``layer``."""
+        """Whether backward has begun for a layer whose backward comes after forward of ``layer`` in the schedule."""
         if self.schedule is None:
             return False
         before = self.schedule.order[: self.schedule.order.index(forward(layer))]
         return any(one.backward_begun and backward(one.layer) not in before for one in self.sets.values())
 
     def passes_by(self, layer: int) -> bool:
-        """Whether nothing that the layer saves can matter, since earlier ones that stay have seen what is shared.
+        """Whether the layer needs no hooks: it stays, and so do the one before and all later ones.
 
-        The first layer that stays sees what it saves of the last ones that travel, and keeps that on the device.
+        The first layer that stays has hooks still: what it and the one before it both save must not travel.
         """
         return layer > self._first_to_stay
 

@@ -95,7 +95,7 @@ class SavedStorage:
         self.layer = layer
         """That it moves with."""
         self.stays = stays
-        """Whether that layer is none that is offloaded."""
+        """Whether that layer is not offloaded."""
         self.changes = changes
         """How often wrappers around the tensor were changed in place, which its own version does not tell."""
         memory = tensor.untyped_storage()
@@ -270,7 +270,7 @@ class SavedStorage:
 
 
 probing = threading.Lock()
-"""While a version is changed to see what else changes with it: another thread would take that for a change."""
+"""Held while a version is changed to see what else changes with it: no thread is to take that for a change."""
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,7 @@ class _LayerEvents:
         call.hooks_to_come = hooks_to_come
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in self.listeners:
-            call.told.append(listener)  # first: one that fails half-way has something to end
+            call.told.append(listener)  # first: also one that fails half-way is told of the end
             listener.begin_forward(call, inputs)
 
     def end(self, output: object, *, training: bool) -> None:
@@ -248,7 +248,7 @@ class _LayerEvents:
         return call is not None and call.hooks_to_come < _BOTH_HOOKS
 
     def _told_by_checkpoint(self, hooks_to_come: int) -> bool:
-        """Whether the checkpoint function around a hook has told what it is about to tell.
+        """Whether the checkpoint function around the layer has told already what a hook is about to tell.
 
         Counting down, and not a flag, makes sure that what an interrupt leaves here ends with the layer's next call.
         """
@@ -293,7 +293,7 @@ def _events_of(layer: nn.Module) -> _LayerEvents | None:
 
 
 class _Checkpoint:
-    """A Hugging Face layer's checkpoint function, which begins and ends the layer if it is called around it."""
+    """A Hugging Face layer's checkpoint function; where it is called around the layer, it tells of begin and end."""
 
     def __init__(self, function: Callable[..., object], events: _LayerEvents) -> None:
         self.function = function

@@ -20,7 +20,7 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor over memory; ``empty`` is to become it, if given, one of the same type."""
+    """A tensor over memory; if ``empty`` is given, a tensor of the same type, it is made to look there."""
     dtype, start, size, stride, conj, neg = geometry
     view = torch.empty(0, dtype=dtype, device=memory.device) if empty is None else empty
     view.set_(memory, start, size, stride)

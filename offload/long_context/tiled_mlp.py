@@ -89,7 +89,7 @@ def _trained(mlp: nn.Module) -> list[nn.Parameter]:
 
 
 class _Saved(torch.autograd.Function):
-    """Saves a tensor before the MLP runs: a checkpoint that has all it needs by then need not run it again."""
+    """Saves the MLP's input before the MLP runs: a checkpoint stops as soon as it has all that was saved again."""
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, x: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def _stall(start_s: float, end_s: float, wait: Mark) -> Span:
 
 
 def _tidied(spans: list[Span]) -> list[Span]:
-    """Stream by stream, as one what belongs together: kernels of a layer, copies close behind each other."""
+    """By stream, merged where they belong together: kernels of a layer, copies close behind each other."""
 
     def gap_s(span: Span) -> float:
         if span.lane == "compute":

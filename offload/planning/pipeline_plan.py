@@ -232,7 +232,7 @@ def derive(
     if is_enough(placed) or (memory_budget is None and fraction is None):
         return plan(placed)
     at_once = walk.choose(INSTANT_LINK, lookahead, is_enough)
-    if not is_enough(at_once):  # Then no link is fast enough, and as much is enough from here on as that one reaches.
+    if not is_enough(at_once):  # No link is fast enough. From here on, what an instant one reaches counts as enough.
         may_miss_bytes = missing_bytes(at_once) + ROUNDING * sum(walk.nbytes)
     slowed = [Walk(order, _slower(order, profile, wait * walk.duration_s), parts) for wait in WAITS]
     shortest = bisect_left(slowed, True, key=lambda walk: is_enough(walk.choose(link, lookahead, is_enough)))

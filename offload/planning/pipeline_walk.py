@@ -71,7 +71,7 @@ class Walk:
                     self.forward_at[layer] = self._add(forward(layer), self.layers[layer].forward_s)
                 elif action.kind != "W":
                     self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
-                freed_at[layer] = len(self.order)  # the chunk's last action says it last
+                freed_at[layer] = len(self.order)  # the chunk's last action overwrites what earlier ones say
             again_bytes = profile[action.stage].again_bytes
             weight_bytes = profile[action.stage].weight_bytes + again_bytes
             if action.kind == "B":

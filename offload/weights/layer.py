@@ -95,7 +95,7 @@ class WeightLayer:
         return sum([parameter._version for parameter in self._users])  # several times per layer and step
 
     def check(self, *, averaged: bool) -> None:
-        """Raise if the modules no longer hold the parameters that are streamed, or another has a hand in them.
+        """Raise if the modules no longer hold the parameters that are streamed, or something else reduces gradients.
 
         If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         """

@@ -150,9 +150,9 @@ Gradients = dict[HostParameter, torch.Tensor]
 
 
 class StandIn:
-    """A parameter over a device slot; in truth one for each state that the user's can be in, frozen and trained.
+    """A parameter over a device slot: one for when the user's parameter is frozen, and another for when it is trained.
 
-    A graph that was made before the parameter was frozen keeps the one that it has.
+    A graph keeps the one that it was made with.
 
     Args:
         of: The parameter.

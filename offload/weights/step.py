@@ -22,7 +22,7 @@ from offload.weights.layer import WeightLayer
 from offload.weights.parameter import HostParameter
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
-"""Those of every part of an optimizer, and what parts are known by."""
+"""The hooks of a part of an optimizer: none. A part is known by having this very object."""
 
 
 class LayerSteps:

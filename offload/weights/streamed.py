@@ -296,7 +296,7 @@ def _watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_part(optimizer):
-        return  # the worker steps it, which must not wait for itself; or the optimizer that it is the rest of was here
+        return  # a layer's, which the worker steps, and cannot wait for itself; or the rest, after the whole was here
     for stream in list(_streams):
         if not stream.parameters.isdisjoint(item for group in optimizer.param_groups for item in group["params"]):
             stream.settle()
