@@ -50,7 +50,7 @@
     llama_8b: ["Measured: Llama-8B, 65,536 tokens, H200", { memory: 100, tokens: 65536, gpu: "own", tflops: 570, fused_loss: true }],
     h100: ["Llama-8B, 8,192 tokens, H100", { ...GPUS.h100, gpu: "h100", name: undefined, fused_loss: true }],
     gh200: ["Llama-8B, 8,192 tokens, NVLink-C2C", { memory: 96, link: "c2c" }],
-    rtx4090: ["1.2 billion weights, RTX 4090, PCIe 4", { ...GPUS.rtx4090, name: undefined, gpu: "rtx4090", link: "pcie4", layers: 16, hidden: 2048, mlp: 8192, batch: 2 }],
+    rtx4090: ["1.2 billion weights, RTX 4090, PCIe 4", { ...GPUS.rtx4090, name: undefined, gpu: "rtx4090", link: "pcie4", layers: 16, hidden: 2048, mlp: 8192, batch: 2, fused_loss: true }],
     streamed: ["Llama-70B, weights on the host", { memory: 140, layers: 80, hidden: 8192, mlp: 28672, group: 8 }],
   };
   const FIRST = "decoder";
@@ -245,10 +245,16 @@
     setTimeout(() => next(0), 0);
   }
 
-  const more = (step_s, kept) => `${step_s >= kept.step_s ? "+" : "−"}${fixed(Math.abs(100 * (step_s / kept.step_s - 1)), 1)}%`;
+  function more(step_s, kept) {
+    const share = fixed(Math.abs(100 * (step_s / kept.step_s - 1)), 1);
+    return `${step_s >= kept.step_s || share === "0.0" ? "+" : "−"}${share}%`;
+  }
 
   function showSummary(chosen, kept, free, left) {
-    const has = left > 0 ? `${formatBytes(left)} are left for activations, which take ${formatBytes(kept.peak_bytes)} if all are kept.` : `Weights, gradients and optimizer take ${formatBytes(answer.fixed_bytes)}: more than can be used.`;
+    const logits = answer.loss_bytes ? ` Of that the loss takes ${formatBytes(answer.loss_bytes)}, unless it does without whole logits.` : "";
+    const has = left > 0
+      ? `${formatBytes(left)} are left for activations, which take ${formatBytes(kept.peak_bytes)} if all are kept.`
+      : `What is fixed takes ${formatBytes(answer.fixed_bytes)}: more than can be used.${logits}`;
     const bytes = answer.profile.layers[0].saved_bytes * free.num_layers;
     const freely = `Free on this link: ${free.num_layers} of ${answer.shape.layers} whole layers${bytes ? `, ${formatBytes(bytes)}` : ""}.`;
     const does = chosen

@@ -147,7 +147,7 @@ globalThis.offloadPlanner = (() => {
 
   function finished({ forward, backward, travelling }, workspace_bytes) {
     const recompute_s = fsum(backward.map((piece) => piece.recompute_s));
-    const sends = [], stretches = [];
+    const sends = [], stretches = []; // [seconds after forward's start, bytes], and [what is awaited, seconds from there]
     let ready_s = null, held_bytes = 0, forward_peak = -Infinity;
     for (const piece of forward) {
       ready_s = ready_s === null ? piece.seconds : ready_s + piece.seconds;
@@ -166,7 +166,12 @@ globalThis.offloadPlanner = (() => {
       else stretches.push([piece.awaits, seconds]);
     }
     return {
-      forward, backward, travelling, workspace_bytes, recompute_s, sends, stretches, held_bytes,
+      forward, backward, travelling, workspace_bytes, recompute_s, held_bytes,
+      // In arrays of numbers, as the search goes through them thousands of times.
+      ready_s: Float64Array.from(sends, ([seconds]) => seconds),
+      sent_bytes: Float64Array.from(sends, ([, nbytes]) => nbytes),
+      awaits: Int32Array.from(stretches, ([awaited]) => awaited ?? -1),
+      stretch_s: Float64Array.from(stretches, ([, seconds]) => seconds),
       forward_s: fsum(forward.map((piece) => piece.seconds)),
       backward_s: fsum(backward.map((piece) => piece.seconds)) + recompute_s,
       travelling_bytes: sum(travelling),
@@ -269,11 +274,11 @@ globalThis.offloadPlanner = (() => {
   function peakBytes(layers, numLayers, betweenBytes) {
     const resident = layers.length - numLayers;
     let held = 0, most = -Infinity;
-    layers.forEach((layer, number) => {
+    for (let number = 0; number < layers.length; number++) {
       if (number >= resident) held -= layers[number - resident].travelling_bytes;
-      most = Math.max(most, held + layer.forward_peak_bytes);
-      held += layer.held_bytes;
-    });
+      most = Math.max(most, held + layers[number].forward_peak_bytes);
+      held += layers[number].held_bytes;
+    }
     most = Math.max(most, held + betweenBytes);
     for (let number = layers.length - 1; number >= 0; number--) {
       const reloaded = number - resident + 1;
@@ -287,20 +292,21 @@ globalThis.offloadPlanner = (() => {
   function stepS(layers, numLayers, link, between_s) {
     const resident = layers.length - numLayers, sent_s = [], back_s = [];
     let now = 0, copied = 0;
-    layers.forEach((layer, number) => {
+    for (let number = 0; number < layers.length; number++) {
+      const { ready_s, sent_bytes, forward_s } = layers[number];
       if (number >= resident) now = Math.max(now, sent_s[number - resident]);
-      for (const [ready_s, nbytes] of layer.sends) {
-        copied = Math.max(copied, now + ready_s) + nbytes / link.d2h_bytes_per_s;
+      for (let at = 0; at < ready_s.length; at++) {
+        copied = Math.max(copied, now + ready_s[at]) + sent_bytes[at] / link.d2h_bytes_per_s;
       }
-      sent_s.push(layer.sends.length ? copied : 0);
-      now += layer.forward_s;
-    });
+      sent_s.push(ready_s.length ? copied : 0);
+      now += forward_s;
+    }
     now += between_s;
     for (let number = layers.length - 1; number >= 0; number--) {
       const reloaded = number - resident + 1;
       if (reloaded >= 0 && reloaded < numLayers) {
         copied = Math.max(copied, now);
-        const { travelling } = layers[reloaded], arrivals = new Array(travelling.length);
+        const { travelling } = layers[reloaded], arrivals = new Float64Array(travelling.length);
         for (let at = travelling.length - 1; at >= 0; at--) arrivals[at] = copied += travelling[at] / link.h2d_bytes_per_s;
         back_s[reloaded] = arrivals;
       }
@@ -308,9 +314,10 @@ globalThis.offloadPlanner = (() => {
         now += layers[number].backward_s;
         continue;
       }
-      for (const [awaits, seconds] of layers[number].stretches) {
-        if (awaits !== null && back_s[number][awaits] > now) now = back_s[number][awaits];
-        now += seconds;
+      const { awaits, stretch_s } = layers[number], here_s = back_s[number];
+      for (let at = 0; at < awaits.length; at++) {
+        if (awaits[at] >= 0 && here_s[awaits[at]] > now) now = here_s[awaits[at]];
+        now += stretch_s[at];
       }
     }
     return now;
@@ -385,7 +392,7 @@ globalThis.offloadPlanner = (() => {
         if (!first.has(texts.get(layer))) first.set(texts.get(layer), number);
         return first.get(texts.get(layer));
       });
-      this.known = new Map();
+      this.known = [];
     }
 
     of(numLayers, travelling, staying) {
@@ -404,19 +411,24 @@ globalThis.offloadPlanner = (() => {
     }
 
     passes(choice) {
-      choice.passes ??= choice.rungs.map((rung, number) => {
-        const travels = number < choice.numLayers, alike = this.alike[number];
-        const key = (rung * this.count + alike) * 2 + (travels ? 1 : 0);
-        if (!this.known.has(key)) {
-          this.known.set(key, passesOf(this.profile.layers[alike], this.treatment(alike, rung, travels), travels));
-        }
-        return this.known.get(key);
-      });
-      return choice.passes;
+      return (choice.passes ??= choice.rungs.map((rung, number) => this.passesAt(number, rung, number < choice.numLayers)));
+    }
+
+    passesAt(number, rung, travels) {
+      const alike = this.alike[number], key = (rung * this.count + alike) * 2 + (travels ? 1 : 0);
+      return (this.known[key] ??= passesOf(this.profile.layers[alike], this.treatment(alike, rung, travels), travels));
+    }
+
+    /** The choice with one layer on another rung. */
+    onRung(choice, number, rung) {
+      const rungs = choice.rungs.slice(), passes = this.passes(choice).slice();
+      rungs[number] = rung;
+      passes[number] = this.passesAt(number, rung, number < choice.numLayers);
+      return { numLayers: choice.numLayers, rungs, passes };
     }
 
     hostBytes(choice) {
-      return sum(this.passes(choice).map((layer) => layer.travelling_bytes));
+      return this.passes(choice).reduce((total, layer) => total + layer.travelling_bytes, 0);
     }
 
     peakBytes(choice) {
@@ -444,11 +456,6 @@ globalThis.offloadPlanner = (() => {
     return a[0] - b[0] || a[1] - b[1] || a[2] - b[2];
   }
   const best = (found) => found.reduce((least, one) => (compare(one, least) < 0 ? one : least));
-  const onRung = (choice, number, rung) => {
-    const rungs = [...choice.rungs];
-    rungs[number] = rung;
-    return { numLayers: choice.numLayers, rungs };
-  };
 
   class Search {
     constructor(choices, mostBytes, mostHostBytes = Infinity) {
@@ -490,7 +497,7 @@ globalThis.offloadPlanner = (() => {
       };
       this.corners().forEach(better);
       for (const number of range(choices.count)) {
-        for (const rung of range(choices.rungsOf(number))) better(onRung(found, number, rung));
+        for (const rung of range(choices.rungsOf(number))) better(choices.onRung(found, number, rung));
       }
       return [least, found];
     }
@@ -587,7 +594,7 @@ globalThis.offloadPlanner = (() => {
           for (const rung of range(this.choices.rungsOf(number))) {
             const { choice } = found;
             if (rung === choice.rungs[number] || (rung < choice.rungs[number] && number >= choice.numLayers)) continue;
-            const tried = onRung(choice, number, rung);
+            const tried = this.choices.onRung(choice, number, rung);
             if (this.fits(tried)) found = best([found, this.scored(tried)]);
           }
         }
@@ -928,7 +935,7 @@ globalThis.offloadPlanner = (() => {
       if (named("whole layers").step_s > MUCH * named("regions").step_s) chosen = named("regions");
     }
     return {
-      ways, chosen, shape, profile, parameters, fixed_bytes, usable_bytes, left_bytes: left, choices, link,
+      ways, chosen, shape, profile, parameters, loss_bytes: loss, fixed_bytes, usable_bytes, left_bytes: left, choices, link,
       saved_bytes: sum(profile.layers.map((one) => one.saved_bytes)),
     };
   }
