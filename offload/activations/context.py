@@ -239,7 +239,7 @@ class OffloadContext(ContextDecorator):
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
-        return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+        return self._transfers.stats()
 
     def sets_of(self, layer: int) -> dict[int, ActivationSet]:
         """The activation sets of one layer, unless they have gone with their graph, by round, the oldest first."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.activations.stats import Counters
+from offload.activations.stats import Counters, OffloadStats
 from offload.base import trace
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
@@ -63,6 +63,10 @@ class Transfers:
     _batch: CopyBatch | None = None
     """The copies to the host that were queued last, as long as there may be more."""
     _batches: int = 0
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self.counters.snapshot(self.pool.pinned_bytes)
 
     def wait_for_copies(self, compute_stream: Stream, copied: Event, why: Wait) -> None:
         """Let compute wait for copies, on the device, and count how long it stalls."""

@@ -223,7 +223,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
-        return self._transfers.counters.snapshot(self._transfers.pool.pinned_bytes)
+        return self._transfers.stats()
 
     def __enter__(self) -> Self:
         if not self._wrappers:

@@ -71,14 +71,19 @@ class StageRegions:
         return len(self.treatments)
 
     @property
-    def travelling(self) -> tuple[int, ...]:
-        """The bytes of each tensor of a chunk that may travel, in the order of saving, as the first forward showed."""
-        return self._held(travels=True)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What a chunk keeps on the device until backward, as the first forward showed."""
-        return sum(self._held(travels=False))
+    def saved(self) -> tuple[list[int], int]:
+        """What the first forward saved: the bytes of each tensor that may travel, and of all that is kept."""
+        travelling, kept_bytes = [], 0
+        for layer in self.treatments:
+            for cost, region in zip(layer.costs, layer.order, strict=True):
+                treatment = layer.of(region)
+                if treatment is RECOMPUTE or not (cost.saved or region in layer.unsaved):
+                    continue
+                if treatment is OFFLOAD:
+                    travelling.append(cost.nbytes)
+                else:
+                    kept_bytes += cost.nbytes
+        return travelling, kept_bytes
 
     def remove(self) -> None:
         """Take the hooks off the layers."""
@@ -110,16 +115,6 @@ class StageRegions:
             weight_s=costs.weight_s,
             weight_bytes=max(0, costs.weight_bytes - again.again_bytes),
         )
-
-    def _held(self, *, travels: bool) -> tuple[int, ...]:
-        found = []
-        for layer in self.treatments:
-            for cost, region in zip(layer.costs, layer.order, strict=True):
-                treatment = layer.of(region)
-                held = treatment is not RECOMPUTE and (cost.saved or region in layer.unsaved)
-                if held and (treatment is OFFLOAD) == travels:
-                    found.append(cost.nbytes)
-        return tuple(found)
 
 
 class _StageLayer(LayerListener):
@@ -190,7 +185,7 @@ class LayeredChunk(ChunkParts):
 
     @property
     def saved(self) -> tuple[Sequence[int], int]:
-        return self._stage.travelling, self._stage.kept_bytes
+        return self._stage.saved
 
     def __exit__(self, *_: object) -> None:
         self.end_layer(failed=True)  # if it is still open, an interrupt has cut it off
