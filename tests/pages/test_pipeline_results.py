@@ -95,6 +95,21 @@ def test_names_the_largest_peak_of_all_ranks(record):
     assert "1F1B on 2 GPUs 50.0 → 30.0" in pipeline_results.ranks_table([record])
 
 
+def test_says_what_the_job_needs(record):
+    row_of(record, NOTHING, width="12288")["peak_bytes"] = 50 * GIB
+    row_of(record, NOTHING, width="12288", rank=1)["peak_bytes"] = 40 * GIB
+    row_of(record, HALF, width="12288").update(peak_bytes=20 * GIB, peak_saved=0.6)
+    row_of(record, HALF, width="12288", rank=1)["peak_bytes"] = 30 * GIB
+    found = {tuple(row[:3]): row[3:7] for row in cells(pipeline_results.job_table([record]))}
+    assert found["2", "1F1B", "12288"] == ["50.0 → 30.0", "40.0%", "0 → 1", "60.0%"]
+
+
+def test_counts_the_jobs_that_need_as_much_as_before(record):
+    needs = [row for row in cells(pipeline_results.job_table([record]))[2:] if len(row) > 4]
+    same = sum(float(row[4].rstrip("%").replace("−", "-")) < 1 for row in needs)
+    assert f"In {same} of {len(needs)} cases the largest peak stays" in pipeline_results.job_table([record])
+
+
 def test_draws_every_case_and_says_it(changed, tmp_path):
     path = tmp_path / "drawn.svg"
     with mpl.rc_context(drawing.STYLE):

@@ -28,6 +28,38 @@ NO_BREAK = "\u00a0"
 MARKERS = {HALF: ("o", COLORS["forward"]), FREE: ("^", COLORS["reload"]), BOUND: ("s", COLORS["offload"])}
 
 
+def job_table(records: list[Row]) -> str:
+    """What the job needs: the peak of the rank that holds most, without and while the first rank saves half."""
+    rows, same = [], 0
+    for record in records:
+        cases: dict[tuple[Any, Any], list[Measured]] = {}
+        for found in measured(record, HALF, rank=None):
+            cases.setdefault(found.case, []).append(found)
+        for ranks in cases.values():
+            before = max(ranks, key=lambda found: found.nothing["peak_bytes"])
+            after = max(ranks, key=lambda found: found.way["peak_bytes"])
+            less = 1 - after.way["peak_bytes"] / before.nothing["peak_bytes"]
+            same += less < HARDLY_LESS
+            rows.append(
+                {
+                    **_case(before),
+                    "largest peak of all ranks, GiB": _change(
+                        gib(before.nothing["peak_bytes"], 1), gib(after.way["peak_bytes"], 1)
+                    ),
+                    "less": percent(less),
+                    "it is rank": _change(str(before.way["rank"]), str(after.way["rank"])),
+                    "first rank's peak less": percent(next(f.way["peak_saved"] for f in ranks if f.way["rank"] == 0)),
+                    "longer": percent(next(f.way["slowdown"] for f in ranks if f.way["rank"] == 0)),
+                }
+            )
+    said = f"In {same} of {len(rows)} cases the largest peak stays, because it is another rank's."
+    return f"{markdown_table(rows, left=2)}\n\n{said}\n"
+
+
+HARDLY_LESS = 0.01
+"""A job that needs less by no more than this needs as much as before."""
+
+
 def half_table(records: list[Row]) -> str:
     """The first rank's half: step and peak without and with, beside what was derived."""
     shown = [
@@ -305,6 +337,7 @@ def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+    ("table", "pipeline_job"): _block(job_table),
     ("table", "pipeline_half"): _block(half_table),
     ("table", "pipeline_ways"): _block(ways_table),
     ("table", "pipeline_widths"): _block(widths_table),
