@@ -68,12 +68,12 @@ class RegionSet(ActivationSet):
         self._dropped: list[weakref.ref[Value]] = []
 
     def enter(self, inputs: object = None) -> None:
-        leave_modes(_LayerRecorder)  # of a forward that an interrupt has kept from leaving it
+        leave_modes(Recorder)  # of a forward that an interrupt has kept from leaving it
         self._begin_learning()
-        layer = self._treatments.layer
-        self._recorder = _LayerRecorder(
-            self, ModuleNames(None if self._treatments.learned or layer is None else layer())
-        )
+        learned, layer = self._treatments.learned, self._treatments.layer
+        modules = ModuleNames(None if learned or layer is None else layer())
+        wanted = not learned or self._treatments.unsaved
+        self._recorder = Recorder(self.given, partial(self.made, modules) if wanted else None)
         self._recorder.__enter__()
         super().enter()
 
@@ -94,7 +94,7 @@ class RegionSet(ActivationSet):
         self._known.outputs = {}
         if recorder is None:
             return
-        leave_modes(_LayerRecorder)
+        leave_modes(Recorder)
         self._end_operation()
         if self._treatments.joins and not failed:
             self._over = recorder, {} if self._treatments.proven_outputs else memory_of(self._sources)
@@ -221,7 +221,7 @@ class RegionSet(ActivationSet):
         if not value.drawn and isinstance(decide(tensor, self._rules), type):
             self._sources.append(value)
 
-    def made(self, tensor: torch.Tensor, value: Value, modules: ModuleNames, *, new: bool) -> None:
+    def made(self, modules: ModuleNames, tensor: torch.Tensor, value: Value, new: bool) -> None:
         """The layer has computed a value."""
         region = region_of(value)
         if region is None:
@@ -326,19 +326,3 @@ def _again(layer: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:
         memory = make_again(value)
         value.used()
     return memory
-
-
-class _LayerRecorder(Recorder):
-    """The recorder of one layer's forward, which tells the layer's set."""
-
-    def __init__(self, owner: RegionSet, modules: ModuleNames) -> None:
-        super().__init__()
-        self.modules = modules
-        self.tells = not owner._treatments.learned or bool(owner._treatments.unsaved)
-        self._owner = owner
-
-    def given(self, tensor: torch.Tensor, value: Value) -> None:
-        self._owner.given(tensor, value)
-
-    def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
-        self._owner.made(tensor, value, self.modules, new=new)

@@ -37,7 +37,7 @@ class WholeSet(RegionSet):
         if not treatments.learned:
             treatments.name(_REGION, "")
             self._buffers = self._versions()
-        recorder = self._recorder = _ForwardRecorder(self)
+        recorder = self._recorder = ForwardRecorder(self.given)
         layer = None if treatments.layer is None else treatments.layer()
         backend = self.transfers.backend
         # A CUDA graph draws other numbers in each of its replays, and has the host memory that its warm-up has needed.
@@ -118,14 +118,3 @@ class WholeSet(RegionSet):
         """Of the layer's buffers: running it twice would count a batch twice."""
         layer = None if self._treatments.layer is None else self._treatments.layer()
         return () if layer is None else tuple(buffer._version for buffer in layer.buffers())
-
-
-class _ForwardRecorder(ForwardRecorder):
-    """Tells the layer's set of what it was given."""
-
-    def __init__(self, owner: RegionSet) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def given(self, tensor: torch.Tensor, value: Value) -> None:
-        self._owner.given(tensor, value)

@@ -8,7 +8,7 @@ source, like the layer's inputs. Nothing is held of what comes by, but for sourc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,15 +32,24 @@ _Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
+Given = Callable[[torch.Tensor, Value], None]
+Made = Callable[[torch.Tensor, Value, bool], None]
+
+
 class Recorder(TorchDispatchMode):
-    """Writes down the operations of one layer's forward, while entered."""
+    """Writes down the operations of one layer's forward, while entered.
+
+    Args:
+        given: Told of each source, with its value, when it is read for the first time.
+        made: Told of each value that a call makes, and whether it is in new memory or over another value; if somebody
+            wants to know.
+    """
 
     supports_higher_order_operators = True
-    tells = True
-    """Whether somebody wants to know what calls make."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Given, made: Made | None = None) -> None:
         super().__init__()
+        self._given, self._made = given, made
         self._values: dict[int, Value] = {}
         """What the storages hold now, by their addresses."""
         self._addresses: list[Any] = []
@@ -54,12 +63,6 @@ class Recorder(TorchDispatchMode):
     def __del__(self) -> None:
         for reference in self._addresses:
             _free_weak_ref(reference)
-
-    def given(self, tensor: torch.Tensor, value: Value) -> None:
-        """A source was read for the first time."""
-
-    def made(self, tensor: torch.Tensor, value: Value, *, new: bool) -> None:
-        """A call has made a value, in new memory or over another value."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -155,7 +158,7 @@ class Recorder(TorchDispatchMode):
         with counting_versions():
             value.given, value.version = tensor.detach(), tensor._version
         value.drawn = storage._cdata in self._drawn
-        self.given(tensor, value)
+        self._given(tensor, value)
         return value
 
     def _make(self, call: Call, results: list[torch.Tensor], written: list[torch.Tensor], *, empty: bool) -> None:
@@ -170,8 +173,8 @@ class Recorder(TorchDispatchMode):
                 value.tensor = weakref.ref(tensor)
                 if empty:
                     value.empty = True
-                if self.tells:
-                    self.made(tensor, value, new=True)
+                if self._made is not None:
+                    self._made(tensor, value, True)
             elif not any(tensor is one for one in written):
                 # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
                 self._look([tensor])
@@ -185,8 +188,8 @@ class Recorder(TorchDispatchMode):
                 old.overwrite()
                 value = self._add(call, place, storage)
                 value.aliases = old.aliases
-                if self.tells:
-                    self.made(tensor, value, new=False)
+                if self._made is not None:
+                    self._made(tensor, value, False)
                 place += 1
 
     def _add(self, call: Call | None, place: int, storage: torch.UntypedStorage) -> Value:

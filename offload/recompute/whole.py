@@ -22,7 +22,7 @@ from offload.base.tensors import Geometry
 from offload.recompute.kinds import Operation
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Value, tensors_given, with_default_dtype
-from offload.recompute.recorder import Recorder, UnseenError
+from offload.recompute.recorder import Given, Recorder, UnseenError
 from offload.recompute.replay import ABOVE
 
 
@@ -120,8 +120,8 @@ class ForwardCall(Call):
 class ForwardRecorder(Recorder):
     """Writes down one forward of a layer as one call. It is not entered, since it has to see no operations."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
         self.call: ForwardCall | None = None
 
     def begin(self, layer: nn.Module, inputs: Any, device: torch.device, *, draws: bool) -> None:
