@@ -10,6 +10,9 @@
   // --- What can be asked ------------------------------------------------------------------------------------------
 
   const TOKENS = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20].flatMap((power) => [2 ** power, 1.5 * 2 ** power]).slice(0, -1);
+  const VOCABULARIES = [32000, 50304, 128256, 262144];
+  // Of others than the H200, what their datasheets promise, in the share that an H200 reaches: of products inside of layers
+  // 64%, of memory 83%, of the link 88%.
   const GPUS = {
     h200: { name: "H200 (measured speed)", memory: 140, tflops: 630, bandwidth: 4 },
     h100: { name: "H100 SXM", memory: 80, tflops: 630, bandwidth: 2.8 },
@@ -36,7 +39,7 @@
     ["bandwidth", "Speed of its memory", "slider", { min: 0.2, max: 10, step: 0.02, unit: "TB/s" }, "more"],
     ["host", "Host memory", "choice", [[0, "no limit"], ...[32, 64, 128, 256, 512, 1024].map((gib) => [gib, `${gib} GiB`])], "more"],
     ["state", "Optimizer", "choice", [[0, "SGD"], [4, "AdamW in bf16"], [8, "AdamW in fp32"], [12, "AdamW and weights in fp32"]], "more"],
-    ["vocab", "Vocabulary", "choice", [[0, "no head"], ...[32000, 50304, 128256, 262144].map((size) => [size, size.toLocaleString("en")])], "more"],
+    ["vocab", "Vocabulary", "choice", [[0, "no head"], ...VOCABULARIES.map((size) => [size, size.toLocaleString("en")])], "more"],
     ["fused_norms", "Norms in one operation", "check", null, "more"],
     ["fused_loss", "Loss without whole logits", "check", null, "more"],
   ];
@@ -46,11 +49,18 @@
     gpu: "h200", tflops: 630, bandwidth: 4, host: 0, state: 4, vocab: 128256, fused_norms: false, fused_loss: false, show: "",
   };
   const PRESETS = {
-    decoder: ["Measured: 20 decoder layers, H200", { memory: 44, layers: 20, mlp: 11008, tokens: 4096, batch: 2, group: 1, gpu: "own", tflops: 670, vocab: 0, fused_norms: true }],
-    llama_8b: ["Measured: Llama-8B, 65,536 tokens, H200", { memory: 100, tokens: 65536, gpu: "own", tflops: 570, fused_loss: true }],
+    // The speeds of these two are those at which the row without offloading, or the checkpointed one, takes as long as measured.
+    decoder: ["Measured: 20 decoder layers, H200", {
+      memory: 44, layers: 20, mlp: 11008, tokens: 4096, batch: 2, group: 1, gpu: "own", tflops: 670, vocab: 0, fused_norms: true,
+    }],
+    llama_8b: ["Measured: Llama-8B, 65,536 tokens, H200", {
+      memory: 100, tokens: 65536, gpu: "own", tflops: 570, fused_loss: true,
+    }],
     h100: ["Llama-8B, 8,192 tokens, H100", { ...GPUS.h100, gpu: "h100", name: undefined, fused_loss: true }],
     gh200: ["Llama-8B, 8,192 tokens, NVLink-C2C", { memory: 96, link: "c2c" }],
-    rtx4090: ["1.2 billion weights, RTX 4090, PCIe 4", { ...GPUS.rtx4090, name: undefined, gpu: "rtx4090", link: "pcie4", layers: 16, hidden: 2048, mlp: 8192, batch: 2, fused_loss: true }],
+    rtx4090: ["1.2 billion weights, RTX 4090, PCIe 4", {
+      ...GPUS.rtx4090, name: undefined, gpu: "rtx4090", link: "pcie4", layers: 16, hidden: 2048, mlp: 8192, batch: 2, fused_loss: true,
+    }],
     streamed: ["Llama-70B, weights on the host", { memory: 140, layers: 80, hidden: 8192, mlp: 28672, group: 8 }],
   };
   const FIRST = "decoder";
@@ -67,7 +77,9 @@
       if (how === "check") state[name] = text === "true";
       else if (how === "choice") state[name] = (values.find(([value]) => `${value}` === text) ?? [state[name]])[0];
       else if (values.list) state[name] = values.list.includes(Number(text)) ? Number(text) : state[name];
-      else if (Number(text) >= values.min && Number(text) <= values.max) state[name] = values.step >= 1 ? Math.round(Number(text)) : Number(text);
+      else if (Number(text) >= values.min && Number(text) <= values.max) {
+        state[name] = values.step >= 1 ? Math.round(Number(text)) : Number(text);
+      }
     }
     return state;
   }
@@ -79,11 +91,11 @@
   }
 
   const askedOf = (state) => {
-    const heads = Math.max(1, Math.round(state.hidden / 128));
+    const heads = Math.max(1, Math.round(state.hidden / 128)), kv_heads = Math.max(1, Math.floor(heads / state.group));
     return {
       shape: {
-        layers: state.layers, hidden: state.hidden, intermediate: state.mlp, heads, kv_heads: Math.max(1, Math.floor(heads / state.group)),
-        head_dim: 128, vocab: state.vocab, gated: state.gated, fused_norms: state.fused_norms,
+        layers: state.layers, hidden: state.hidden, intermediate: state.mlp, heads, kv_heads, head_dim: 128,
+        vocab: state.vocab, gated: state.gated, fused_norms: state.fused_norms,
       },
       batch: state.batch, tokens: state.tokens, memory: state.memory * GIB, host: state.host ? state.host * GIB : null,
       rates: { flop_per_s: state.tflops * 1e12, bytes_per_s: Math.round(state.bandwidth * 100) * 1e10 },
@@ -95,7 +107,8 @@
   /** The command that gives the same answer. */
   function commandOf(state) {
     const { shape, rates } = askedOf(state);
-    const sizes = ["layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"].map((name) => `--${name.replace("_", "-")} ${shape[name]}`);
+    const names = ["layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"];
+    const sizes = names.map((name) => `--${name.replace("_", "-")} ${shape[name]}`);
     const words = ["python -m offload plan", ...sizes, `--tokens ${state.tokens}`, `--memory ${state.memory}GiB`];
     if (state.vocab) words.push(`--vocab ${state.vocab}`);
     if (state.batch > 1) words.push(`--batch ${state.batch}`);
@@ -112,15 +125,21 @@
   // --- Elements ---------------------------------------------------------------------------------------------------
 
   function element(name, attributes = {}, ...children) {
-    const found = name.startsWith("svg:") ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4)) : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) if (value !== undefined && value !== false) found.setAttribute(key, value === true ? "" : value);
+    const [tag, drawn] = name.split(":").reverse();
+    const found = drawn ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (value !== undefined && value !== false) found.setAttribute(key, value === true ? "" : value);
+    }
     found.append(...children.filter((child) => child !== null));
     return found;
   }
   const svg = (name, attributes, ...children) => element(`svg:${name}`, attributes, ...children);
   const text = (x, y, words, attributes = {}) => svg("text", { x, y, ...attributes }, words);
 
-  const SHOWN = [["keep all", "keep all"], ["whole layers", "whole layers"], ["regions", "plan by region"], ["checkpointing", "every layer checkpointed"]];
+  const SHOWN = [
+    ["keep all", "keep all"], ["whole layers", "whole layers"], ["regions", "plan by region"],
+    ["checkpointing", "every layer checkpointed"],
+  ];
   let state = null, answer = null, curve = null, drawing = 0;
   const inputs = {}, outputs = {}, parts = {};
 
@@ -143,7 +162,8 @@
     }
     const { min = 0, max = values.list?.length - 1, step = 1 } = values;
     inputs[name] = element("input", { id, type: "range", min, max, step });
-    inputs[name].addEventListener("input", () => changed(name, values.list ? values.list[inputs[name].value] : Number(inputs[name].value)));
+    const asked = () => Number(inputs[name].value);
+    inputs[name].addEventListener("input", () => changed(name, values.list ? values.list[asked()] : asked()));
     outputs[name] = element("output", { for: id });
     return element("div", { class: "planner-field" }, element("label", { for: id }, label), outputs[name], inputs[name]);
   }
@@ -175,7 +195,8 @@
   }
 
   function build() {
-    inputs.preset = element("select", { id: "planner-preset" }, ...Object.entries(PRESETS).map(([value, [name]]) => element("option", { value }, name)));
+    const presets = Object.entries(PRESETS).map(([value, [name]]) => element("option", { value }, name));
+    inputs.preset = element("select", { id: "planner-preset" }, ...presets);
     inputs.preset.addEventListener("change", () => changed("preset", inputs.preset.value));
     const basic = FIELDS.filter((field) => !field[4]), more = FIELDS.filter((field) => field[4]);
     parts.summary = element("p", { class: "planner-summary", role: "status", "aria-live": "polite" });
@@ -184,13 +205,16 @@
     parts.command = element("pre", { tabindex: "0", role: "region", "aria-label": "Command that gives the same answer" });
     const code = (pre) => element("div", { class: "highlight" }, pre);
     return element("section", { id: "planner", class: "planner", "aria-label": "Planner" },
-      element("div", { class: "planner-head" }, element("h2", {}, "Will it fit?"), element("label", { for: "planner-preset" }, "Begin with "), inputs.preset),
+      element("div", { class: "planner-head" },
+        element("h2", {}, "Will it fit?"), element("label", { for: "planner-preset" }, "Begin with "), inputs.preset),
       element("div", { class: "planner-controls", role: "group", "aria-label": "What is trained, and on what" },
         ...basic.map(control),
-        element("details", { class: "planner-wide" }, element("summary", {}, "Device, optimizer, head"), element("div", { class: "planner-more" }, ...more.map(control)))),
+        element("details", { class: "planner-wide" },
+          element("summary", {}, "Device, optimizer, head"), element("div", { class: "planner-more" }, ...more.map(control)))),
       element("div", { class: "planner-answer" },
         parts.summary, code(parts.python), parts.curve, parts.legend, parts.ways, parts.streams,
-        element("p", { class: "planner-note" }, "The same in a shell; ", element("a", { href: "docs/howto/command_line.html" }, "what is counted, and what is not"), ":"),
+        element("p", { class: "planner-note" }, "The same in a shell; ",
+          element("a", { href: "docs/howto/command_line.html#what-to-do-with-a-model" }, "what is counted, and what is not"), ":"),
         code(parts.command)));
   }
 
@@ -221,7 +245,8 @@
     curve.streams();
     drawCurve();
     const told = ways.map(({ plan, ...way }) => way);
-    parts.root.dataset.answer = JSON.stringify({ do: chosen && chosen.name, ways: told, saved_bytes: answer.saved_bytes, free: free.num_layers });
+    const short = { do: chosen && chosen.name, ways: told, saved_bytes: answer.saved_bytes, free: free.num_layers };
+    parts.root.dataset.answer = JSON.stringify(short); // for tests
     parts.root.dataset.took = Math.round(performance.now() - begin);
     parts.root.dataset.state = "curve";
     fillCurve(answer, curve);
@@ -250,6 +275,10 @@
     return `${step_s >= kept.step_s || share === "0.0" ? "+" : "−"}${share}%`;
   }
 
+  const ADVICE = {
+    "keep all": "All fits", "whole layers": "Let whole layers travel", regions: "Plan by region", "streamed weights": "Stream the weights",
+  };
+
   function showSummary(chosen, kept, free, left) {
     const logits = answer.loss_bytes ? ` Of that the loss takes ${formatBytes(answer.loss_bytes)}, unless it does without whole logits.` : "";
     const has = left > 0
@@ -257,9 +286,12 @@
       : `What is fixed takes ${formatBytes(answer.fixed_bytes)}: more than can be used.${logits}`;
     const bytes = answer.profile.layers[0].saved_bytes * free.num_layers;
     const freely = `Free on this link: ${free.num_layers} of ${answer.shape.layers} whole layers${bytes ? `, ${formatBytes(bytes)}` : ""}.`;
-    const does = chosen
-      ? `${{ "keep all": "All fits", "whole layers": "Let whole layers travel", regions: "Plan by region", "streamed weights": "Stream the weights" }[chosen.name]}: ${formatS(chosen.step_s)} a step${chosen.name === "keep all" ? "" : ` (${more(chosen.step_s, kept)})`}${chosen.host_bytes ? `, ${formatBytes(chosen.host_bytes)} on the host` : ""}.`
-      : "Nothing fits: fewer tokens, or more memory.";
+    let does = "Nothing fits: fewer tokens, or more memory.";
+    if (chosen) {
+      const change = chosen.name === "keep all" ? "" : ` (${more(chosen.step_s, kept)})`;
+      const host = chosen.host_bytes ? `, ${formatBytes(chosen.host_bytes)} on the host` : "";
+      does = `${ADVICE[chosen.name]}: ${formatS(chosen.step_s)} a step${change}${host}.`;
+    }
     parts.summary.replaceChildren(element("strong", {}, does), ` ${has} ${freely}`);
   }
 
@@ -274,12 +306,14 @@
     const body = rows.map(({ name, misfit, step_s, peak_bytes, host_bytes }) => {
       const id = `planner-show-${name.replace(" ", "-")}`;
       const radio = element("input", { type: "radio", name: "planner-show", id, disabled: name === "streamed weights" || !plans[name] });
+      const label = element("label", { for: id }, names[name], misfit ? element("small", {}, " does not fit") : null);
       radio.checked = name === shown;
       radio.addEventListener("change", () => { changed("show", name); parts.focus = id; });
       const none = step_s === null, cell = (words) => element("td", {}, none ? "–" : words());
       return element("tr", { class: name === chosen?.name ? "planner-chosen" : undefined, "data-way": name },
-        element("th", { scope: "row" }, element("span", {}, radio, element("label", { for: id }, names[name], misfit ? element("small", {}, " does not fit") : null))),
-        cell(() => formatS(step_s)), cell(() => more(step_s, kept)), cell(() => formatBytes(peak_bytes)), cell(() => formatBytes(host_bytes)));
+        element("th", { scope: "row" }, element("span", {}, radio, label)),
+        cell(() => formatS(step_s)), cell(() => more(step_s, kept)),
+        cell(() => formatBytes(peak_bytes)), cell(() => formatBytes(host_bytes)));
     });
     const heads = ["drawn below", "step", "change", "peak", "on host"].map((name) => element("th", { scope: "col" }, name));
     parts.ways.replaceChildren(element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body)));
@@ -309,7 +343,10 @@
     return svg("path", { d: shapes[kind], ...attributes });
   };
 
-  const MEASURED = [["budget", "plan", "circle"], ["memory_budget", "plan", "circle"], ["whole", "whole", "square"], ["checkpoint all, inputs", "checkpoint", "triangle"], ["checkpoint", "checkpoint", "diamond"], ["nothing", "kept", "circle"]];
+  const MEASURED = [ // how a row's name begins, what it is, and its marker
+    ["budget", "plan", "circle"], ["memory_budget", "plan", "circle"], ["whole", "whole", "square"],
+    ["checkpoint all, inputs", "checkpoint", "triangle"], ["checkpoint", "checkpoint", "diamond"], ["nothing", "kept", "circle"],
+  ];
   const measuredRows = () => (globalThis.offloadMeasured?.[state.preset]?.rows ?? []).map((row) => {
     const [, kind, shape] = MEASURED.find(([word]) => row.what.startsWith(word));
     return { ...row, kind, shape };
@@ -319,6 +356,9 @@
     const usual = ofPreset(state.preset);
     return FIELDS.every(([name]) => ["memory", "host", "gpu"].includes(name) || state[name] === usual[name]);
   };
+
+  /** An entry of a legend. */
+  const key = (drawn, words) => element("span", {}, svg("svg", { width: 16, height: 14, "aria-hidden": "true" }, drawn), words);
 
   function axes(width, height, frame, mostX, mostY, unitX, unitY, name, labels) {
     const x = (value) => frame.left + (value / mostX) * (width - frame.left - frame.right);
@@ -346,17 +386,22 @@
     const mostX = 1.06 * (near ? 6 * left_bytes : Math.max(kept.peak_bytes, ...measured.map((row) => row.peak_bytes)));
     const steps = [...checkpoints, ...plan, ...measured, kept].map((one) => one.step_s);
     const mostY = 1.12 * Math.max(...steps, Math.min(whole[whole.length - 1].step_s, 1.25 * Math.max(...steps)));
-    const name = `Step time against activation peak: all kept ${formatS(kept.step_s)} at ${formatBytes(kept.peak_bytes)}; every layer checkpointed ${formatS(checkpoints[0].step_s)} at ${formatBytes(checkpoints[0].peak_bytes)}${chosen ? `; advised ${formatS(chosen.step_s)} at ${formatBytes(chosen.peak_bytes)}` : ""}.`;
+    const said = (one) => `${formatS(one.step_s)} at ${formatBytes(one.peak_bytes)}`;
+    const advised = chosen ? `; advised ${said(chosen)}` : "";
+    const name = `Step time against activation peak: all kept ${said(kept)}; every layer checkpointed ${said(checkpoints[0])}${advised}.`;
     const { picture, x, y } = axes(width, height, frame, mostX, mostY, sizeUnit(mostX), timeUnit(mostY), name, ["activation peak", "step"]);
     const place = (one) => [x(one.peak_bytes), y(one.step_s)];
     if (left_bytes > 0 && left_bytes < mostX) {
       const at = x(left_bytes), right = at < width / 2;
-      picture.append(svg("rect", { class: "planner-toomuch", x: at, y: frame.top, width: width - frame.right - at, height: height - frame.top - frame.bottom }));
+      const place = { x: at, y: frame.top, width: width - frame.right - at, height: height - frame.top - frame.bottom };
+      picture.append(svg("rect", { class: "planner-toomuch", ...place }));
       picture.append(svg("path", { class: "planner-budget", d: `M${at},${frame.top}V${height - frame.bottom}` }));
-      picture.append(text(at + (right ? 5 : -5), height - frame.bottom - 6, `left: ${formatBytes(left_bytes)}`, { "text-anchor": right ? "start" : "end" }));
+      const anchor = { "text-anchor": right ? "start" : "end" };
+      picture.append(text(at + (right ? 5 : -5), height - frame.bottom - 6, `left: ${formatBytes(left_bytes)}`, anchor));
     }
     const clip = svg("g", { "clip-path": "url(#planner-clip)" });
-    picture.append(svg("clipPath", { id: "planner-clip" }, svg("rect", { x: frame.left, y: frame.top - 6, width: width - frame.left, height: height - frame.top - frame.bottom + 6 })), clip);
+    const inside = { x: frame.left, y: frame.top - 6, width: width - frame.left, height: height - frame.top - frame.bottom + 6 };
+    picture.append(svg("clipPath", { id: "planner-clip" }, svg("rect", inside)), clip);
     clip.append(svg("path", { class: "planner-line planner-whole", d: path(whole.map(place)) }));
     for (const one of whole) clip.append(marker("square", ...place(one), 1.8, { class: "planner-whole" }));
     const line = [...plan].sort((a, b) => a.peak_bytes - b.peak_bytes);
@@ -367,23 +412,35 @@
     clip.append(marker("circle", ...place(kept), 4, { class: "planner-kept" }));
     for (const row of measured) clip.append(marker(row.shape, ...place(row), 4.5, { class: `planner-measured planner-${row.kind}` }));
     if (chosen) clip.append(marker("circle", ...place(chosen), 7.5, { class: "planner-here" }));
-    if (near) picture.append(text(width - frame.right, frame.top + 12, `keep all: ${formatBytes(kept.peak_bytes)} →`, { "text-anchor": "end" }));
+    if (near) {
+      const beyond = `keep all: ${formatBytes(kept.peak_bytes)} →`;
+      picture.append(text(width - frame.right, frame.top + 12, beyond, { "text-anchor": "end" }));
+    }
     parts.curve.replaceChildren(picture);
-    const swatch = (shape, kind, words) => element("span", {}, svg("svg", { width: 16, height: 14, "aria-hidden": "true" }, marker(shape, 8, 7, 4, { class: kind })), words);
-    parts.legend.replaceChildren(
-      swatch("circle", "planner-kept", "keep all"), swatch("circle", "planner-plan", "plan by region"), swatch("square", "planner-whole", "whole layers"),
-      swatch("diamond", "planner-checkpoint", "every layer checkpointed"), swatch("triangle", "planner-checkpoint", "the same, inputs on the host"),
-      ...(chosen ? [swatch("circle", "planner-here", "advised")] : []), ...(measured.length ? [swatch("circle", "planner-measured planner-plan", `hollow: measured on ${globalThis.offloadMeasured[state.preset].gpu}`)] : []));
+    const keys = [
+      ["circle", "planner-kept", "keep all"], ["circle", "planner-plan", "plan by region"], ["square", "planner-whole", "whole layers"],
+      ["diamond", "planner-checkpoint", "every layer checkpointed"],
+      ["triangle", "planner-checkpoint", "the same, inputs on the host"],
+    ];
+    if (chosen) keys.push(["circle", "planner-here", "advised"]);
+    const gpu = globalThis.offloadMeasured?.[state.preset]?.gpu;
+    if (measured.length) keys.push(["circle", "planner-measured planner-plan", `hollow: measured on ${gpu}`]);
+    parts.legend.replaceChildren(...keys.map(([shape, kind, words]) => key(marker(shape, 8, 7, 4, { class: kind }), words)));
   }
 
   const LANES = [["compute", "compute"], ["d2h", "to host"], ["h2d", "back"]];
+  const KINDS = [
+    ["forward", "forward"], ["backward", "backward"], ["recompute", "computed again"], ["other", "loss"], ["stall", "waits"],
+    ["offload", "to the host"], ["reload", "back"],
+  ];
 
   /** Neighbours of one kind, closer than a hair, are one box. */
   function boxes(spans, hair) {
     const found = [];
     for (const span of spans) {
       const before = found[found.length - 1];
-      if (before && before.kind === span.kind && before.layer === span.layer && span.start_s - before.end_s <= hair) before.end_s = Math.max(before.end_s, span.end_s);
+      const same = before && before.kind === span.kind && before.layer === span.layer;
+      if (same && span.start_s - before.end_s <= hair) before.end_s = Math.max(before.end_s, span.end_s);
       else found.push({ ...span });
     }
     return found;
@@ -395,33 +452,38 @@
     const frame = { left: 56, right: 12, top: 3 * row + 46, bottom: 34 }, height = frame.top + lower + frame.bottom;
     const most = 1.12 * Math.max(peak_bytes, left > 0 && left < 1.6 * peak_bytes ? left : 0);
     const unit = timeUnit(step_s);
-    const name = `One step, ${title}: ${formatS(step_s)}, of which compute waits ${formatS(stall_s)}; at most ${formatBytes(peak_bytes)} on the device.`;
+    const peak = formatBytes(peak_bytes);
+    const name = `One step, ${title}: ${formatS(step_s)}, of which compute waits ${formatS(stall_s)}; at most ${peak} on the device.`;
     const { picture, x, y } = axes(width, height, frame, step_s, most, unit, sizeUnit(most), name, ["time", "on the device"]);
-    picture.prepend(svg("defs", {}, svg("pattern", { id: "planner-hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("path", { d: "M0,0V5", class: "planner-grid" }))));
+    const hatch = { id: "planner-hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
+    picture.prepend(svg("defs", {}, svg("pattern", hatch, svg("path", { d: "M0,0V5", class: "planner-grid" }))));
     LANES.forEach(([lane, words], number) => {
       const top = 22 + number * row;
       picture.append(text(2, top + 15, words));
       const found = boxes(spans.filter((span) => span.lane === lane), 0.002 * step_s);
       const widthOf = (box) => Math.max(x(box.end_s) - x(box.start_s) - 0.4, 0.4);
-      const labelOf = (box) => (box.layer === null || box.kind === "stall" ? "" : `${{ forward: "F", backward: "B" }[box.kind] ?? ""}${box.layer}`);
+      const letters = { forward: "F", backward: "B" };
+      const labelOf = (box) => (box.layer === null || box.kind === "stall" ? "" : `${letters[box.kind] ?? ""}${box.layer}`);
       // Boxes of a kind are labelled alike, if all have room.
       const narrow = new Set(found.filter((box) => widthOf(box) < 7 * labelOf(box).length + 2).map((box) => box.kind));
       for (const box of found) {
         const wide = widthOf(box), label = narrow.has(box.kind) || box.kind === "recompute" ? "" : labelOf(box);
-        picture.append(svg("rect", { class: `planner-${box.kind}`, x: x(box.start_s).toFixed(2), y: top, width: wide.toFixed(2), height: row - 6 }));
-        if (label) picture.append(text(x((box.start_s + box.end_s) / 2), top + 14, label, { "text-anchor": "middle", class: `planner-on-${box.kind}` }));
+        const place = { x: x(box.start_s).toFixed(2), y: top, width: wide.toFixed(2), height: row - 6 };
+        picture.append(svg("rect", { class: `planner-${box.kind}`, ...place }));
+        const middle = { "text-anchor": "middle", class: `planner-on-${box.kind}` };
+        if (label) picture.append(text(x((box.start_s + box.end_s) / 2), top + 14, label, middle));
       }
     });
-    picture.append(text(2, 13, `${title}: ${formatS(step_s)}${stall_s ? `, waits ${formatS(stall_s)}` : ""}, peak ${formatBytes(peak_bytes)}`));
+    picture.append(text(2, 13, `${title}: ${formatS(step_s)}${stall_s ? `, waits ${formatS(stall_s)}` : ""}, peak ${peak}`));
     const steps = memory.flatMap(([time, nbytes], at) => [...(at ? [[x(time), y(memory[at - 1][1])]] : []), [x(time), y(nbytes)]]);
     const ended = [...steps, [x(step_s), y(memory[memory.length - 1][1])]];
     picture.append(svg("path", { class: "planner-held", d: `${path(ended)}V${y(0)}H${x(0)}Z` }));
     if (left > 0 && left <= most) {
       picture.append(svg("path", { class: "planner-budget", d: `M${frame.left},${y(left)}H${width - frame.right}` }));
     }
-    const kinds = [...new Set(spans.map((span) => span.kind))];
-    const words = { forward: "forward", backward: "backward", recompute: "computed again", other: "loss", stall: "waits", offload: "to the host", reload: "back" };
-    const keys = Object.keys(words).filter((kind) => kinds.includes(kind)).map((kind) => element("span", {}, svg("svg", { width: 16, height: 14, "aria-hidden": "true" }, svg("rect", { x: 2, y: 2, width: 12, height: 10, class: `planner-${kind}` })), words[kind]));
+    const present = KINDS.filter(([kind]) => spans.some((span) => span.kind === kind));
+    const box = { x: 2, y: 2, width: 12, height: 10 };
+    const keys = present.map(([kind, words]) => key(svg("rect", { ...box, class: `planner-${kind}` }), words));
     parts.streams.replaceChildren(picture, element("div", { class: "planner-legend" }, ...keys));
   }
 

@@ -1,4 +1,5 @@
-// The planner of the start page: what offload/planning and offload/command_line compute, for a browser. No page in here.
+// The planner of the start page: what offload/planning and offload/command_line compute, for a browser. The page itself
+// is planner.js.
 //
 // A port, function by function and in the order of additions, so that every number is the same to the last bit;
 // tests/pages/test_planner.py holds it to that. Names of data are Python's, so that a profile's JSON is read as it is.
@@ -690,8 +691,9 @@ globalThis.offloadPlanner = (() => {
       if (released >= 0) hold(-passes[released].travelling_bytes, last(copies[released]) ?? null);
       hold(layer.workspace_bytes);
       for (const piece of layer.forward) {
-        const task = add("compute", "forward", piece.seconds, `F${number}`, number, null, piece.taken_bytes, piece.freed_bytes);
-        if (piece.travels) copies[number].push(add("d2h", "offload", piece.taken_bytes, `offload ${number}`, number, task));
+        const { seconds, taken_bytes, freed_bytes } = piece;
+        const task = add("compute", "forward", seconds, `F${number}`, number, null, taken_bytes, freed_bytes);
+        if (piece.travels) copies[number].push(add("d2h", "offload", taken_bytes, `offload ${number}`, number, task));
       }
       hold(-layer.workspace_bytes);
     });
@@ -700,14 +702,15 @@ globalThis.offloadPlanner = (() => {
       const layer = passes[number], back = number - resident + 1;
       if (back >= 0 && back < numLayers) {
         const here = hold(passes[back].travelling_bytes);
-        const queued = [...passes[back].travelling].reverse().map((n) => add("h2d", "reload", n, `reload ${back}`, back, here));
-        copies[back] = queued.reverse();
+        const reload = (nbytes) => add("h2d", "reload", nbytes, `reload ${back}`, back, here);
+        copies[back] = [...passes[back].travelling].reverse().map(reload).reverse();
       }
       hold(layer.workspace_bytes);
       for (const piece of layer.backward) {
         let after = piece.awaits === null ? null : copies[number][piece.awaits];
         if (piece.taken_bytes || piece.recompute_s) {
-          add("compute", "recompute", piece.recompute_s, `R${number}`, number, after, piece.taken_bytes, piece.passing_bytes);
+          const { recompute_s, taken_bytes, passing_bytes } = piece;
+          add("compute", "recompute", recompute_s, `R${number}`, number, after, taken_bytes, passing_bytes);
           after = null;
         }
         add("compute", "backward", piece.seconds, `B${number}`, number, after, 0, piece.freed_bytes);
@@ -754,7 +757,8 @@ globalThis.offloadPlanner = (() => {
     let last_end = 0, held = 0;
     const put = (lane, kind, start_s, end_s, label, layer, nbytes = 0) => {
       const before = last(spans);
-      if (lane === "compute" && layer !== null && before && before.kind === kind && before.layer === layer && start_s <= before.end_s) {
+      const same = before && layer !== null && before.kind === kind && before.layer === layer;
+      if (lane === "compute" && same && start_s <= before.end_s) {
         before.end_s = Math.max(before.end_s, end_s);
       } else {
         spans.push({ lane, kind, start_s, end_s, label, layer, nbytes });
@@ -772,7 +776,8 @@ globalThis.offloadPlanner = (() => {
       }
     }
     for (const task of [...tasks.d2h, ...tasks.h2d]) {
-      spans.push({ lane: task.lane, kind: task.kind, start_s: task.start, end_s: task.end, label: task.label, layer: task.layer, nbytes: task.amount });
+      const { lane, kind, label, layer, amount } = task;
+      spans.push({ lane, kind, start_s: task.start, end_s: task.end, label, layer, nbytes: amount });
     }
     spans.sort((a, b) => a.start_s - b.start_s || a.end_s - b.end_s);
     memory.sort((a, b) => a[0] - b[0]);
@@ -811,7 +816,8 @@ globalThis.offloadPlanner = (() => {
       const times = named.get(name) > 1 ? ` #${named.get(name)}` : "";
       const reads = [...new Set(read.filter((number) => number !== null))].sort((a, b) => a - b);
       const takes = another_of === null ? seconds(flop, nbytes + sum(reads.map((number) => regions[number].nbytes))) : 0;
-      regions.push({ name: name + times, nbytes, seconds: takes, reads, saved: saved && nbytes >= minBytes, recomputable: true, another_of });
+      const large = saved && nbytes >= minBytes;
+      regions.push({ name: name + times, nbytes, seconds: takes, reads, saved: large, recomputable: true, another_of });
       return regions.length - 1;
     };
     const linear = (module, x, inputs, outputs, saved = false) =>

@@ -12,7 +12,13 @@ const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes,
 const ofPlan = (made) =>
   made.least_bytes !== undefined
     ? { least_bytes: made.least_bytes }
-    : { ...ofStep(made), num_layers: made.num_layers, host_bytes: made.host_bytes, recompute_s: made.recompute_s, treatments: told(made.treatments) };
+    : {
+        ...ofStep(made),
+        num_layers: made.num_layers,
+        host_bytes: made.host_bytes,
+        recompute_s: made.recompute_s,
+        treatments: told(made.treatments),
+      };
 
 const answers = {
   plan: ({ profile, link, budget, host }) => {
@@ -42,7 +48,10 @@ const answers = {
     };
   },
   text: (value) => ({
-    bytes: planner.formatBytes(value), s: planner.formatS(value), fixed: planner.fixed(value, 2), nine: planner.nineDigits(value),
+    bytes: planner.formatBytes(value),
+    s: planner.formatS(value),
+    fixed: planner.fixed(value, 2),
+    nine: planner.nineDigits(value),
   }),
   fsum: (values) => planner.fsum(values),
 };
