@@ -20,6 +20,7 @@ from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
 from offload.activations.usage import Usage
+from offload.activations.what_moves import given_tensors
 from offload.base import autograd, trace
 from offload.base.checks import parse_min_bytes, warn_caller
 from offload.base.compiler import interpreted
@@ -318,8 +319,6 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     Raises:
         TypeError: An argument is neither a tensor nor ``None``.
     """
-    for tensor in tensors:
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"start_offload takes tensors, got {type(tensor).__name__}")
-        if tensor is not None and selective.opened:
+    for tensor in given_tensors("start_offload", tensors):
+        if selective.opened:
             selective.opened[-1].start_early(tensor)

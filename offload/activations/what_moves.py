@@ -79,12 +79,17 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     Raises:
         TypeError: An argument is neither a tensor nor ``None``.
     """
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"mark_not_offload takes tensors, got {type(tensor).__name__}")
+    for tensor in given_tensors("mark_not_offload", tensors):
         exclude(tensor, "marked")
+
+
+def given_tensors(call: str, given: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors that a user's ``call`` is given, ``None`` passed over; a ``TypeError`` for anything else."""
+    for tensor in given:
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+        elif tensor is not None:
+            raise TypeError(f"{call} takes tensors, got {type(tensor).__name__}")
 
 
 class Rules(NamedTuple):
@@ -161,7 +166,7 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
 def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
     """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
     if maker is not None:
-        is_cast = type(maker) is _Cast and _is_parameter_of(maker.next_functions[0][0])
+        is_cast = type(maker) is _Cast and _parameter_of(maker.next_functions[0][0]) is not None
         return exclude(tensor, "parameter") if is_cast else None
     base = tensor if tensor._base is None else tensor._base
     needs_none = tensor.requires_grad and not base.requires_grad
@@ -170,9 +175,10 @@ def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
     return "leaf" if base.requires_grad else None
 
 
-def _is_parameter_of(node: Any) -> bool:
-    """Whether a node is where the gradient of a parameter is added up."""
-    return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+def _parameter_of(node: Any) -> torch.nn.Parameter | None:
+    """The parameter whose gradient is added up in a node of the graph, if there is one."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.nn.Parameter) else None
 
 
 def _is_inside_parameter(tensor: torch.Tensor) -> bool:
@@ -180,8 +186,8 @@ def _is_inside_parameter(tensor: torch.Tensor) -> bool:
     node = tensor.grad_fn
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    parameter = getattr(node, "variable", None)
-    if not isinstance(parameter, torch.nn.Parameter) or type(tensor) is not torch.Tensor:
+    parameter = _parameter_of(node)
+    if parameter is None or type(tensor) is not torch.Tensor:
         return False
     return tensor.untyped_storage()._cdata in storages_of([parameter])
 

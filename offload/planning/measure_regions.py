@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,7 +37,7 @@ def measure_regions(
     Returns:
         Of each layer, its regions in the order of forward, and the seconds of a forward that is recorded.
     """
-    treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
+    treatments = learning(layers)
     context = OffloadContext(
         Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, treatments=treatments
     )
@@ -68,7 +68,7 @@ def measure_frugally(
     """
     count = len(layers)
     schedule = frugal_schedule(count)
-    treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
+    treatments = learning(layers)
     context = OffloadContext(schedule, count, min_bytes=min_bytes, device=device, treatments=treatments)
     with OffloadedLayers(list(layers), context):
         step()
@@ -82,6 +82,11 @@ def measure_frugally(
     profile = frugal_profile(treatments, times)
     known_s = sum(map(sum, times.seconds())) + profile.loss_s
     return replace(profile, other_s=rest_s(context.backend, marks, times.rounds, known_s))
+
+
+def learning(layers: Iterable[nn.Module]) -> list[LayerTreatments]:
+    """Treatments with which layers compute everything again, and learn what their regions cost."""
+    return [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
 
 
 def frugal_schedule(count: int) -> Schedule:

@@ -19,11 +19,11 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.planning.measure import measure_link
-from offload.planning.measure_regions import frugal_profile, frugal_schedule
+from offload.planning.measure_regions import frugal_profile, frugal_schedule, learning
 from offload.planning.measured_layer import LayerTimes
 from offload.planning.plan import Plan
 from offload.planning.profile import Profile
-from offload.recompute.treatments import LayerTreatments, Treatment
+from offload.recompute.treatments import LayerTreatments
 from offload.schedule.schedule import Schedule
 
 MUCH = 1.25
@@ -91,7 +91,7 @@ class PlannedLayers(OffloadedLayers, ABC):
         self._times.remove()
         # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
-        self._treatments = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in self._layers]
+        self._treatments = learning(self._layers)
         self._context.follow(frugal_schedule(len(self._layers)), self._treatments)
 
     def begin_round(self, elements: int) -> None:
