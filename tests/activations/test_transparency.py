@@ -55,6 +55,12 @@ def assert_same_steps(leaves: list[torch.Tensor], step: Callable[[Offloading], o
     assert_same(gradients(leaves, lambda: step(NOTHING)), gradients(leaves, lambda: step(offloaded)))
 
 
+def assert_transparent(leaves: list[torch.Tensor], step: Callable[[Offloading], object], offloaded: Offloading) -> None:
+    """The same, and no layer was late."""
+    assert_same_steps(leaves, step, offloaded)
+    assert_on_time(offloaded)
+
+
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("block", ["decoder", "gpt", "conv", "encoder"])
 def test_every_k(block: str, k: int, device: torch.device) -> None:
@@ -87,10 +93,7 @@ def test_microbatches_in_flight(order: str, k: int, device: torch.device) -> Non
             else:
                 losses.pop(number).backward()
 
-    leaves = leaves_of(layers, *inputs)
-    offloaded = offloading(k, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, *inputs), step, offloading(k, LAYERS, device))
 
 
 def test_gradient_accumulation(device: torch.device) -> None:
@@ -100,10 +103,7 @@ def test_gradient_accumulation(device: torch.device) -> None:
         for shift in range(3):
             loss_of(offloaded.forward(layers, x.roll(shift, 1))).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -139,10 +139,7 @@ def test_evaluation_in_the_middle_of_a_step(device: torch.device) -> None:
             offloaded.forward(layers, x)
         loss_of(y).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_retain_graph_and_backward_again(device: torch.device) -> None:
@@ -154,10 +151,7 @@ def test_retain_graph_and_backward_again(device: torch.device) -> None:
         loss.backward(retain_graph=True)
         (2 * loss).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_backward_in_two_halves(device: torch.device) -> None:
@@ -170,10 +164,7 @@ def test_backward_in_two_halves(device: torch.device) -> None:
         torch.autograd.grad(loss, middle, retain_graph=True)
         loss.backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(4, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(4, LAYERS, device))
 
 
 def test_autograd_grad(device: torch.device) -> None:
@@ -211,10 +202,7 @@ def test_create_graph(k: int, device: torch.device) -> None:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + slope.square().sum()).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(k, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(k, LAYERS, device))
 
 
 @pytest.mark.slow
@@ -279,10 +267,7 @@ def test_output_feeds_two_consumers(device: torch.device) -> None:
         y = outputs[-1] * outputs[1].sigmoid() + outputs[2]
         (loss_of(y) + loss_of(outputs[1])).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_each_layer_has_a_loss_of_its_own(device: torch.device) -> None:
@@ -326,10 +311,7 @@ def test_outputs_without_gradient(device: torch.device) -> None:
             y = y * positive
         loss_of(y).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_frozen_layers(device: torch.device) -> None:
@@ -341,10 +323,7 @@ def test_frozen_layers(device: torch.device) -> None:
     def step(offloaded: Offloading) -> None:
         loss_of(offloaded.forward(layers, x)).backward()
 
-    leaves = leaves_of(layers[2:])
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers[2:]), step, offloading(3, LAYERS, device))
 
 
 def measures_itself(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -437,10 +416,7 @@ def test_autocast(device: torch.device) -> None:
             y = offloaded.forward(layers, x)
         loss_of(y).backward()
 
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(3, LAYERS, device)
-    assert_same_steps(leaves, step, offloaded)
-    assert_on_time(offloaded)
+    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 @pytest.mark.parametrize("block", ["decoder", "conv", "gpt"])

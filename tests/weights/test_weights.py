@@ -57,6 +57,16 @@ def assert_same(expected: Sequence[torch.Tensor | None], found: Sequence[torch.T
     assert any(tensor is not None and tensor.any() for tensor in expected), "nothing was computed"
 
 
+def assert_same_when_streamed(
+    leaves: Sequence[torch.Tensor], step: Callable[[], object], layers: nn.ModuleList, device: torch.device
+) -> None:
+    """``step`` leaves the same gradients behind with and without streaming."""
+    expected = gradients_of(leaves, step)
+    with stream_weights(layers, device):
+        for _ in range(2):
+            assert_same(expected, gradients_of(leaves, step))
+
+
 def check(
     layers: nn.ModuleList,
     x: torch.Tensor,
@@ -468,10 +478,7 @@ def test_several_microbatches_in_flight(together: bool, device: torch.device) ->
             for loss in losses:
                 loss.backward()
 
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
+    assert_same_when_streamed(leaves, step, layers, device)
 
 
 def test_two_towers(device: torch.device) -> None:
@@ -537,10 +544,7 @@ def test_embedding_and_head_as_layers(device: torch.device) -> None:
         for _ in range(2):
             F.cross_entropy(plain(layers, tokens).flatten(0, 1), tokens.flatten()).backward()
 
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
+    assert_same_when_streamed(leaves, step, layers, device)
 
 
 # Evaluation, buffers, and what goes on between steps.
@@ -646,10 +650,7 @@ def test_backward_in_inference_mode(device: torch.device) -> None:
         with torch.inference_mode():
             loss.backward()
 
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
+    assert_same_when_streamed(leaves, step, layers, device)
 
 
 def test_graph_outlives_the_handle(device: torch.device) -> None:
