@@ -341,6 +341,24 @@ def test_graphs_are_said_to_be_what_they_were_measured_to_be():
     assert "7.7 times as fast" in said
 
 
+def test_graphs_are_drawn_a_bar_each(tmp_path):
+    rows = [
+        {"workload": name, "k": k, "mode": mode, "step_s": 0.4 + k / 100}
+        for name in ("decoder", "launch-bound")
+        for mode in ("eager", "graph")
+        for k in (0, 5)
+    ]
+    path = tmp_path / "graphs.svg"
+    drawing.save(lambda: graph_results.draw({"rows": rows}), path)
+    said = [text.strip() for text, _, _ in drawing.texts(path)]
+    for text in ("eager, kept", "graph, 5 offloaded", "decoder", "launch-bound"):
+        assert said.count(text) == (1 if "," not in text else 2)
+    assert said.count("450.0") == 4
+    alt = graph_results.graphs_picture({"rows": rows}, results.ROOT / "docs" / "howto" / "cuda_graphs.md")
+    assert "launch-bound, graph, 5 offloaded: 450.0 ms" in alt
+    assert alt.endswith("](../_static/results/graphs.svg)\n")
+
+
 def test_every_family_looks_different():
     looks = [(look.line, look.hollow) for look in suite_results.LOOKS.values()]
     assert len(set(looks)) == len(looks)

@@ -82,6 +82,26 @@ def link_figure(name: str, title: str) -> Figure:
     return simulate(Schedule.default(5, 8), profile, LINKS[name][0], title=title).plot(size=(9.0, 3.4))
 
 
+# The dictionary of the page about declared schedules, microbatches on one pipeline rank.
+ORDER = ["F0", "F1", "F2", "F3", "B0", "F4", "B1", "F5", "B2", "F6", "B3", "F7", "B4", "B5", "B6", "B7"]
+MOVES = {
+    1: (False, 0, True, 4),
+    2: (False, 0, True, 5),
+    3: (True, 4, True, 6),
+    4: (True, 5, True, 7),
+    5: (True, 6, False, 4),
+    6: (True, 7, False, 5),
+}
+
+
+def declared_figure() -> Figure:
+    """A schedule that was written as a dictionary, simulated."""
+    schedule = Schedule.from_synchronization_dict(MOVES, model_layers=8, order=ORDER)
+    profile = Profile((replace(LAYER, tensors=(GIB,)),) * 8)
+    title = "simulated: microbatches 1 to 6 leave and come back, as the dictionary says"
+    return simulate(schedule, profile, LINK, title=title).plot(size=(9.0, 3.4))
+
+
 def streams_figure() -> Figure:
     """One layer's trip, with an arrow wherever one stream waits for another."""
     layer = LayerProfile(0.010, 0.020, GIB, tensors=(3 * GIB // 8, 2 * GIB // 8, 3 * GIB // 8))
@@ -260,6 +280,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         "GH200, NVLink-C2C, as others measured it",
         "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
     ),
+    "declared": declared_figure,
     "streams": streams_figure,
     "states": states_figure,
     "rooms": rooms_figure,
