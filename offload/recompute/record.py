@@ -51,18 +51,18 @@ class Value:
 
     # Defaults of the class, as most values of a forward have no others, and each is made while the device waits.
     tensor: weakref.ref[torch.Tensor] | None = None
-    """The tensor that a call has made it in, as long as nobody was seen to look into it in another way."""
+    """What the call has returned, weakly, as the program owns it; ``None`` once it was looked into in another way."""
     geometry: Geometry | None = None
-    """How that tensor looks into it, or the one in which the layer was given it; filled in when a call reads it so."""
+    """How that tensor, or the one that the layer was given, looks into the storage; filled in when a call reads it."""
     memory: torch.Tensor | None = None
-    """Where it is, once it was made again, and while it is wanted; with a geometry, this tensor has that."""
+    """Its bytes after it was made again, as long as they are wanted; if a geometry is known, as this tensor's."""
     given: torch.Tensor | None = None
     """Of a source: a tensor over the program's own memory, which tells whether that was changed since."""
     keeper: Keeper | None = None
     uses = 0
     """How many have yet to read it: calls that are to run again, and a saved tensor that is it."""
     empty = False
-    """Whether it is memory that nobody was seen to write: if it is read, somebody has."""
+    """Whether it is new memory that no operation was seen to write; if it is read, something unseen has written it."""
     overwritten = False
     """Whether the storage holds another value by now."""
     drawn = False
@@ -72,7 +72,7 @@ class Value:
     aliases: tuple[torch.Tensor, ...] = ()
     """Without memory: what counts the changes of tensors that look into the storage and count for themselves."""
     versions: tuple[int, ...] = ()
-    """Of :attr:`aliases`, at the end of the forward; empty until then."""
+    """Those of :attr:`aliases` at the end of the forward; empty until then."""
 
     def __init__(self, call: Call | None, place: int, nbytes: int) -> None:
         self.call = call

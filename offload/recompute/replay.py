@@ -15,7 +15,7 @@ running = threading.RLock()
 
 
 def make_meanwhile(value: Value) -> torch.UntypedStorage:
-    """The same, where all of it will be read once more: the record stays as it is, and nothing else that is made."""
+    """The bytes of a value, made for now: the record stays, to be run once more, and what else is made goes."""
     if value.call is None or value.memory is not None or value.held:
         return value.bytes()
     calls = value.call.before()
