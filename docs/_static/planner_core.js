@@ -722,18 +722,18 @@ globalThis.offloadPlanner = (() => {
     return timeline(tasks);
   }
 
-  /** When each task starts and ends: a stream runs one at a time, in order, and the copies share the link. */
+  /**
+   * When each task starts and ends: a stream runs one at a time, in order. Copies have the link for themselves, as all that
+   * travels under the default schedule is on the host before the last layer's forward.
+   */
   function play(tasks, link) {
-    const queues = Object.values(tasks).map((list) => ({ list, at: 0, left: list.length ? list[0].amount : 0 }));
-    const both = link.d2h_bytes_per_s + link.h2d_bytes_per_s, share = Math.min(1, link.duplex_bytes_per_s / both);
+    const rates = { compute: 1, d2h: link.d2h_bytes_per_s, h2d: link.h2d_bytes_per_s };
+    const queues = Object.entries(tasks).map(([lane, list]) => ({ list, at: 0, left: list[0]?.amount, rate: rates[lane] }));
     for (let now = 0; ; ) {
       const busy = queues.filter(({ list, at }) => at < list.length && (!list[at].after || list[at].after.end <= now));
       if (!busy.length) return;
-      const duplex = busy.filter(({ list }) => list !== tasks.compute).length === 2;
       let then = Infinity;
       for (const queue of busy) {
-        const alone = queue.list === tasks.d2h ? link.d2h_bytes_per_s : link.h2d_bytes_per_s;
-        queue.rate = queue.list === tasks.compute ? 1 : duplex ? alone * share : alone;
         queue.ends = now + queue.left / queue.rate;
         then = Math.min(then, queue.ends);
       }

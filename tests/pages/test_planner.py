@@ -19,11 +19,13 @@ from offload.base.checks import format_bytes, format_s
 from offload.command_line import plan as command
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
+from offload.planning.choices import Choices
 from offload.planning.link import Link
 from offload.planning.measure_regions import frugal_schedule, frugal_treatments
 from offload.planning.passes import LayerTreatment
 from offload.planning.plan import free_plan, plan
 from offload.planning.profile import LayerProfile, Profile
+from offload.planning.search import Search
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile, ways
 
@@ -100,7 +102,7 @@ def whole_layer(draw):
     return LayerProfile(seconds(draw, 0.1) + 1e-4, seconds(draw, 0.1) + 1e-4, saved, tensors, draw.randint(0, 10**8))
 
 
-def random_profile(draw):
+def random_profile(draw, counts=(1, 2, 3, 4, 6, 9, 14)):
     """Of one kind or several, equal layers or such that differ in seconds only, with regions or without."""
     make = whole_layer if draw.random() < 0.25 else region_layer
     kinds = [make(draw) for _ in range(draw.randint(1, 2))]
@@ -111,7 +113,7 @@ def random_profile(draw):
     if draw.random() < 0.3 and kinds[0].regions:
         regions = tuple(replace(one, seconds=one.seconds * draw.uniform(0.5, 2)) for one in kinds[0].regions)
         kinds.append(replace(kinds[0], regions=regions))
-    layers = [draw.choice(kinds) for _ in range(draw.choice((1, 2, 3, 4, 6, 9, 14)))]
+    layers = [draw.choice(kinds) for _ in range(draw.choice(counts))]
     return Profile(tuple(layers), seconds(draw, 0.1), seconds(draw, 0.1), draw.randint(0, 200) * MIB)
 
 
@@ -429,6 +431,17 @@ def test_nonsense_in_the_address_is_not_taken(seen):
     assert seen(state).answer == seen().answer
 
 
+def test_plans_of_many_layers_are_equal():
+    draw = random.Random(0)
+    cases = []
+    for _ in range(60):
+        profile = random_profile(draw, (20, 27, 40))
+        budget = int(draw.uniform(0.1, 0.9) * profile.saved_bytes)
+        cases.append((profile, random_link(draw), budget, None))
+    for case, found in zip(cases, asked_of_the_page([question(*case) for case in cases]), strict=True):
+        assert first_difference(found["plan"], planned(*case)) is None, case
+
+
 def test_the_curve_of_plans_is_that_of_plan():
     draw = random.Random(1)
     shape = Shape(layers=12, hidden=2048, intermediate=8192, heads=16, kv_heads=4)
@@ -436,10 +449,13 @@ def test_the_curve_of_plans_is_that_of_plan():
     budgets = [int(draw.uniform(0.1, 1.0) * profile.saved_bytes) for _ in range(12)]
     asked = {"profile": json.loads(profile.to_json()), "link": asdict(link), "budgets": budgets}
     [found] = asked_of_the_page([["curves", asked]])
-    plans = [plan(profile, budget, link) for budget in budgets]
-    assert [one["peak_bytes"] for one in found["plans"]] == [one.peak_bytes for one in plans]
+    choices = Choices(profile, link)
+    best = [Search(choices, budget).best() for budget in budgets]
+    assert [one["peak_bytes"] for one in found["plans"]] == [choices.peak_bytes(one) for one in best]
+    assert [one["step_s"] for one in found["plans"]] == [choices.step_s(one) for one in best]
     # Added up, not simulated, so rounded in another order.
-    assert [one["step_s"] for one in found["plans"]] == pytest.approx([one.step_s for one in plans], rel=1e-12)
+    simulated = [plan(profile, budget, link).step_s for budget in budgets]
+    assert [one["step_s"] for one in found["plans"]] == pytest.approx(simulated, rel=1e-12)
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     steps = [simulate(default(k, 12), whole, link) for k in range(12)]
     assert [one["peak_bytes"] for one in found["whole"]] == [step.peak_bytes for step in steps]
