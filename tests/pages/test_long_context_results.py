@@ -86,8 +86,8 @@ def test_draws_the_longest(tmp_path):
 def test_a_small_record_is_refused(tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(RECORD | {"small": True}), "utf-8")
-    with pytest.raises(ValueError, match="must be of the whole model"):
-        long_context_results.read_record(path)
+    with pytest.raises(ValueError, match="must be of full size"):
+        page_text.full_record(path)
 
 
 def test_blocks_are_there_as_soon_as_there_is_a_record():

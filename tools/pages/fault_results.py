@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import ROOT, day_of, gib, image, machine, ms
+from page_text import ROOT, day_of, full_record, gib, image, machine, ms
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span
@@ -41,15 +41,8 @@ Row = dict[str, Any]
 
 
 def read_record() -> Row:
-    """The record.
-
-    Raises:
-        ValueError: It is one of ``--small``.
-    """
-    record: Row = json.loads(RECORD.read_text("utf-8"))
-    if record["small"]:
-        raise ValueError(f"{RECORD.name} must be of full size, got one of --small")
-    return record
+    """The record."""
+    return full_record(RECORD)
 
 
 def timeline_of(trace: Row) -> Timeline:

@@ -5,12 +5,11 @@ Without that record there are no blocks: ``python -m benchmarks.long_context`` m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from page_text import GIB, ROOT, day_of, gib, image, markdown_table, torch_of
+from page_text import GIB, ROOT, day_of, full_record, gib, image, markdown_table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
@@ -36,18 +35,6 @@ LIMITED = {
 }
 
 Row = dict[str, Any]
-
-
-def read_record(path: Path) -> Row:
-    """The record, if it is of the model that the pages speak of.
-
-    Raises:
-        ValueError: It is of a small model.
-    """
-    record: Row = json.loads(path.read_text("utf-8"))
-    if record["small"]:
-        raise ValueError("the record must be of the whole model, got a small one; make it without --small")
-    return record
 
 
 def lengths_table(record: Row) -> str:
@@ -154,9 +141,9 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {}
 PICTURES: dict[Path, Callable[[], Figure]] = {}
 if RECORD.exists():
     BLOCKS = {
-        ("table", "long_context"): lambda _: lengths_table(read_record(RECORD)),
-        ("table", "long_context_equal"): lambda _: equal_sentence(read_record(RECORD)),
-        ("table", "longest_context"): lambda _: longest_table(read_record(RECORD)),
-        ("picture", "longest_context"): lambda page: longest_picture(read_record(RECORD), page),
+        ("table", "long_context"): lambda _: lengths_table(full_record(RECORD)),
+        ("table", "long_context_equal"): lambda _: equal_sentence(full_record(RECORD)),
+        ("table", "longest_context"): lambda _: longest_table(full_record(RECORD)),
+        ("picture", "longest_context"): lambda page: longest_picture(full_record(RECORD), page),
     }
-    PICTURES = {PICTURE: lambda: draw(read_record(RECORD))}
+    PICTURES = {PICTURE: lambda: draw(full_record(RECORD))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,18 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 GB = 1e9
+
+
+def full_record(path: Path) -> dict[str, Any]:
+    """What a benchmark has written.
+
+    Raises:
+        ValueError: It was run with ``--small``.
+    """
+    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if record["small"]:
+        raise ValueError(f"{path.name} must be of full size, got one of --small")
+    return record
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:

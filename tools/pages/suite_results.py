@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from page_text import GIB, ROOT, day_of, gib, image, machine, markdown_table, ms
+from page_text import GIB, ROOT, day_of, full_record, gib, image, machine, markdown_table, ms
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
@@ -61,15 +60,8 @@ LOOKS = {
 
 
 def read_record() -> Row:
-    """The record.
-
-    Raises:
-        ValueError: It is one of ``--small``.
-    """
-    record: Row = json.loads(RECORD.read_text("utf-8"))
-    if record["small"]:
-        raise ValueError(f"{RECORD.name} must be of full size, got one of --small")
-    return record
+    """The record."""
+    return full_record(RECORD)
 
 
 def workload_table(record: Row, workload: str) -> str:
