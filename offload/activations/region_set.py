@@ -227,7 +227,7 @@ class RegionSet(ActivationSet):
         if region is None:
             return
         if not self._treatments.learned:
-            self._treatments.name(region, modules.current(), elsewhere=tensor.device != self._rules.device)
+            self._treatments.name(region, modules.current())
         elif new and region in self._treatments.unsaved:
             with counting_versions():
                 self._keep(tensor, value)

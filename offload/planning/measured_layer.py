@@ -70,6 +70,7 @@ class LayerTimes(Attachment):
             layer.passes.clear()
         self.reads_memory = reads_memory
         if reads_memory:
+            torch.accelerator.reset_peak_memory_stats(self.backend.device)  # what was before may have needed more
             self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
 
     @property

@@ -109,8 +109,6 @@ class LayerTreatments:
         self._patterns = patterns
         self._source = treatment_of(SOURCE, patterns)
         self._known: dict[Region, Treatment] = {}
-        self._elsewhere: set[Region] = set()
-        """What is not on the layer's device, such as the seeds of attention."""
         self._dropped: set[Region] = set()
         """What is to be computed again, and is known to come out the same."""
         self._named: Counter[str] = Counter()
@@ -118,7 +116,7 @@ class LayerTreatments:
     def begin(self) -> None:
         """A first forward begins: forget what one that failed has left."""
         self.names, self.differing, self.order = {}, set(), []
-        self._known, self._named, self._elsewhere = {}, Counter(), set()
+        self._known, self._named = {}, Counter()
 
     @property
     def whole(self) -> bool:
@@ -135,9 +133,7 @@ class LayerTreatments:
         """What happens to a region. A source cannot be computed again; what the first forward did not do is kept."""
         if region is None:
             return OFFLOAD if self._source is RECOMPUTE else self._source
-        known = self._known.get(region, KEEP)
-        # Inside of a CUDA graph it may be on the device, where its warm-up has pinned no host memory for it.
-        return KEEP if known is OFFLOAD and region in self._elsewhere else known
+        return self._known.get(region, KEEP)
 
     def drops(self, value: Value) -> bool:
         """Whether it is to be computed again, and is known to come out the same."""
@@ -162,16 +158,14 @@ class LayerTreatments:
         """What happens to each region, by its name."""
         return {name: self.of(region).value for region, name in self.names.items()}
 
-    def name(self, region: Region, module: str, *, elsewhere: bool = False) -> None:
-        """The module of this name has made the region, on the layer's device or elsewhere."""
+    def name(self, region: Region, module: str) -> None:
+        """The module of this name has made the region."""
         operation = region.operation.function._schema.name.removeprefix("aten::")
         name = f"{module}: {operation}" if module else operation
         self._named[name] += 1
         times = f" #{self._named[name]}" if self._named[name] > 1 else ""
         self.names[region] = name + times
         self._known[region] = treatment_of(name, self._patterns)
-        if elsewhere:
-            self._elsewhere.add(region)
 
     def follow(self, numbered: Numbered) -> None:
         """Treat the regions by their numbers from now on."""

@@ -14,6 +14,7 @@ import offload
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
 from offload.planning.budget import RESERVE
+from offload.planning.measured_layer import LayerTimes
 
 LAYERS = 6
 
@@ -203,6 +204,22 @@ def test_auto_and_the_measured_peak() -> None:
             step()
         assert handle.plan is not None
         assert step() <= 1.02 * budget  # as corrected by what was measured, with the allocator's rounding
+
+
+def test_what_came_before_is_not_the_peak(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation, another model or the step that learns may have needed more than the step that is measured."""
+    device = {"now": 10, "most": 1 << 40}
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: device["now"])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: device["most"])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda _: device.update(most=device["now"]))
+    layers, x = build("decoder", LAYERS, lab.device)
+    times = LayerTimes(layers, lab.backend)
+    times.start(reads_memory=True)
+    step_gradients(layers, x)
+    assert times.most_bytes() == 0
+    device.update(most=15)
+    assert times.most_bytes() == 5
+    times.remove()
 
 
 def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:

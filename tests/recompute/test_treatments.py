@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
-from offload.recompute.kinds import Kind, kind_of, operation_of, written_arguments
-from offload.recompute.treatments import LayerTreatments, Region, Treatment
+from offload.recompute.kinds import Kind, kind_of, written_arguments
 
 LAYERS = 4
 ALL = {"*": "recompute"}
@@ -733,13 +732,3 @@ def test_bad_treatments(treatments: Any, error: type[Exception], words: str) -> 
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     with pytest.raises(error, match=words):
         offload.offload_layers(layers, 0, treatments=treatments)
-
-
-def test_what_is_elsewhere_does_not_travel() -> None:
-    """As the seeds of attention on a GPU, which are on the CPU, but on the GPU inside of a CUDA graph."""
-    treatments = LayerTreatments({"*": Treatment.OFFLOAD})
-    regions = [Region(operation_of(torch.ops.aten.exp.default), time, 0) for time in range(2)]
-    treatments.name(regions[0], "", elsewhere=True)
-    treatments.name(regions[1], "")
-    assert list(map(treatments.of, regions)) == [Treatment.KEEP, Treatment.OFFLOAD]
-    assert treatments.by_name() == {"exp": "keep", "exp #2": "offload"}
