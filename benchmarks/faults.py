@@ -25,6 +25,7 @@ from torch import nn
 
 import offload
 from benchmarks.instruments import give_memory_back, metered, timed
+from benchmarks.per_tensor import SaveThese
 from benchmarks.report import asked, environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -122,19 +123,6 @@ def chains(size: Size, device: torch.device) -> Subject:
     return Subject(layers, torch.randn(size.elements, device=device), loss_of)
 
 
-class Save(torch.autograd.Function):
-    """Saves what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, *[None for _ in ctx.saved_tensors]
-
-
 class Tagged(torch.Tensor):
     """A subclass that does not say what it is made of."""
 
@@ -157,7 +145,7 @@ class SavesAll(nn.Module):
         """``x``: ``[rows, hidden]``; the result has the same shape."""
         self.freed = x * 2
         stays = (self.kept, self.leaf, x[0, :1] * 1, self.elsewhere, self.marked, self.sparse, self.subclass)
-        y: torch.Tensor = Save.apply(x * 3, x * 4, *stays, self.freed, x * 5)
+        y: torch.Tensor = SaveThese.apply(x * 3, x * 4, *stays, self.freed, x * 5)
         return y
 
 
