@@ -217,7 +217,7 @@ def little_room(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], obj
 
 @contextmanager
 def every_reason(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
-    """Room for two tensors, and a program that frees the memory of a saved one, and fills it again."""
+    """Room for two of three tensors, and a program that frees the memory of a saved one, and fills it again."""
     saves, *others = subject.layers
     nbytes = subject.x.nbytes
 
@@ -231,7 +231,7 @@ def every_reason(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], ob
         storage.resize_(nbytes)
         subject.loss(y).backward()
 
-    with offloaded(subject, size, k=1, max_host_bytes=2 * nbytes, min_bytes=1 + nbytes // 2) as (_, stats):
+    with offloaded(subject, size, k=1, max_host_bytes=5 * nbytes // 2, min_bytes=1 + nbytes // 2) as (_, stats):
         yield step, stats
 
 
