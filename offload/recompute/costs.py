@@ -77,11 +77,6 @@ class Treated:
         """Bytes that are kept, or travel, until backward."""
         return sum(self.regions[number].nbytes for number in self.held)
 
-    @cached_property
-    def recomputed_bytes(self) -> int:
-        """Bytes of saved regions that are there only while the layer's backward runs."""
-        return sum(self.regions[n].nbytes for n in self.recomputed if self.regions[n].saved)
-
 
 def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
     """The first result of the operation that makes a region."""
