@@ -26,11 +26,11 @@ from offload.base.progress import LongWork
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
+from offload.planning.estimate import with_workspace
 from offload.planning.link import Link
 from offload.planning.measure_regions import measure_frugally, measure_regions
 from offload.planning.measured_layer import LayerTimes, MeasuredLayer, rest_s
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.workspace import with_workspace
 
 _logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.layers import OffloadedLayers
+from offload.planning.estimate import with_workspace
 from offload.planning.measured_layer import LayerTimes, rest_s
 from offload.planning.passes import LayerTreatment
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.workspace import with_workspace
 from offload.recompute.costs import RegionProfile, ways
 from offload.recompute.treatments import LayerTreatments, Treatment
 from offload.schedule.schedule import Schedule
