@@ -66,6 +66,8 @@ class RegionSet(ActivationSet):
         self._sources: list[Value] = []
         """What the layer was given, as far as it may travel."""
         self._dropped: list[weakref.ref[Value]] = []
+        self._from_before: Value | None = None
+        """Of a layer that is measured: its input, if the layer before can compute it again."""
 
     def enter(self, inputs: object = None) -> None:
         leave_modes(Recorder)  # of a forward that an interrupt has kept from leaving it
@@ -218,6 +220,8 @@ class RegionSet(ActivationSet):
         if self._treatments.joined and self._known.outputs:
             with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
                 value.keeper = earlier_layer(tensor, self._known.outputs, self._treatments)
+            if value.keeper is not None and self._treatments.measures and not self._treatments.learned:
+                self._from_before, value.keeper = value, None
         if not value.drawn and isinstance(decide(tensor, self._rules), type):
             self._sources.append(value)
 
@@ -271,6 +275,7 @@ class RegionSet(ActivationSet):
         if not treatments.learned:
             if lists_all:
                 self._list(saved, original)
+                treatments.joined = treatments.joins = False
             treatments.follow_plan()
             treatments.learned = True
         treatments.settle()
@@ -302,7 +307,8 @@ class RegionSet(ActivationSet):
             name = SOURCE if region is None else treatments.names[region]
             again = region is not None and region not in treatments.differing and not value.empty
             saved_too = id(value) in kept
-            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first))
+            before = value is self._from_before
+            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first, before))
 
         for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
             add(value, None, 0.0, (), None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from offload.planning.estimate import peak_bytes, step_s
 from offload.planning.ladder import ladder_of
 from offload.planning.link import Link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,30 @@ class Choices:
 
     Three numbers make most of them: how many layers travel, the position of those, and that of the others. A position
     is a level of the ladder, times the number of layers, and how many layers have gone up to the next level.
+
+    Args:
+        profile: What the layers cost.
+        link: How fast copies are.
+        group: So many layers in a row hold one input, where the layers before can compute the others again.
     """
 
-    def __init__(self, profile: Profile, link: Link) -> None:
+    def __init__(self, profile: Profile, link: Link, group: int = 1) -> None:
         self.profile = profile
         self.link = link
         self.ladder = ladder_of(profile)
         self.count = len(profile.layers)
+        self.groups = groups_of(profile, group)
+        """Of each layer, which one it is of how many that hold one input."""
+        self.most = self.count - 1 if group == 1 else max(0, self.count - 1 - group)
+        """The most layers that travel: a group's input has to come back before its last layer's backward."""
         self.highest = (len(self.ladder.levels) - 1) * self.count
         """The position where all layers stand on the highest level."""
         kinds = self.ladder.kinds
         self._rungs = [tuple(level[kind] for kind in kinds) for level in self.ladder.levels]
         """Of each level, the rung of each layer."""
-        first: dict[LayerProfile, int] = {}
-        self._alike = [first.setdefault(layer, number) for number, layer in enumerate(profile.layers)]
+        first: dict[object, int] = {}
+        layers = zip(profile.layers, self.groups, strict=True)
+        self._alike = [first.setdefault(layer, number) for number, layer in enumerate(layers)]
         """Of each layer, the first one that costs the same."""
         self._passes: dict[tuple[int, int, bool], Passes] = {}
         self._last: tuple[Choice | None, list[Passes]] = (None, [])
@@ -63,7 +74,23 @@ class Choices:
         level, more = divmod(staying, self.count)
         here, above = self._rungs[level], self._rungs[min(level + 1, len(self._rungs) - 1)]
         edge = min(max(self.count - more, num_layers), self.count - 1)
-        return Choice(num_layers, rungs + here[num_layers:edge] + above[edge:-1] + self._rungs[-1][-1:])
+        rungs += here[num_layers:edge] + above[edge:-1] + self._rungs[-1][-1:]
+        if self.most < self.count - 1:
+            rungs = self._in_groups(num_layers, rungs)
+        return Choice(num_layers, rungs)
+
+    def _in_groups(self, num_layers: int, rungs: tuple[int, ...]) -> tuple[int, ...]:
+        """The same rungs in another order: what runs twice again goes up before the last layers of groups."""
+        found = list(rungs)
+        alike = defaultdict[tuple[bool, int], list[int]](list)
+        for number in range(self.count - 1):
+            alike[number < num_layers, self.ladder.kinds[number]].append(number)
+        for (travels, _), numbers in alike.items():
+            onward = sorted(numbers, reverse=not travels)
+            order = sorted(onward, key=lambda number: self.groups[number][0] == self.groups[number][1] - 1)
+            for number, rung in zip(order, sorted((rungs[number] for number in numbers), reverse=True), strict=True):
+                found[number] = rung
+        return tuple(found)
 
     def treatments(self, choice: Choice) -> tuple[LayerTreatment | None, ...]:
         """What happens to the regions of each layer."""
@@ -110,4 +137,21 @@ class Choices:
 
     def _treatment(self, number: int, rung: int, *, travels: bool) -> LayerTreatment | None:
         treatment = self.ladder.rungs[self.ladder.kinds[number]][rung]
+        place, size = self.groups[number]
+        if size > 1:
+            regions = self.profile.layers[number].regions
+            kept = frozenset(n for n, one in enumerate(regions) if one.saved) if treatment is None else treatment.kept
+            kept -= {n for n, one in enumerate(regions) if one.from_before and place}
+            return LayerTreatment(kept, kept if travels else frozenset(), (place, size))
         return treatment if travels or treatment is None else LayerTreatment(treatment.kept)
+
+
+def groups_of(profile: Profile, size: int) -> list[tuple[int, int]]:
+    """Of each layer, which one it is of how many that hold one input, at most ``size``."""
+    groups: list[int] = []
+    for layer in profile.layers:
+        if groups and groups[-1] < size and any(region.from_before for region in layer.regions):
+            groups[-1] += 1
+        else:
+            groups.append(1)
+    return [(place, many) for many in groups for place in range(many)]

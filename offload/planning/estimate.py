@@ -55,6 +55,7 @@ def peaks_of(layers: Sequence[Passes], num_layers: int) -> Peaks:
             held += layers[number - resident + 1].travelling_bytes
         held -= layer.held_bytes
         backward.append(held + layer.backward_peak_bytes)
+        held += layer.left_bytes
     return Peaks(forward, between, backward[::-1])
 
 

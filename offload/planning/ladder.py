@@ -66,7 +66,7 @@ def ladder_of(profile: Profile) -> Ladder:
 def _kind(layer: LayerProfile) -> object:
     if not layer.regions:
         return None
-    return tuple(replace(one, seconds=0.0) for one in layer.regions)
+    return tuple(replace(one, seconds=0.0, from_before=False) for one in layer.regions)
 
 
 def _average(layers: Sequence[tuple[RegionProfile, ...]]) -> tuple[RegionProfile, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,6 +25,8 @@ class LayerTreatment:
     Args:
         kept: The numbers of the regions that are there until backward, on the device or on the host.
         travelling: Of them, those that go to the host and come back.
+        group: Which layer it is of how many that hold one input, that of the first. The layers before compute those of
+            the others again.
 
     Raises:
         ValueError: A region is to travel and not to be kept.
@@ -32,6 +34,7 @@ class LayerTreatment:
 
     kept: frozenset[int]
     travelling: frozenset[int] = frozenset()
+    group: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         if not self.travelling <= self.kept:
@@ -126,6 +129,12 @@ class Passes:
         return sum(piece.taken_bytes - piece.freed_bytes for piece in self.forward)
 
     @cached_property
+    def left_bytes(self) -> int:
+        """What is on the device after backward, for the layers before it; less than nothing if they have left it."""
+        changes = (piece.taken_bytes - piece.passing_bytes - piece.freed_bytes for piece in self.backward)
+        return self.held_bytes + sum(changes)
+
+    @cached_property
     def forward_peak_bytes(self) -> int:
         """The most that forward has on the device."""
         changes = (change for piece in self.forward for change in (piece.taken_bytes, -piece.freed_bytes))
@@ -157,6 +166,8 @@ def passes_of(layer: LayerProfile, treatment: LayerTreatment | None = None, *, t
         saved = frozenset(number for number, region in enumerate(layer.regions) if region.saved)
         treatment, forward_s = LayerTreatment(saved, saved), layer.forward_s
     travelling = treatment.travelling if travels else frozenset()
+    if treatment.group[1] > 1:
+        return _in_group(layer, treatment, travelling)
     return _of_regions(layer, Treated(layer.regions, treatment.kept), travelling, forward_s)
 
 
@@ -193,6 +204,45 @@ def _of_regions(layer: LayerProfile, treated: Treated, travelling: frozenset[int
     )
     backward = tuple(_backward(treated, places, [share * layer.backward_s for share in shares]))
     return Passes(forward, backward, tuple(regions[number].nbytes for number in moving), layer.workspace_bytes)
+
+
+def _in_group(layer: LayerProfile, treatment: LayerTreatment, travelling: frozenset[int]) -> Passes:
+    """The passes of a layer of a group. What each runs for the next one's input counts to its own backward.
+
+    What that has on the device counts to the last one's backward, with which it begins, as if the layers were alike.
+    """
+    place, size = treatment.group
+    joined = frozenset(number for number, region in enumerate(layer.regions) if region.from_before and place)
+    regions = tuple(
+        replace(region, nbytes=0) if number in joined else region for number, region in enumerate(layer.regions)
+    )
+    treated = Treated(regions, treatment.kept)
+    alone = _of_regions(layer, treated, travelling - joined, layer.recorded_s)
+    input_bytes = sum(layer.regions[number].nbytes for number in joined)
+    begin: list[BackwardPiece] = []
+    if place == size - 1:
+        on_the_way = _replay_bytes(treated) + input_bytes
+        begin.append(BackwardPiece(0.0, 0, taken_bytes=place * input_bytes + on_the_way, passing_bytes=on_the_way))
+    else:
+        others_s = layer.forward_s - math.fsum(region.seconds for region in regions)
+        begin.append(BackwardPiece(0.0, 0, recompute_s=treated.recompute_s + max(0.0, others_s)))
+    return replace(
+        alone,
+        forward=(ForwardPiece(0.0, input_bytes), *alone.forward, ForwardPiece(0.0, 0, input_bytes)),
+        backward=(*begin, *alone.backward, BackwardPiece(0.0, input_bytes)),
+    )
+
+
+def _replay_bytes(treated: Treated) -> int:
+    """The most on the device while all that is computed again runs in a row, each result until it was read."""
+    last = {read: number for number in sorted(treated.recomputed) for read in treated.regions[number].reads}
+    here_bytes = most_bytes = 0
+    for number in sorted(treated.recomputed):
+        here_bytes += treated.regions[number].nbytes
+        most_bytes = max(most_bytes, here_bytes)
+        done = [read for read in treated.regions[number].reads if last[read] == number and read in treated.recomputed]
+        here_bytes -= sum(treated.regions[read].nbytes for read in done)
+    return most_bytes
 
 
 def _passes(treated: Treated, number: int) -> bool:

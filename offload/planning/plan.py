@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.as_json import Stored
-from offload.planning.choices import Choices
+from offload.planning.choices import Choice, Choices
 from offload.planning.link import Link, check_link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
 from offload.planning.profile import Profile, check_profile
@@ -31,6 +31,9 @@ _logger = logging.getLogger(__name__)
 
 FREE = 1e-3
 """By what part of it a step may be longer that counts as equally long."""
+
+GROUPS = (2, 4, 8)
+"""How many layers may hold one input."""
 
 MORE = 1.25
 """How much more of something :attr:`Plan.helps` asks for."""
@@ -130,7 +133,12 @@ class Plan(Stored):
             "moves": [[move.layer, move.entry] for move in schedule.moves],
             "order": [repr(point) for point in schedule.order],
             "treatments": [
-                treatment and {"kept": sorted(treatment.kept), "travelling": sorted(treatment.travelling)}
+                treatment
+                and {
+                    "kept": sorted(treatment.kept),
+                    "travelling": sorted(treatment.travelling),
+                    "group": list(treatment.group),
+                }
                 for treatment in self.treatments
             ],
             "memory_budget": self.memory_budget,
@@ -148,7 +156,10 @@ class Plan(Stored):
             Link(**values["link"]),
             values["memory_budget"],
             tuple(
-                one and LayerTreatment(frozenset(one["kept"]), frozenset(one["travelling"]))
+                one
+                and LayerTreatment(
+                    frozenset(one["kept"]), frozenset(one["travelling"]), tuple(one.get("group", (0, 1)))
+                )
                 for one in values["treatments"]
             ),
             values["max_host_bytes"],
@@ -178,6 +189,9 @@ class Plan(Stored):
         )
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
         lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
+        group = max(one.group[1] if one else 1 for one in self.treatments)
+        if group > 1:
+            lines.append(f"{group} layers in a row hold one input, and the others are computed again from it")
         more = ", ".join(f"{NAMES[what]} {format_s(step_s)}" for what, step_s in self.helps.items())
         lines += [f"bound by {NAMES.get(self.binds, self.binds)}", f"step with a quarter more of {more}"]
         return "\n".join(lines)
@@ -245,12 +259,11 @@ def plan(
     check_link(link)
     if not profile.layers:
         raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
-    choices = Choices(profile, link)
-    search = Search(choices, budget, math.inf if host is None else host)
     regions = any(layer.regions for layer in profile.layers)
-    choice = search.best() if regions else search.fewest()
+    searches = [Search(one, budget, math.inf if host is None else host) for one in _choices(profile, link)]
+    choices, choice = _best(searches) if regions else (searches[0].choices, searches[0].fewest())
     if choice is None:
-        least, choice = search.least_peak()
+        least, choice = min((search.least_peak() for search in searches), key=lambda pair: pair[0])
         how = "offloading and recomputing reach" if regions else "offloading reaches"
         offloaded = " offloaded" if regions else ""
         within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
@@ -265,6 +278,23 @@ def plan(
     amounts = format_bytes(budget), choice.num_layers, layers, host_bytes, format_s(time.perf_counter() - begin_s)
     _logger.info("planned for %s: %d of %d layers travel, with %s; in %s", *amounts)
     return Plan(schedule, profile, link, budget, choices.treatments(choice), host)
+
+
+def _choices(profile: Profile, link: Link) -> list[Choices]:
+    """With each layer's input held, and with groups that hold one, where there can be such."""
+    joinable = any(region.from_before for layer in profile.layers for region in layer.regions)
+    sizes = [size for size in GROUPS if size <= len(profile.layers)] if joinable else []
+    return [Choices(profile, link, size) for size in (1, *sizes)]
+
+
+def _best(searches: list[Search]) -> tuple[Choices, Choice | None]:
+    """The fastest choice of all, and from what; groups only where something is computed again in any case."""
+    first = searches[0]
+    choice = first.best()
+    if choice is not None and not any(layer.recompute_s for layer in first.choices.passes(choice)):
+        return first.choices, choice
+    found = [(search.choices, one) for search in searches if (one := search.best() if search is not first else choice)]
+    return min(found, key=lambda pair: float(f"{pair[0].step_s(pair[1]):.9g}"), default=(first.choices, None))
 
 
 def _default(num_layers: int, model_layers: int) -> Schedule:

@@ -196,7 +196,11 @@ class Profile(Stored):
         return Profile(layers, self.loss_s * tokens_ratio, self.other_s, round(self.loss_bytes * tokens_ratio))
 
     def _values(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        for region in (region for layer in values["layers"] for region in layer["regions"]):
+            if not region["from_before"]:
+                del region["from_before"]  # so that the texts of profiles without it are as they were
+        return values
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Self:

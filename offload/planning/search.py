@@ -95,7 +95,7 @@ class Search:
     def fewest(self) -> Choice | None:
         """The choice with the fewest layers that travel, all that they save; ``None`` if none fits."""
         highest = self.choices.highest
-        every = (self.choices.of(num_layers, highest, highest) for num_layers in range(self.choices.count))
+        every = (self.choices.of(num_layers, highest, highest) for num_layers in range(self.choices.most + 1))
         return next((choice for choice in every if self._fits(choice)), None)
 
     def least_peak(self) -> tuple[int, Choice]:
@@ -111,11 +111,11 @@ class Search:
 
     def _every(self) -> Iterator[Choice]:
         rungs = [range(self.choices.rungs_of(number)) for number in range(self.choices.count)]
-        return (Choice(*made) for made in product(range(self.choices.count), product(*rungs)))
+        return (Choice(*made) for made in product(range(self.choices.most + 1), product(*rungs)))
 
     def _corners(self) -> Iterator[Choice]:
         ends = sorted({0, self.choices.highest})
-        for num_layers in range(self.choices.count):
+        for num_layers in range(self.choices.most + 1):
             for travelling, staying in product(ends if num_layers else ends[:1], ends):
                 yield self.choices.of(num_layers, travelling, staying)
 
@@ -139,7 +139,7 @@ class Search:
     def _on_grid(self) -> Iterable[Found]:
         """What was found on the grid and on the walks from its best points."""
         steps = (1 + (self.choices.count - 1) // GRID, 1 + self.choices.highest // GRID)
-        ranges = (range(0, self.choices.count, steps[0]), range(0, self.choices.highest + 1, steps[1]))
+        ranges = (range(0, self.choices.most + 1, steps[0]), range(0, self.choices.highest + 1, steps[1]))
         grid = [(pair, place) for place in product(*ranges) if (pair := self._at(place))]
         for pair, place in sorted(grid, key=lambda entry: entry[0][0])[:STARTS]:
             self._walk(pair, place, steps)
@@ -173,7 +173,7 @@ class Search:
             around = (
                 (place[0] + steps[0] * by[0], place[1] + steps[1] * by[1]) for by in product((-1, 0, 1), repeat=2)
             )
-            inside = [one for one in around if 0 <= one[0] < self.choices.count and 0 <= one[1] <= self.choices.highest]
+            inside = [one for one in around if 0 <= one[0] <= self.choices.most and 0 <= one[1] <= self.choices.highest]
             found = [(pair, one) for one in inside if (pair := self._at(one))]
             pair, there = min(found, key=lambda entry: entry[0][0])
             if pair[0] < best[0]:

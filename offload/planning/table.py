@@ -72,6 +72,8 @@ def _happens(layers: Sequence[tuple[LayerProfile, LayerTreatment | None, bool]],
 def _what(layer: LayerProfile, treatment: LayerTreatment | None, row: int, *, travels: bool) -> str:
     if treatment is None:
         return ("offload" if travels else "keep") if not layer.regions or layer.regions[row].saved else "-"
+    if layer.regions[row].from_before and treatment.group[0]:
+        return "recompute"
     treated = Treated(layer.regions, treatment.kept)
     if row in treated.held:
         return "offload" if travels and row in treatment.travelling else "keep"

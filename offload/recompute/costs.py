@@ -25,6 +25,7 @@ class RegionProfile:
         saved: Whether autograd saves it.
         recomputable: Whether it comes out the same when it is computed again. What the layer was given never does.
         another_of: Where an operation has several results, the number of the first; ``None`` for that itself.
+        from_before: Of what the layer was given: whether the layer before has computed it, and can do so again.
     """
 
     name: str
@@ -34,6 +35,7 @@ class RegionProfile:
     saved: bool = True
     recomputable: bool = True
     another_of: int | None = None
+    from_before: bool = False
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,10 @@ class Numbered(Protocol):
     def travelling(self) -> frozenset[int]:
         """What of that goes to the host, if the layer travels."""
 
+    @property
+    def group(self) -> tuple[int, int]:
+        """Which layer it is of how many that hold one input, that of the first."""
+
 
 class LayerTreatments:
     """What happens to the regions of one layer: learned in its first forward, looked up from then on.
@@ -85,10 +89,11 @@ class LayerTreatments:
         self.layer = None if layer is None else weakref.ref(layer)
         self.measures = measures
         self.planned = planned
-        self.joined = False
-        """Whether the layer before computes this one's input again, where it can."""
-        self.joins = False
-        """Whether this one does so for the next."""
+        self.joined = self.joins = measures
+        """Whether the layer before computes this one's input again, where it can; whether this one does for the next.
+
+        A first forward that measures only asks who can.
+        """
         self.learned = False
         self.names: dict[Region, str] = {}
         """Of the regions that were seen in the first forward."""
@@ -112,6 +117,8 @@ class LayerTreatments:
         self._dropped: set[Region] = set()
         """What is to be computed again, and is known to come out the same."""
         self._named: Counter[str] = Counter()
+        if planned is not None:
+            self._join(planned[0])
 
     def begin(self) -> None:
         """A first forward begins: forget what one that failed has left."""
@@ -169,6 +176,7 @@ class LayerTreatments:
 
     def follow(self, numbered: Numbered) -> None:
         """Treat the regions by their numbers from now on."""
+        self._join(numbered)
         self.unsaved = set()
         self._source = KEEP
         for number, (region, cost) in enumerate(zip(self.order, self.costs, strict=True)):
@@ -182,6 +190,10 @@ class LayerTreatments:
             else:
                 self._known[region] = RECOMPUTE
         self.settle()
+
+    def _join(self, numbered: Numbered) -> None:
+        place, size = numbered.group
+        self.joined, self.joins = place > 0, place < size - 1
 
     def follow_plan(self) -> None:
         """Treat the regions as was planned.

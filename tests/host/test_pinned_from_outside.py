@@ -31,7 +31,7 @@ print(sum(size for size, _ in there) * 1024, sum(resident for _, resident in the
 
 
 def seen_from_outside() -> tuple[int, int]:
-    """Bytes that this process has mapped with advice to use huge pages, which nothing else does; how many are in memory."""
+    """Bytes that this process has mapped and asked huge pages for, as only the pool does; how many are in memory."""
     asked = [sys.executable, "-S", "-c", READER, str(os.getpid())]
     size, resident = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
     return int(size), int(resident)

@@ -28,6 +28,7 @@ LINK = Link(55e9, 55e9, 101e9)
 class Numbers:
     kept: frozenset[int]
     travelling: frozenset[int] = frozenset()
+    group: tuple[int, int] = (0, 1)
 
 
 @dataclass
