@@ -57,6 +57,7 @@ class RegionSet(ActivationSet):
         """Sees the layer's forward, while that runs."""
         self._values: dict[int, Value] = {}
         """What is in saved storages, by the storage's address."""
+        # Storages, handles and values weakly, here and below: the graph owns them, and lets them go meanwhile.
         self._dropping: list[tuple[weakref.ref[SavedStorage], Value]] = []
         """Those that are to be dropped when their operation is over, and what is in them."""
         self._handles: dict[Value, weakref.ref[MovedHandle]] = {}
