@@ -86,7 +86,9 @@ def longest_table(record: Row) -> str:
         if row is None:
             return ""
         tokens = row.get("longest_tokens", 0)
-        return f"{tokens:,} ({row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
+        # Where no length failed, the search has ended for its time.
+        least = "" if row.get("shortest_failed_tokens") else "at least "
+        return f"{least}{tokens:,} ({row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
 
     rows = longest(record)
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
@@ -144,6 +146,7 @@ if RECORD.exists():
         ("table", "long_context"): lambda _: lengths_table(full_record(RECORD)),
         ("table", "long_context_equal"): lambda _: equal_sentence(full_record(RECORD)),
         ("table", "longest_context"): lambda _: longest_table(full_record(RECORD)),
-        ("picture", "longest_context"): lambda page: longest_picture(full_record(RECORD), page),
     }
-    PICTURES = {PICTURE: lambda: draw(full_record(RECORD))}
+    if len(longest(full_record(RECORD))) > 1:
+        BLOCKS["picture", "longest_context"] = lambda page: longest_picture(full_record(RECORD), page)
+        PICTURES = {PICTURE: lambda: draw(full_record(RECORD))}
