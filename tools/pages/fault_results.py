@@ -1,4 +1,4 @@
-"""What each fault looks like, for the pages: from ``results/faults.json`` and the traces beside it, if there.
+"""What each fault looks like: from ``results/faults.json``, and from the traces beside it as far as there are.
 
 ``results.py`` writes it into the pages.
 """
@@ -83,8 +83,10 @@ def fault_of(record: Row, name: str) -> Row:
 
 
 def fault_picture(record: Row, name: str, page: Path) -> str:
-    """A fault's timeline, what was counted, and its trace."""
+    """A fault's timeline, what was counted, and its trace; without a trace, what was counted."""
     row = fault_of(record, name)
+    if not trace_path(name).exists():
+        return f"{_measured(row)}\n"
     trace = Path(os.path.relpath(trace_path(name), page.parent)).as_posix()
     alt = f"Recorded timeline of three streams and of memory. What one sees: {row['sees']}. {_recorded(row)}"
     said = f"{_measured(row)} To open in [Perfetto](https://ui.perfetto.dev): {{download}}`its trace <{trace}>`."
@@ -142,7 +144,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = (
-    {picture_path(name): partial(draw, name) for name in NAMES} if RECORD.exists() else {}
-)
+PICTURES: dict[Path, Callable[[], Figure]] = {
+    picture_path(name): partial(draw, name) for name in NAMES if trace_path(name).exists()
+}
 """Path in the repository → what is drawn there."""
