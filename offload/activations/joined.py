@@ -112,7 +112,7 @@ def outputs_of(
         inputs: What the layer was given, where a proof may be needed.
     """
     found: Outputs = {}
-    layer = None if treatments.layer is None else treatments.layer()
+    layer = treatments.layer
     if layer is not None and compute_device([layer]) is not None:
         _logger.info("the layer's weights are streamed, and away in the next one's backward: its output is held")
         return found

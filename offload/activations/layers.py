@@ -138,8 +138,9 @@ def offload_layers(
     if memory_budget is not None and (schedule, plan, treatments) != (None, None, None):
         raise ValueError("memory_budget excludes schedule, plan and treatments, which it decides; give it alone.")
     if plan is not None:
-        if schedule is not None:
-            raise ValueError("schedule and plan exclude each other; give one.")
+        for name, value in (("schedule", schedule), ("treatments", treatments)):
+            if value is not None:
+                raise ValueError(f"{name} and plan exclude each other; give one.")
         schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
     check_int("layers_per_input", layers_per_input, least=1)
     if layers_per_input > 1 and treatments is None:
@@ -182,15 +183,11 @@ def offload_layers(
         return budgeted(modules, memory_budget, min_bytes=min_bytes, device=device, host=host)
     if measured:
         return free(modules, min_bytes=min_bytes, device=device, host=host)
-    patterns = None if treatments is None else parse_treatments(treatments)
-    regions: list[LayerTreatments | None] = []
-    if patterns is not None:
-        regions += [LayerTreatments(patterns, layer) for layer in modules]
+    regions: Sequence[LayerTreatments | None] = () if plan is None else _planned(plan, modules)
+    if treatments is not None:
+        patterns = parse_treatments(treatments)
+        regions = [LayerTreatments(patterns, layer) for layer in modules]
         join(regions, (number % layers_per_input > 0 for number in range(len(modules))))
-    if plan is not None:
-        if treatments is not None:
-            raise ValueError("treatments and plan exclude each other; give one.")
-        regions = _planned(plan, modules)
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, treatments=regions)
     return OffloadedLayers(modules, context)
 

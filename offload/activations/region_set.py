@@ -73,8 +73,8 @@ class RegionSet(ActivationSet):
     def enter(self, inputs: object = None) -> None:
         leave_modes(Recorder)  # of a forward that an interrupt has kept from leaving it
         self._begin_learning()
-        learned, layer = self._treatments.learned, self._treatments.layer
-        modules = ModuleNames(None if learned or layer is None else layer())
+        learned = self._treatments.learned
+        modules = ModuleNames(None if learned else self._treatments.layer)
         wanted = not learned or self._treatments.unsaved
         self._recorder = Recorder(self.given, partial(self.made, modules) if wanted else None)
         self._recorder.__enter__()

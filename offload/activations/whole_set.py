@@ -38,7 +38,7 @@ class WholeSet(RegionSet):
             treatments.name(_REGION, "")
             self._buffers = self._versions()
         recorder = self._recorder = ForwardRecorder(self.given)
-        layer = None if treatments.layer is None else treatments.layer()
+        layer = treatments.layer
         backend = self.transfers.backend
         # A CUDA graph draws other numbers in each of its replays, and has the host memory that its warm-up has needed.
         self._stays_whole = treatments.draws and backend.capturing and treatments.of(_REGION) is RECOMPUTE
@@ -116,5 +116,5 @@ class WholeSet(RegionSet):
 
     def _versions(self) -> tuple[int, ...]:
         """Of the layer's buffers: running it twice would count a batch twice."""
-        layer = None if self._treatments.layer is None else self._treatments.layer()
+        layer = self._treatments.layer
         return () if layer is None else tuple(buffer._version for buffer in layer.buffers())

@@ -86,7 +86,8 @@ class LayerTreatments:
         measures: bool = False,
         planned: tuple[Numbered, Sequence[str]] | None = None,
     ) -> None:
-        self.layer = None if layer is None else weakref.ref(layer)
+        # Weakly, as what the layer's hooks hold must not keep the layer.
+        self._layer = None if layer is None else weakref.ref(layer)
         self.measures = measures
         self.planned = planned
         self.joined = self.joins = measures
@@ -126,9 +127,14 @@ class LayerTreatments:
         self._known, self._named = {}, Counter()
 
     @property
+    def layer(self) -> nn.Module | None:
+        """The layer, if it was given and is still there."""
+        return None if self._layer is None else self._layer()
+
+    @property
     def whole(self) -> bool:
         """Whether the layer is one region, since nobody sees what it does: it is compiled."""
-        layer = None if self.layer is None else self.layer()
+        layer = self.layer
         return layer is not None and is_compiled(layer)
 
     @property
