@@ -29,13 +29,15 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("num_layers", [0, 3])
 @pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
 @pytest.mark.filterwarnings("ignore:a whole round of")
-def test_replays_with_other_training_in_between(treatments: dict[str, str], num_layers: int) -> None:
+def test_replays_with_other_training_in_between(treatments: dict[str, str], num_layers: int, size: int) -> None:
     layers, other = make_layers(), make_layers()
     static = make_input(0).clone()
-    with offload.offload_layers(layers, num_layers, min_bytes=1, treatments=treatments) as handle:
+    options = {"treatments": treatments, "layers_per_input": size}
+    with offload.offload_layers(layers, num_layers, min_bytes=1, **options) as handle:
         graph = capture(layers, static)
         assert "recompute" in handle.regions(0).values()
     with offload.offload_layers(other, 2, min_bytes=1, treatments=treatments):

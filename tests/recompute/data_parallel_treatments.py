@@ -18,6 +18,7 @@ TREATMENTS = {
     "recompute": {"*": "recompute"},
     "products travel": {"*mm": "offload", "*": "recompute"},
     "products stay": {"*mm": "keep", "*": "recompute"},
+    "groups": {"*": "recompute"},
 }
 
 
@@ -88,7 +89,8 @@ def find(rank, world, device):
         expected = train(build(kind, mesh)[0], rank, device)
         for name, treatments in TREATMENTS.items():
             model, layers = build(kind, mesh)
-            with offload.offload_layers(layers, 2, min_bytes=1, treatments=treatments) as handle:
+            options = {"treatments": treatments, "layers_per_input": 2 if name == "groups" else 1}
+            with offload.offload_layers(layers, 2, min_bytes=1, **options) as handle:
                 got = train(model, rank, device)
                 different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
                 regions = handle.regions(1)

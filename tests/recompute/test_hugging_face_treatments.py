@@ -13,7 +13,9 @@ import offload
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*use_reentrant"),
+    pytest.mark.filterwarnings(
+        "ignore:a whole round of", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*use_reentrant"
+    ),
 ]
 
 TREATMENTS = ({"*": "recompute"}, {"*mm": "offload", "*": "recompute"}, {"*": "offload"})
@@ -63,11 +65,12 @@ def test_hugging_face_layers_with_treatments(
 
     expected = gradients(trained, step)
     lab.adverse()
-    for treatments in TREATMENTS:
-        with offload.offload_layers(layers, 2, min_bytes=1, device=lab.device, treatments=treatments) as handle:
+    for treatments, size in ((TREATMENTS[0], 2), *((one, 1) for one in TREATMENTS)):
+        options = {"treatments": treatments, "layers_per_input": size}
+        with offload.offload_layers(layers, 2, min_bytes=1, device=lab.device, **options) as handle:
             for _ in range(3):
                 assert_same(expected, gradients(trained, step))
-            assert handle.stats().offloaded_bytes > 0
+            assert handle.stats().offloaded_bytes > 0 or size > 1  # then the only input that is held may be a leaf
             # On a GPU, flash attention also returns memory that it has not written: other bits each time.
             found = {name: how for name, how in handle.regions(0).items() if "flash_attention #" not in name}
             assert set(found.values()) == set(treatments.values())

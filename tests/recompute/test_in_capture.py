@@ -38,16 +38,17 @@ def test_a_capture_without_warm_up_is_refused(lab: Lab, captures: pytest.MonkeyP
         assert_same(expected, step_gradients(layers, x))
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytest.MonkeyPatch) -> None:
+def test_random_numbers_are_drawn_once(compiled: bool, size: int, lab: Lab, captures: pytest.MonkeyPatch) -> None:
     """What draws them is kept, and what is computed from it recomputed; a compiled layer is kept as a whole."""
     layers, x = build("gpt", LAYERS, lab.device)
     if compiled:
         for layer in layers:
             layer.compile(backend="aot_eager")
     expected = step_gradients(layers, x)
-    with offloaded(layers, lab, num_layers=2) as handle:
+    with offloaded(layers, lab, num_layers=2, layers_per_input=size) as handle:
         for _ in range(2):
             before = handle.stats()
             assert_same(expected, step_gradients(layers, x))
@@ -63,4 +64,4 @@ def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytes
         with Seen() as seen:
             loss_of(y).backward()
         assert not seen.times["bernoulli_"]
-        assert compiled or seen.times["gelu"] == LAYERS
+        assert compiled or seen.times["gelu"] == LAYERS + (LAYERS // 2 if size > 1 else 0)

@@ -423,6 +423,21 @@ def test_a_checkpoint_inside_and_around(lab: Lab) -> None:
             assert_same(expected, gradients(leaves_of(layers, x), step))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_layers_are_not_asked(lab: Lab, asked: list[EarlierLayer]) -> None:
+    """What one of them is given, a layer before that is not compiled may compute again."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    for number in (1, 2, 5):
+        layers[number].compile(backend="aot_eager")
+    expected = step_gradients(layers, x)
+    with grouped(layers, lab, LAYERS, num_layers=2):
+        for _ in range(3):
+            asked.clear()
+            assert_same(expected, step_gradients(layers, x))
+            assert len(asked) == 2  # for the inputs of layers 1 and 5, and on the way for that of layer 4
+
+
 def test_streamed_weights_are_not_asked_for_when_they_are_away(lab: Lab, asked: list[EarlierLayer]) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
