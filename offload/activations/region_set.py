@@ -117,7 +117,7 @@ class RegionSet(ActivationSet):
                 self._keep(source.given, source)
         self._end_operation()
         self._waiting, self._sources, self._dropped = [], [], []
-        self._values, self._handles = {}, {}
+        self._values, self._handles, self._from_before = {}, {}, None
 
     def returned(self, output: object) -> None:
         over, self._over = self._over, None
