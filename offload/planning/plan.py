@@ -233,8 +233,9 @@ def plan(
 
     Where layers have regions, each region of each layer is kept, travels or is computed again. The step is never longer
     than with all kept, with whole layers offloaded, or with all computed again, the layers' inputs on the device or
-    travelling, as far as these fit. Where no layer has regions, it is the default schedule with the fewest offloaded
-    layers that fit.
+    travelling, as far as these fit. Where something is computed again in any case, groups of 2, 4 or 8 layers may hold
+    one input, if a profile says that layers can compute the next one's again. Where no layer has regions, it is the
+    default schedule with the fewest offloaded layers that fit.
 
     Args:
         profile: What the layers cost, from :func:`~offload.profile_layers` or written by hand.
