@@ -260,13 +260,15 @@ def _compare_regions(run: Callable[[], Outcome], layers: list[nn.Module], draw: 
     """Everything computed again, then each kind of operation treated at random; a first step proves, others follow."""
     expected = run()
     changing = expected.differences(run())
-    for treatments in ({"*": "recompute"}, {kind: draw.choice(TREATED) for kind in OPERATIONS}):
-        with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, treatments=treatments) as handle:
+    drawn = {kind: draw.choice(TREATED) for kind in OPERATIONS}
+    for treatments, size in (({"*": "recompute"}, 1), (drawn, 1), ({"*": "recompute"}, 2)):
+        options = {"treatments": treatments, "layers_per_input": size}
+        with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, **options) as handle:
             for number in range(3):
                 different = expected.differences(run()) - changing
                 if different:
                     names = ", ".join(sorted(different))
-                    report.different.append(f"regions, step {number}, {treatments}: {names}"[:300])
+                    report.different.append(f"regions, step {number}, {options}: {names}"[:300])
             report.recomputed = list(handle.regions(0).values()).count("recompute")
         report.runs += 1
 
