@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shutil
+import sys
 import zlib
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -16,6 +17,7 @@ from sphinx.pycode import ModuleAnalyzer
 from offload.activations.context import DEFAULT_MIN_BYTES
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools" / "pages"))  # for the extension of this site
 
 project = "offload"
 author = "The offload authors"
@@ -28,6 +30,7 @@ include_patterns = ["index.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb
 extensions = [
     "myst_parser",
     "nbsphinx",
+    "page_html",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
@@ -109,6 +112,7 @@ myst_heading_anchors = 3  # [text](page.md#heading) works down to this level
 # --- Notebooks ------------------------------------------------------------------------------------
 
 nbsphinx_execute = "never"  # they are committed as executed, some of them on a GPU
+nbsphinx_assume_equations = False  # there are none, and MathJax would come from another server
 nbsphinx_requirejs_path = ""  # nothing here uses it, and it gets in the way of other scripts
 nbsphinx_prolog = """
 .. only:: html
@@ -129,6 +133,8 @@ pygments_dark_style = "github-dark"  # Furo's default underlines the names of mo
 html_title = f"offload {release}"
 html_static_path = ["docs/_static"]
 html_css_files = ["offload.css"]
+html_js_files = ["scrollers.js"]
+html_favicon = "docs/_static/favicon.svg"
 html_show_sourcelink = False  # a notebook has its own link above
 
 copybutton_selector = "div.highlight:not(.output_area *) > pre"  # code, not what it printed

@@ -1,0 +1,215 @@
+"""The site in headless Chromium, as readers have it: phone, tablet and desktop, light and dark.
+
+The site is built once and served on this machine. Each page is loaded once per theme and made narrower and wider. Where
+there is no browser, these tests are skipped.
+"""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+axe_package = pytest.importorskip("axe_playwright_python")
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason=f"needs a browser, looked for {', '.join(NAMES)}"),
+]
+
+WIDTHS = (1400, 768, 390)
+THEMES = ("light", "dark")
+SMALLEST_PX = 9
+
+SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+PAGES = sorted(path.relative_to(ROOT).with_suffix(".html").as_posix() for path in SOURCES)
+PAGES += ["genindex.html", "py-modindex.html", "search.html"]
+
+# Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the smallest
+# in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels.
+LOOK = """async smallest => {
+  const faults = [];
+  await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
+  for (const image of document.images) {
+    const name = image.currentSrc.split("/").pop();
+    if (!image.naturalWidth) faults.push(`broken image ${name}`);
+    if (!image.alt) faults.push(`no alternative text for ${name}`);
+    const shown = image.getBoundingClientRect().width;
+    if (!shown) continue;
+    let height = 9.7 * shown / image.naturalWidth;
+    if (name.endsWith(".svg")) {
+      const text = await (await fetch(image.currentSrc)).text();
+      const width = Number(text.match(/viewBox="0 0 ([\\d.]+)/)[1]);
+      const sizes = [...text.matchAll(/font(?:-size)?:[^;"]*?([\\d.]+)px/g)].map(match => Number(match[1]));
+      height = Math.min(...sizes) * shown / width;
+    }
+    if (height < smallest) faults.push(`text of ${height.toFixed(1)} px in ${name}`);
+  }
+  for (const text of document.querySelectorAll("article svg text")) {
+    if (!text.getBoundingClientRect().width) continue;
+    const height = parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a;
+    if (height < smallest) faults.push(`text of ${height.toFixed(1)} px: ${text.textContent}`);
+  }
+  const page = document.documentElement;
+  if (page.scrollWidth > page.clientWidth) faults.push(`scrolls sideways: ${page.scrollWidth} > ${page.clientWidth}`);
+  return faults;
+}"""
+
+# Checking colours takes seconds for thousands of elements: of those that look alike, one is enough.
+MARK_LOOKS = """() => {
+  const looks = new Set();
+  for (const element of document.querySelectorAll("article *")) {
+    const text = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+    if (!text || !element.getBoundingClientRect().width) continue;
+    const style = getComputedStyle(element);
+    let ground = element;
+    while (ground && getComputedStyle(ground).backgroundColor === "rgba(0, 0, 0, 0)") ground = ground.parentElement;
+    const look = [style.color, style.fontSize, style.fontWeight, ground && getComputedStyle(ground).backgroundColor];
+    if (looks.has(look.join())) continue;
+    looks.add(look.join());
+    element.setAttribute("data-look", "");
+  }
+  return looks.size;
+}"""
+AXE_RULES = "() => axe.run(document, {resultTypes: ['violations'], rules: {'color-contrast': {enabled: false}}})"
+AXE_COLORS = "() => axe.run({include: [['[data-look]']]}, {resultTypes: ['violations'], runOnly: ['color-contrast']})"
+
+FIRST_HITS = {
+    "out of memory": "docs/howto/out_of_memory.html",
+    "troubleshooting": "docs/howto/troubleshooting.html",
+}
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory) -> Iterator[str]:
+    """Where the site is served, with nothing but what the repository holds: notebooks as they are stored."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", ".", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=280)
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+class Reader:
+    """A browser's tab in one theme, and what went wrong in it."""
+
+    def __init__(self, browser, theme: str, address: str) -> None:
+        self.address = address
+        self.page = browser.new_context(color_scheme=theme).new_page()
+        self.faults: list[str] = []
+        self.page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
+        self.page.on("pageerror", lambda error: self.faults.append(f"script: {error}"))
+        self.page.on("request", self._asked)
+
+    def _asked(self, request) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.faults.append(f"asks another server: {request.url}")
+
+    def open(self, name: str) -> None:
+        self.faults.clear()
+        self.page.goto(self.address + name)
+
+    def widen(self, width: int) -> None:
+        self.page.set_viewport_size({"width": width, "height": 900})
+
+    def axe(self, run: str) -> None:
+        """Have axe look at the page; its colours count as serious."""
+        for found in self.page.evaluate(run)["violations"]:
+            if found["impact"] in ("serious", "critical"):
+                shown = "; ".join(node["html"][:120] for node in found["nodes"][:3])
+                self.faults.append(f"axe: {found['id']}, {len(found['nodes'])} times: {shown}")
+
+
+@pytest.fixture(scope="module")
+def readers(address) -> Iterator[dict[str, Reader]]:
+    with sync_api.sync_playwright() as playwright:
+        # As root, as in a container, Chromium starts only without its sandbox; it reads nothing but this site.
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield {theme: Reader(browser, theme, address) for theme in THEMES}
+        with suppress(sync_api.Error):
+            browser.close()
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    return (Path(axe_package.__file__).parent / "axe.min.js").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page(readers, axe, name):
+    for theme, reader in readers.items():
+        reader.widen(WIDTHS[0])
+        reader.open(name)
+        for width in WIDTHS:
+            reader.widen(width)
+            reader.faults += [f"{width} px: {fault}" for fault in reader.page.evaluate(LOOK, SMALLEST_PX)]
+        reader.page.evaluate(axe)
+        if theme == "light":  # what is said, and how one gets about, is the same in the dark
+            reader.axe(AXE_RULES)
+        if reader.page.evaluate(MARK_LOOKS):
+            reader.axe(AXE_COLORS)
+        assert not reader.faults, f"{name}, {theme}:\n" + "\n".join(reader.faults)
+
+
+def test_a_fault_is_seen(readers, axe):
+    """A page made worse: what the checks above look for, they find."""
+    reader = readers["light"]
+    reader.widen(390)
+    reader.open("index.html")
+    reader.page.evaluate("""() => {
+      const article = document.querySelector("article");
+      article.insertAdjacentHTML("beforeend", `<img src="missing.png"><div style="width: 800px">wide</div>
+        <svg viewBox="0 0 100 10" width="100"><text y="9" font-size="5">small</text></svg>
+        <p style="color: #eee; background: #fff">pale</p>`);
+      console.error("said");
+    }""")
+    reader.faults += reader.page.evaluate(LOOK, SMALLEST_PX)
+    reader.page.evaluate(axe)
+    reader.axe(AXE_RULES)
+    reader.page.evaluate(MARK_LOOKS)
+    reader.axe(AXE_COLORS)
+    found = "\n".join(reader.faults)
+    for words in ("said", "broken image", "sideways", "text of 5.0 px: small", "image-alt", "color-contrast", "no alt"):
+        assert words in found, words
+
+
+def test_theme_switch(readers):
+    reader = readers["light"]
+    reader.widen(1400)
+    reader.open("index.html")
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    grounds = [reader.page.evaluate(ground)]
+    for _ in range(3):  # Furo goes from the system's choice through both themes and back
+        reader.page.locator(".theme-toggle:visible").first.click()
+        grounds.append(reader.page.evaluate(ground))
+    assert len(set(grounds)) == 2, grounds
+    assert grounds[0] == grounds[3], grounds
+
+
+@pytest.mark.parametrize(("words", "page"), FIRST_HITS.items())
+def test_search_finds_first(readers, words, page):
+    reader = readers["light"]
+    reader.open(f"search.html?q={words.replace(' ', '+')}")
+    first = reader.page.locator("#search-results ul.search li a").first
+    first.wait_for(timeout=20_000)
+    assert first.evaluate("link => link.href").removeprefix(reader.address).split("?")[0].split("#")[0] == page

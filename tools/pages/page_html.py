@@ -1,0 +1,86 @@
+"""A Sphinx extension: what the site's HTML has that neither Furo nor nbsphinx gives it.
+
+- Narrow drawings: where ``NAME_narrow.svg`` lies beside a page's ``NAME.svg``, phones are shown that one. A wide one
+  without it scrolls in its own box.
+- Alternative texts of notebooks' pictures: a cell says them in its metadata, as ``"alt": ["of its first picture", …]``.
+- Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+NARROW = "(max-width: 47em)"
+"""Where narrow drawings are shown: below, the text of the wide ones would be smaller than 9 pixels."""
+
+PICTURE = re.compile(r'<img\b[^>]*\bsrc="(?P<folder>[^"]*/)(?P<name>[^"/]+)\.svg"[^>]*/?>')
+SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connects what is defined below."""
+    app.connect("doctree-read", describe_pictures)
+    app.connect("env-updated", add_narrow_drawings)
+    app.connect("html-page-context", mend_page, priority=900)  # after Furo has made its navigation
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
+    """Give the pictures of a notebook the texts that its cells have for them."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    shown = [node for node in doctree.findall(nodes.image) if f"_{path.stem}_" in Path(node["uri"]).name]
+    texts = picture_texts(path)
+    if len(shown) != len(texts):
+        raise ValueError(f"{path.name}: its cells must have a text in 'alt' for each of {len(shown)}, got {len(texts)}")
+    for node, text in zip(shown, texts, strict=True):
+        node["alt"] = text
+
+
+def picture_texts(path: Path) -> list[str]:
+    """Of a notebook's cells, in their order."""
+    return [text for cell in json.loads(path.read_text("utf-8"))["cells"] for text in cell["metadata"].get("alt", [])]
+
+
+def add_narrow_drawings(app: Sphinx, env: Any) -> None:
+    """Have the narrow drawings copied beside the wide ones."""
+    for image in list(env.images):
+        narrow = Path(image).with_stem(f"{Path(image).stem}_narrow")
+        if (Path(app.srcdir) / narrow).exists():
+            for docname in env.images[image][0]:
+                env.images.add_file(docname, narrow.as_posix())
+
+
+def mend_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Change a page's HTML before it is put into its frame."""
+    for part in ("body", "furo_navigation_tree"):
+        if part in context:
+            # The page's title is a heading of level 1; a caption stands above a list of pages.
+            context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
+    if "body" not in context:
+        return
+    copied = {name for _, name in app.env.images.values()}
+
+    def with_narrow(match: re.Match[str]) -> str:
+        narrow = f"{match['name']}_narrow.svg"
+        if narrow not in copied:
+            return f'<span class="figure-box wide">{match[0]}</span>'
+        source = f'<source media="{NARROW}" srcset="{match["folder"]}{narrow}">'
+        return f'<span class="figure-box"><picture>{source}{match[0]}</picture></span>'
+
+    body = PICTURE.sub(with_narrow, context["body"])
+    context["body"] = SIGNATURE_LINES.sub(_signature_lines, body)
+
+
+def _signature_lines(match: re.Match[str]) -> str:
+    lines = match["lines"].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
+    return f'<span class="sig-lines">\n{lines}</span>'
