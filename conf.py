@@ -134,6 +134,7 @@ html_title = f"offload {release}"
 html_static_path = ["docs/_static"]
 html_css_files = ["offload.css"]
 html_js_files = ["scrollers.js"]
+html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/favicon.svg"
 html_show_sourcelink = False  # a notebook has its own link above
 

@@ -62,8 +62,9 @@ LOOK = """async smallest => {
     const height = parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a;
     if (height < smallest) faults.push(`text of ${height.toFixed(1)} px: ${text.textContent}`);
   }
-  const page = document.documentElement;
-  if (page.scrollWidth > page.clientWidth) faults.push(`scrolls sideways: ${page.scrollWidth} > ${page.clientWidth}`);
+  for (const page of [document.documentElement, document.querySelector(".content")]) {
+    if (page.scrollWidth > page.clientWidth) faults.push(`scrolls sideways: ${page.scrollWidth} > ${page.clientWidth}`);
+  }
   return faults;
 }"""
 
@@ -88,7 +89,17 @@ AXE_COLORS = "() => axe.run({include: [['[data-look]']]}, {resultTypes: ['violat
 
 FIRST_HITS = {
     "out of memory": "docs/howto/out_of_memory.html",
+    "FSDP": "docs/howto/trainers.html",
+    "DDP": "docs/howto/trainers.html",
+    "Lightning": "docs/howto/trainers.html",
+    "DeepSpeed": "docs/explanation/comparison.html",
+    "QLoRA": "docs/howto/trainers.html",
+    "MoE": "docs/howto/trainers.html",
+    "GH200": "docs/explanation/hardware.html",
+    "nsys": "docs/howto/see_what_happened.html",
     "troubleshooting": "docs/howto/troubleshooting.html",
+    "error": "docs/howto/troubleshooting.html",
+    "long context": "docs/howto/long_context.html",
 }
 
 
