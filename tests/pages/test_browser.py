@@ -37,8 +37,8 @@ SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"),
 PAGES = sorted(path.relative_to(ROOT).with_suffix(".html").as_posix() for path in SOURCES)
 PAGES += ["genindex.html", "py-modindex.html", "search.html"]
 
-# Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the smallest
-# in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels.
+# Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the
+# smallest in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels.
 LOOK = """async smallest => {
   const faults = [];
   await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
