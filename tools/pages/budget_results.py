@@ -109,10 +109,10 @@ def _picture(page: Path) -> str:
     return image(alt, PICTURE, page)
 
 
-def draw() -> Figure:
-    """What a step takes within a memory budget, by three ways."""
+def draw(*, narrow: bool = False) -> Figure:
+    """What a step takes within a memory budget, by three ways; for phones, as narrow as they are."""
     plans, whole, checkpoints = _curves()
-    figure = new_figure((7.2, 3.9))
+    figure = new_figure((3.8, 3.9) if narrow else (7.2, 3.9))
     ax = figure.subplots()
     style_axes(ax)
     for rows, line, color, label in (
@@ -133,7 +133,8 @@ def draw() -> Figure:
     ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
     ax.set_ylabel("step, ms", color=INK, fontsize=9)
     gpu = _record("budget")["hardware"]["gpu"]
-    ax.set_title(f"20 decoder layers within a memory budget, {gpu}", color=INK, loc="left", fontsize=11)
+    title = "20 decoder layers within a budget" if narrow else f"20 decoder layers within a memory budget, {gpu}"
+    ax.set_title(title, color=INK, loc="left", fontsize=11)
     ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     return figure
 
@@ -145,4 +146,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budget_host_cost"): _host_cost,
     ("picture", "budgets"): _picture,
 }
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: draw}
+PICTURES: dict[Path, Callable[[], Figure]] = {
+    PICTURE: draw,
+    PICTURE.with_stem("budgets_narrow"): partial(draw, narrow=True),
+}

@@ -37,10 +37,15 @@ LAYER = LayerProfile(forward_s=0.010, backward_s=0.020, saved_bytes=GIB)
 LINK = Link(d2h_bytes_per_s=60e9, h2d_bytes_per_s=60e9, duplex_bytes_per_s=110e9)
 
 
-def schedule_figure(num_layers: int, model_layers: int, title: str) -> Figure:
+NARROW = (3.8, 4.0)
+"""Inches of a drawing for phones, which show a width of 3.7: text of 8 points is larger than 9 pixels there."""
+
+
+def schedule_figure(num_layers: int, model_layers: int, title: str, size: tuple[float, float] | None = None) -> Figure:
     """The default schedule, simulated."""
     schedule = Schedule.default(num_layers, model_layers)
-    return simulate(schedule, Profile((LAYER,) * model_layers), LINK, title=title).plot()
+    timeline = simulate(schedule, Profile((LAYER,) * model_layers), LINK, title=title)
+    return timeline.plot() if size is None else timeline.plot(size=size)
 
 
 # A decoder layer of the start page: a twentieth of its step and of what it saves. The page of hardware says where each
@@ -281,6 +286,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
     ),
     "declared": declared_figure,
+    "schedule_2_of_5_narrow": lambda: schedule_figure(2, 5, "2 of 5 layers: copies hidden", NARROW),
     "streams": streams_figure,
     "states": states_figure,
     "rooms": rooms_figure,

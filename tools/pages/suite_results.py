@@ -288,11 +288,13 @@ def _span(record: Row, workload: str) -> str:
     return " to ".join(f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in (most, least))
 
 
-def draw(record: Row) -> Figure:
-    """Step time against activation peak of all contenders, a panel per workload."""
+def draw(record: Row, *, narrow: bool = False) -> Figure:
+    """Step time against activation peak of all contenders, a panel per workload; for phones, one below the other."""
     names = _panels(record)
-    figure = new_figure((9.0, 0.9 + 2.7 * ((len(names) + 1) // 2)))
-    panels = list(figure.subplots((len(names) + 1) // 2, 2, squeeze=False).flat)
+    columns = 1 if narrow else 2
+    rows = (len(names) + columns - 1) // columns
+    figure = new_figure((3.8 if narrow else 9.0, (2.4 if narrow else 0.9) + 2.7 * rows))
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in panels:
         ax.set_axis_off()
     for ax, name in zip(panels, names, strict=False):
@@ -302,7 +304,13 @@ def draw(record: Row) -> Figure:
         ax.set_title(name, color=INK, loc="left", fontsize=11)
     keys = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(
-        keys.values(), keys.keys(), loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=9
+        keys.values(),
+        keys.keys(),
+        loc="outside lower center",
+        ncols=1 if narrow else 3,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=9,
     )
     return figure
 
@@ -315,11 +323,21 @@ def _draw_panel(ax: Axes, rows: list[Row]) -> None:
         times = [row["step_s"] / kept_s for row in points]
         face = "none" if look.hollow else look.color
         if points:
-            ax.plot(peaks, times, look.line, color=look.color, markerfacecolor=face, markersize=6, label=look.label)
-        if family == "offload":
-            for point, peak, time in zip(points, peaks, times, strict=True):
-                text = f"k = {point['k']}" if point is points[0] else str(point["k"])
-                ax.annotate(text, (peak, time), xytext=(3, 5), textcoords="offset points", color=INK, fontsize=8)
+            ax.plot(
+                peaks,
+                times,
+                look.line,
+                color=look.color,
+                markerfacecolor=face,
+                markeredgewidth=1.6 if look.hollow else 1.0,  # an edge that is seen in the dark
+                markersize=7 if look.hollow else 6,
+                label=look.label,
+            )
+        if family == "offload" and points:  # its ends; the table has those between
+            for index in sorted({0, len(points) - 1}):
+                text = f"{'' if index else 'k = '}{points[index]['k']}"
+                at = (peaks[index], times[index])
+                ax.annotate(text, at, xytext=(4, 6), textcoords="offset points", color=INK, fontsize=8)
     slowest = max(row["step_s"] for row in rows) / kept_s
     ax.set_yscale("log")
     ax.set_yticks(TIMES, [f"{time:g} ×" for time in TIMES])
@@ -360,5 +378,12 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record())} if RECORD.exists() else {}
+PICTURES: dict[Path, Callable[[], Figure]] = (
+    {
+        PICTURE: lambda: draw(read_record()),
+        PICTURE.with_stem("suite_narrow"): lambda: draw(read_record(), narrow=True),
+    }
+    if RECORD.exists()
+    else {}
+)
 """Path in the repository → what is drawn there."""
