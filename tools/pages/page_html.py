@@ -68,12 +68,13 @@ def mend_page(app: Sphinx, page: str, template: str, context: dict[str, Any], do
             context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
     if "body" not in context:
         return
-    copied = {name for _, name in app.env.images.values()}
+    known = {name: path for path, (_, name) in app.env.images.items()}
 
     def with_narrow(match: re.Match[str]) -> str:
         narrow = f"{match['name']}_narrow.svg"
-        if narrow not in copied:
+        if narrow not in known:
             return f'<span class="figure-box wide">{match[0]}</span>'
+        app.builder.images[known[narrow]] = narrow  # copied with those that pages name themselves
         source = f'<source media="{NARROW}" srcset="{match["folder"]}{narrow}">'
         return f'<span class="figure-box"><picture>{source}{match[0]}</picture></span>'
 
