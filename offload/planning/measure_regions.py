@@ -15,7 +15,7 @@ from offload.planning.measured_layer import LayerTimes, rest_s
 from offload.planning.passes import LayerTreatment
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import RegionProfile, ways
-from offload.recompute.treatments import LayerTreatments, Treatment
+from offload.recompute.treatments import LayerTreatments, Treatment, join
 from offload.schedule.schedule import Schedule
 
 
@@ -86,7 +86,9 @@ def measure_frugally(
 
 def learning(layers: Iterable[nn.Module]) -> list[LayerTreatments]:
     """Treatments with which layers compute everything again, and learn what their regions cost."""
-    return [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
+    found = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
+    join(found, (number > 0 for number in range(len(found))))
+    return found
 
 
 def frugal_schedule(count: int) -> Schedule:

@@ -90,7 +90,7 @@ class LayerTreatments:
         self._layer = None if layer is None else weakref.ref(layer)
         self.measures = measures
         self.planned = planned
-        self.joined = self.joins = measures
+        self.joined = self.joins = False
         """Whether the layer before computes this one's input again, where it can; whether this one does for the next.
 
         A first forward that measures only asks who can.
