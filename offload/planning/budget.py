@@ -54,9 +54,7 @@ class BudgetedLayers(PlannedLayers):
         """The budget."""
         if self._budget is None:
             device = self._backend.device
-            free, _ = torch.accelerator.get_memory_info(device)
-            cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-            self._budget = int(AUTO_SHARE * (free + cached))
+            self._budget = int(AUTO_SHARE * _left_bytes(device))
         return self._budget
 
     def _first_plan(self, profile: Profile) -> Plan | None:
@@ -100,6 +98,15 @@ class BudgetedLayers(PlannedLayers):
             format_s(time.perf_counter() - begin),
         )
         return made
+
+
+def _left_bytes(device: torch.device) -> int:
+    """What can still be allocated: what nobody has, and what PyTorch's allocator has cached; within its limit."""
+    free, total = torch.accelerator.get_memory_info(device)
+    reserved = torch.accelerator.memory_reserved(device)
+    if device.type == "cuda":
+        free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
+    return max(0, free + reserved - torch.accelerator.memory_allocated(device))
 
 
 class FreeLayers(PlannedLayers):

@@ -13,7 +13,7 @@ from models import assert_same, build, step_gradients
 import offload
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
-from offload.planning.budget import RESERVE
+from offload.planning.budget import RESERVE, _left_bytes
 from offload.planning.measured_layer import LayerTimes
 
 LAYERS = 6
@@ -220,6 +220,17 @@ def test_what_came_before_is_not_the_peak(lab: Lab, monkeypatch: pytest.MonkeyPa
     device.update(most=15)
     assert times.most_bytes() == 5
     times.remove()
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 70 + 10), (0.5, 50 - 30 + 10), (0.1, 0)])
+def test_auto_keeps_within_the_limit_of_the_process(
+    fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (70, 100))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 30)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert _left_bytes(torch.device("cuda")) == left
 
 
 def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
