@@ -68,6 +68,13 @@ LOOK = """async smallest => {
   return faults;
 }"""
 
+# A browser takes its time to choose the drawing for another width.
+CHOSEN = """() => [...document.querySelectorAll("picture")].every(picture => {
+  const image = picture.querySelector("img");
+  const source = [...picture.querySelectorAll("source")].find(one => matchMedia(one.media).matches);
+  return image.complete && image.currentSrc === new URL(source ? source.srcset : image.src, location).href;
+})"""
+
 # Checking colours takes seconds for thousands of elements: of those that look alike, one is enough.
 MARK_LOOKS = """() => {
   const looks = new Set();
@@ -142,6 +149,7 @@ class Reader:
 
     def widen(self, width: int) -> None:
         self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.wait_for_function(CHOSEN)
 
     def axe(self, run: str) -> None:
         """Have axe look at the page; its colours count as serious."""
