@@ -37,6 +37,8 @@ settings.load_profile("any machine")
 # By how long they take, the longest first: processes that run side by side then end at about the same time.
 LONG_FILES = (
     "test_notebooks.py",
+    "test_planner.py",
+    "test_browser.py",
     "test_examples.py",
     "test_docs.py",
     "test_pipelining.py",
