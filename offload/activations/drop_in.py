@@ -41,16 +41,6 @@ class _Options(TypedDict, total=False):
     when_host_full: WhenFull
 
 
-class _AllOptions(_Options, total=False):
-    """Those that may be given by position, too."""
-
-    num_layers: int | None
-    model_layers: int
-    offload_activations: bool
-    offload_weights: bool
-    double_buffering: bool
-
-
 class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
     """What stands in for a context that is not enabled: it does nothing, and counts nothing."""
 
@@ -102,11 +92,27 @@ def get_cpu_offload_context(
 ) -> tuple[OffloadContext, SyncFunction]: ...
 @overload
 def get_cpu_offload_context(
-    enabled: Literal[True], *, manual_synchronization: Literal[True], **options: Unpack[_AllOptions]
+    enabled: Literal[True],
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer]: ...
 @overload
 def get_cpu_offload_context(
-    enabled: bool = False, *, manual_synchronization: Literal[True], **options: Unpack[_AllOptions]
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer | None]: ...
 @overload
 def get_cpu_offload_context(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -77,12 +78,13 @@ class EarlierLayer:
             if self._memory is None:
                 for before in reversed(self._unmade()):
                     before._memory = make_meanwhile(before._value)
-            return self._memory  # type: ignore[return-value]  # made, as the last of them
+                self._memory = make_meanwhile(self._value)
+            return self._memory
 
     def _unmade(self) -> list[EarlierLayer]:
-        """This one and those that it asks, and they ask, while nothing is made: all of them would be many frames."""
-        found = [self]
-        for one in found:
+        """Those that this one asks, and they ask, while nothing is made: all of them would be many frames."""
+        found: list[EarlierLayer] = []
+        for one in chain((self,), found):  # which grows meanwhile
             call = one._value.call
             calls = [] if call is None or one._value.held or one._value.memory is not None else call.before()
             asked = {read.keeper: None for call in calls for read in call.reads if read.memory is None}

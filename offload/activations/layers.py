@@ -186,8 +186,8 @@ def offload_layers(
     regions: Sequence[LayerTreatments | None] = () if plan is None else _planned(plan, modules)
     if treatments is not None:
         patterns = parse_treatments(treatments)
-        regions = [LayerTreatments(patterns, layer) for layer in modules]
-        join(regions, (number % layers_per_input > 0 for number in range(len(modules))))
+        regions = treated = [LayerTreatments(patterns, layer) for layer in modules]
+        join(treated, layers_per_input)
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, treatments=regions)
     return OffloadedLayers(modules, context)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
@@ -82,12 +83,12 @@ def unheard() -> Iterator[None]:
         _telling.silent = before
 
 
-class Handle:
+class Handle(ABC):
     """What the program holds of a part of the library that was put on layers; a context manager that undoes it."""
 
+    @abstractmethod
     def remove(self) -> None:
         """Undo it all. A second call does nothing."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

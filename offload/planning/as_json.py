@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -13,18 +14,19 @@ VERSION = 1
 T = TypeVar("T")
 
 
-class Stored:
+class Stored(ABC):
     """What is kept as text, in a file for example."""
 
     _kind: ClassVar[str]
 
+    @abstractmethod
     def _values(self) -> dict[str, Any]:
         """All that :meth:`_from_values` needs, as JSON has it."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def _from_values(cls, values: dict[str, Any]) -> Self:
-        raise NotImplementedError
+        """What has these values."""
 
     def to_json(self) -> str:
         """All of it as text, for :meth:`from_json`."""

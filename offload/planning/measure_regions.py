@@ -87,7 +87,7 @@ def measure_frugally(
 def learning(layers: Iterable[nn.Module]) -> list[LayerTreatments]:
     """Treatments with which layers compute everything again, and learn what their regions cost."""
     found = [LayerTreatments({"*": Treatment.RECOMPUTE}, layer, measures=True) for layer in layers]
-    join(found, (number > 0 for number in range(len(found))))
+    join(found, len(found))
     return found
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -225,11 +225,10 @@ class LayerTreatments:
         self._known[region] = OFFLOAD
 
 
-def join(layers: Sequence[LayerTreatments | None], joined: Iterable[bool]) -> None:
-    """Let the layer before compute the inputs of layers again, of those that are ``joined``."""
-    for before, layer, with_it in zip([None, *layers], layers, joined):  # noqa: B905
-        if before is not None and layer is not None:
-            layer.joined = before.joins = with_it
+def join(layers: Sequence[LayerTreatments], size: int) -> None:
+    """Let groups of ``size`` layers hold one input: those of the others are computed again by the layer before."""
+    for number, (before, layer) in enumerate(pairwise(layers), start=1):
+        layer.joined = before.joins = number % size > 0
 
 
 SOURCE = "input"
