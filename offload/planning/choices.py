@@ -124,6 +124,11 @@ class Choices:
             self._peak = (choice, peak_bytes(self.passes(choice), choice.num_layers, self.profile.loss_bytes))
         return self._peak[1]
 
+    def compute_s(self, choice: Choice) -> float:
+        """Seconds of the step without waiting for copies."""
+        layers_s = sum(layer.forward_s + layer.backward_s for layer in self.passes(choice))
+        return layers_s + self.profile.loss_s + self.profile.other_s
+
     def step_s(self, choice: Choice) -> float:
         """Seconds of the step."""
         between_s, other_s = self.profile.loss_s, self.profile.other_s

@@ -133,6 +133,10 @@ class Search:
         step_s = float(f"{choices.step_s(choice):.9g}")
         return Score(step_s, choices.host_bytes(choice), choices.peak_bytes(choice)), choice
 
+    def _slower(self, tried: Choice, best: Found) -> bool:
+        """Whether computing alone takes longer than a step that was found."""
+        return self.choices.compute_s(tried) > best[0].step_s * (1 + ROUNDING)
+
     def _fitting(self, tried: Iterable[Choice]) -> Iterator[Found]:
         return (self._scored(choice) for choice in tried if self._fits(choice))
 
@@ -193,7 +197,9 @@ class Search:
                     if rung < choice.rungs[number] and number >= choice.num_layers:
                         continue  # what keeps less takes longer, unless less has to travel
                     tried = _on_rung(choice, number, rung)
-                    if rung != choice.rungs[number] and self._fits(tried):
+                    if rung == choice.rungs[number] or self._slower(tried, best):
+                        continue
+                    if self._fits(tried):
                         best = min(best, self._scored(tried), key=_score)
             if best is before:
                 break
