@@ -16,7 +16,7 @@ that each run may make some of them. The loss is computed in chunks in all of th
 
 Ways for a limit of device memory, each with the longest sequence for which a step passes: ``nothing``,
 ``checkpointing``, ``hf_offload`` (Hugging Face's offloaded checkpointing), ``inputs``, and with the weights on the host
-``streamed`` and ``lora``. The first lengths tell how memory grows; then those are tried that this promises.
+``streamed`` and ``lora``. How they are found is told in ``benchmarks.longest_context``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from torch.autograd.graph import save_on_cpu
 import offload
 from benchmarks.instruments import give_memory_back, pinned_by_torch, timed
 from benchmarks.llama_8b import SHAPE, SMALL
+from benchmarks.longest_context import Lengths, attention_s, device_limit, in_a_window, search
 from benchmarks.models import Llama
 from benchmarks.report import asked, environment, table, write
 
@@ -49,8 +50,8 @@ PROFILED, SHORT = 32768, 65536
 """Tokens of the steps that are profiled, and of those that prove what is recomputed: more than a tile."""
 ONCE = 200_000
 """From so many tokens on, the first step of that length is the one that is measured, after a short one."""
-GRAIN = 8192
-"""The longest context is found to a multiple of so many tokens."""
+GRAIN = 4096
+"""The longest context is found to a multiple of so many tokens; without checkpoints, of 1,024."""
 MARGIN = 8 * GIB
 """Of the device's memory, what a plan is not given: the allocator's gaps, and what no profile knows."""
 WAYS = ("inputs", "plan", "hand", "recompute", "equal")
@@ -101,13 +102,21 @@ class Benchmark:
         small: With a small model, for a CPU.
         host: The most pinned memory, in bytes.
         seconds: After so many seconds, a search for the longest context tries no more.
+        whole_s: What it has found is tried with whole attention, if that should take no more seconds.
         record: What other runs have written; rows of the same name are replaced.
     """
 
     def __init__(
-        self, device: torch.device, *, small: bool, host: int, seconds: float, record: dict[str, Any] | None = None
+        self,
+        device: torch.device,
+        *,
+        small: bool,
+        host: int,
+        seconds: float,
+        whole_s: float = 60.0,
+        record: dict[str, Any] | None = None,
     ) -> None:
-        self.device, self.small, self.host, self.seconds = device, small, host, seconds
+        self.device, self.small, self.host, self.seconds, self.whole_s = device, small, host, seconds, whole_s
         self.record: dict[str, Any] = {"rows": [], **(record or {})}
         self.min_bytes: int | str = 1 if small else "2MiB"
         self._model: Long | None = None
@@ -258,88 +267,88 @@ class Benchmark:
     # A limit of device memory.
 
     def limited(self, row: Row) -> None:
-        """The longest context, found by trying; what is known is in the row from the first try on."""
-        way = row["way"]
+        """The longest context, found by trying."""
+        way, limit = row["way"], row["limit_bytes"]
         on_host = way in ("streamed", "lora")
         self._model = None
         give_memory_back(self.device)
         model = Long(self.device, small=self.small, adapters=way == "lora", gradients=not on_host)
+        with self._limited_to(model, way, limit):
+            with ExitStack() as stack:
+                if self.device.type == "cuda":
+                    stack.enter_context(in_a_window())
+                row |= search(lambda tokens: self._try(model, tokens), self._lengths(model, way, limit), self.seconds)
+            if row["longest_tokens"] and self.device.type == "cuda":
+                self._in_whole(model, row)
+
+    def _in_whole(self, model: Long, row: Row) -> None:
+        """The step with whole attention: measured, or if that takes too long, made of what is measured."""
+        left_out_s = self._left_out_s(model, row["longest_tokens"], passes=1 if row["way"] == "nothing" else 2)
+        row["whole"] = row["step_s"] + left_out_s <= self.whole_s
+        with nullcontext() if row["whole"] else in_a_window():
+            while (found := self._try(model, row["longest_tokens"])) is None:
+                row["longest_tokens"] -= GRAIN
+        row |= found
+        if not row["whole"]:
+            row |= {"window_s": row["step_s"], "left_out_s": left_out_s, "step_s": row["step_s"] + left_out_s}
+            row["tokens_per_s"] = row["longest_tokens"] / row["step_s"]
+
+    def _left_out_s(self, model: Long, tokens: int, passes: int) -> float:
+        """Seconds of whole attention beyond those in the window, in all layers."""
+        give_memory_back(self.device)
+        whole = attention_s(SHAPE, tokens, self.device)
+        with in_a_window():
+            near = attention_s(SHAPE, tokens, self.device)
+        give_memory_back(self.device)
+        return len(model.layers) * (passes * (whole[0] - near[0]) + whole[1] - near[1])
+
+    def _lengths(self, model: Long, way: str, limit: int) -> Lengths:
+        if self.small:
+            return Lengths(limit, 16, 16, most=32)
+        most = 1 << 20
+        if way == "hf_offload":  # each tensor takes a power of two of pinned memory
+            most = 1 << int(math.log2(self.host // len(model.layers) // (model.width * 2)))
+        return Lengths(limit, 1024, 1024, most) if way == "nothing" else Lengths(limit, 2 * SMALL_TILE, GRAIN, most)
+
+    @contextmanager
+    def _limited_to(self, model: Long, way: str, limit: int) -> Iterator[None]:
+        """Train in this way in so much memory."""
         with ExitStack() as stack:
             stack.enter_context(offload.use_chunked_loss(model.model, chunk_tokens=1024))
-            if on_host:
+            if way in ("streamed", "lora"):
                 stack.enter_context(offload.stream_weights(model.layers, self.device))
             give_memory_back(self.device)
-            stack.enter_context(device_limit(self.device, row["limit_bytes"]))
+            stack.enter_context(device_limit(self.device, limit))
             model.tokens = GRAIN
-            if on_host or way == "inputs":
+            if way in ("streamed", "lora", "inputs"):
                 stack.enter_context(offload.tile_mlp(model.layers, model.tile(SMALL_TILE)))
-                count = len(model.layers) - 2
-                recompute = {"treatments": {"*": "recompute"}} if on_host else {}
-                if not on_host:
+                options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
+                if way == "inputs":
                     stack.enter_context(model.checkpointing())
-                stack.enter_context(
-                    offload.offload_layers(
-                        model.layers, count, min_bytes=self.min_bytes, max_host_bytes=self.host, **recompute
-                    )
-                )
+                else:
+                    options["treatments"] = {"*": "recompute"}
+                stack.enter_context(offload.offload_layers(model.layers, len(model.layers) - 2, **options))
+            elif way == "hf_offload" and self.device.type == "cpu":  # which has no pinned memory
+                stack.enter_context(save_on_cpu())
+                stack.enter_context(model.checkpointing())
             elif way != "nothing":
-                on_host = way == "hf_offload"
-                if on_host and self.device.type == "cpu":  # which has no pinned memory
-                    stack.enter_context(save_on_cpu())
-                    on_host = False
-                stack.enter_context(model.checkpointing(on_host=on_host))
-            self._search(model, row)
+                stack.enter_context(model.checkpointing(on_host=way == "hf_offload"))
+            yield
 
-    def _search(self, model: Long, row: Row) -> None:
-        begin = time.perf_counter()
-        grain = 16 if self.small else GRAIN
-        tried: dict[int, float | None] = {}
-        row |= {"longest_tokens": 0, "tried": tried}
-
-        def passes(tokens: int) -> bool:
-            tried[tokens] = self._try(model, tokens)
-            print(f"  {row['row']}: {tokens} tokens in {tried[tokens] or math.nan:.1f} s", flush=True)
-            if tried[tokens] is not None and tokens > row["longest_tokens"]:
-                row.update({"longest_tokens": tokens, "step_s": tried[tokens], "tokens_per_s": tokens / tried[tokens]})
-                row.update(self._memory())
-            return tried[tokens] is not None
-
-        def expected_s(tokens: int) -> float:
-            known = row["longest_tokens"]
-            # Between the weights' travel, which tokens do not change, and attention, which grows with their square.
-            return row["step_s"] * (tokens / known) ** 1.5 if known else 0.0
-
-        peaks = []
-        for tokens in (grain, 2 * grain):
-            if not passes(tokens):
-                return
-            peaks.append(row["peak_bytes"])
-        per_token = max(1, peaks[1] - peaks[0]) / grain
-        fixed = peaks[0] - per_token * grain
-        tokens = int((row["limit_bytes"] - fixed) / per_token) // grain * grain
-        if row["way"] == "hf_offload":  # each tensor takes a power of two of pinned memory
-            room = self.host // len(model.layers) // (model.width * 2)
-            tokens = min(tokens, 1 << int(math.log2(room)))
-        tokens = max(tokens, 3 * grain)
-        if self.small:
-            tokens = 3 * grain
-        while tokens not in tried and time.perf_counter() - begin + expected_s(tokens) < self.seconds:
-            tokens += grain if passes(tokens) else -grain
-        failed = [one for one, step_s in tried.items() if step_s is None]
-        row["shortest_failed_tokens"] = min(failed, default=None)
-
-    def _try(self, model: Long, tokens: int) -> float | None:
-        """Seconds of a step, or ``None`` if there is not enough memory."""
+    def _try(self, model: Long, tokens: int) -> Row | None:
+        """What a step takes, or ``None`` if there is not enough memory."""
         model.tokens = tokens
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._reset_peak()
         try:
-            return timed(model.step, self.device)
+            step_s = timed(model.step, self.device)
         except (torch.OutOfMemoryError, offload.HostMemoryError) as error:
-            print(f"  {str(error)[:160]}")
-        return None
+            print(f"  {tokens} tokens: {str(error)[:160]}", flush=True)
+            return None
+        print(f"  {tokens} tokens in {step_s:.1f} s", flush=True)
+        return self._memory() | {"step_s": step_s, "tokens_per_s": tokens / step_s}
 
     # Both.
 
@@ -364,20 +373,6 @@ class Benchmark:
         for name in ("VmRSS", "VmHWM", "VmLck", "VmPin"):
             found[f"{name}_bytes"] = int(fields[name].split()[0]) * 1024 if name in fields else None
         return found
-
-
-@contextmanager
-def device_limit(device: torch.device, nbytes: int) -> Iterator[None]:
-    """Let PyTorch's allocator have no more of the device."""
-    if device.type != "cuda":
-        yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def shown(row: Row) -> Row:
@@ -411,11 +406,17 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, help="the record to add to; --out by default")
     parser.add_argument("--host", type=int, default=112, help="the most pinned memory, in GiB")
     parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
+    parser.add_argument("--whole", type=float, default=60, help="how long a step of it with whole attention may take")
     arguments, device = asked(parser, "results/long_context.json")
     merged = arguments.merge or arguments.out
     record = json.loads(merged.read_text("utf-8")) if merged.exists() else None
     benchmark = Benchmark(
-        device, small=arguments.small, host=arguments.host * GIB, seconds=arguments.seconds, record=record
+        device,
+        small=arguments.small,
+        host=arguments.host * GIB,
+        seconds=arguments.seconds,
+        whole_s=arguments.whole,
+        record=record,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

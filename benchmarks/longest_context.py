@@ -1,0 +1,135 @@
+"""The longest sequence that a limited device can train on, found by trying.
+
+A try of a long sequence takes minutes, nearly all of it in attention, whose seconds grow with the square of the length
+and whose memory does not. So the search runs PyTorch's flash attention in a window of some tokens: the same kernels,
+with the same inputs, outputs and workspace. What it has found is tried with whole attention. Where that takes too long,
+the seconds that the window leaves out are measured for one layer, and added for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+
+from benchmarks.instruments import timed
+
+WINDOW = 4096
+"""Tokens that each one sees, in the search."""
+
+Row = dict[str, Any]
+
+
+class Lengths:
+    """Which length to try next. Memory grows by the same for each token, so two that pass tell where it ends.
+
+    Args:
+        limit_bytes: The device's memory.
+        first: The length to begin with, and then twice of it.
+        grain: Lengths are multiples of so many tokens.
+        most: No length above is tried.
+    """
+
+    def __init__(self, limit_bytes: int, first: int, grain: int, most: int) -> None:
+        self.limit_bytes, self.first, self.grain, self.most = limit_bytes, first, grain, most
+        self.peaks: dict[int, int] = {}
+        """Of each length that passed."""
+        self.failed: list[int] = []
+
+    @property
+    def longest(self) -> int:
+        """The longest that passed."""
+        return max(self.peaks, default=0)
+
+    def next(self) -> int | None:
+        """The length to try now, ``None`` when the longest is known."""
+        least = min(self.failed, default=self.most + self.grain)
+        if self.longest + self.grain >= least:
+            return None
+        if not self.peaks:
+            return max(self.grain, least // 2 // self.grain * self.grain) if self.failed else self.first
+        promised = 2 * self.longest
+        if len(self.peaks) > 1:
+            (shorter, low), (longer, high) = sorted(self.peaks.items())[-2:]
+            per_token = max(1, high - low) / (longer - shorter)
+            promised = longer + int((self.limit_bytes - high) / per_token)
+        promised = min(promised, least - self.grain) // self.grain * self.grain
+        return max(promised, self.longest + self.grain)
+
+
+@contextmanager
+def in_a_window(tokens: int = WINDOW) -> Iterator[None]:
+    """Let attention see so many tokens; memory is that of all."""
+
+    def attend(query: Any, key: Any, value: Any, *_: Any, scale: float | None = None, **__: Any) -> torch.Tensor:
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        length = query.shape[1]
+        output = torch.ops.aten._flash_attention_forward(
+            query, key, value, None, None, length, length, 0.0, True, False,
+            scale=scale, window_size_left=tokens, window_size_right=0,
+        )[0]  # fmt: skip
+        return output.transpose(1, 2)
+
+    with patch.object(functional, "scaled_dot_product_attention", attend):
+        yield
+
+
+def attention_s(shape: dict[str, Any], tokens: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one layer's attention, forward and backward."""
+    heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head = shape["hidden_size"] // heads
+    made = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.randn(1, many, tokens, head, **made) for many in (heads, key_heads, key_heads))
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        found[:] = [functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)]
+
+    def backward() -> None:
+        found[0].backward(torch.ones_like(found[0]))
+
+    for step in (forward, backward):
+        step()  # the first one loads kernels
+    return timed(forward, device), timed(backward, device)
+
+
+@contextmanager
+def device_limit(device: torch.device, nbytes: int) -> Iterator[None]:
+    """Let PyTorch's allocator have no more of the device."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def search(attempt: Callable[[int], Row | None], lengths: Lengths, seconds: float) -> Row:
+    """Try lengths until the longest is known, or so many seconds are over; the row of the longest.
+
+    Args:
+        attempt: Runs a step of so many tokens. What it took, ``None`` if there was not enough memory.
+        lengths: What to try.
+        seconds: After them no more is tried.
+    """
+    begin = time.perf_counter()
+    tried: dict[int, float | None] = {}
+    row: Row = {"longest_tokens": 0, "tried": tried}
+    while (tokens := lengths.next()) and (len(lengths.peaks) < 2 or time.perf_counter() - begin < seconds):
+        found = attempt(tokens)
+        tried[tokens] = found and found["step_s"]
+        if found is None:
+            lengths.failed.append(tokens)
+        else:
+            lengths.peaks[tokens] = found["peak_bytes"]
+            if tokens > row["longest_tokens"]:
+                row |= found | {"longest_tokens": tokens}
+    return row | {"shortest_failed_tokens": min(lengths.failed, default=None)}
