@@ -2,7 +2,9 @@
 
 Every block fenced as ``python`` runs; the blocks of a page share one namespace, in order. Two additions:
 
-- A block fenced as ``output`` right after one is what that block prints; ``...`` stands for any text.
+- A block fenced as ``output`` right after one is what that block prints; ``...`` stands for any text. Its figures are
+  those of one run. Fenced as ``output timed``, times, rates, shares and decimals may differ; as ``output measured``,
+  sizes in bytes may, too, by up to a factor of two. All other numbers and all words are the same.
 - ``<!-- not run: REASON -->`` on the line before a block keeps it from running; it is still compiled.
 
 ``python tests/pages/test_docs.py PAGE`` runs one page by hand.
@@ -32,11 +34,17 @@ NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 UNKNOWN = re.compile(r"(py|py3|python3|pycon|ipython)\b|python\S|\{(code|code-block|sourcecode)\}\s*py")
 
 
+NUMBER = re.compile(r"(?<![\w.])(?P<number>[\d,]*\d(\.\d+)?)( ?(?P<unit>%|GB/s|ms|µs|s\b|[KMGT]iB|[kMG]?B\b))?")
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+KINDS = {"output": "exact", "output timed": "timed", "output measured": "measured"}
+
+
 class Block(NamedTuple):
     line: int  # of its first line of code, from 1
     code: str
     run: bool
     output: str | None
+    kind: str = "exact"
 
 
 def read_blocks(text: str) -> list[Block]:
@@ -53,7 +61,9 @@ def read_blocks(text: str) -> list[Block]:
         info = fence["info"].strip()
         if UNKNOWN.match(info):
             raise ValueError(f"line {number}: fence it as python or as another language, not as {info!r}")
-        if info not in {"python", "output"}:
+        if info.startswith("output") and info not in KINDS:
+            raise ValueError(f"line {number}: expected one of {', '.join(KINDS)}, got {info!r}")
+        if info != "python" and info not in KINDS:
             continue
         start = number
         while lines[number].strip() != fence["ticks"]:
@@ -66,16 +76,38 @@ def read_blocks(text: str) -> list[Block]:
                 raise ValueError(f"line {start - 1}: expected '<!-- not run: REASON -->', got {before!r}")
             blocks.append(Block(start + 1, body, not before.startswith("<!--"), None))
         elif may_show_output:
-            blocks[-1] = blocks[-1]._replace(output=body)
+            blocks[-1] = blocks[-1]._replace(output=body, kind=KINDS[info])
         else:
             raise ValueError(f"line {start}: an output block must follow the python block that prints it")
         may_show_output = info == "python"
     return blocks
 
 
+def agrees(shown: str, printed: str, kind: str) -> bool:
+    """Whether what a page shows is what its code prints, but for the figures that its kind leaves open."""
+    if kind == "measured":
+        sizes = [[size for found in NUMBER.finditer(text) if (size := _bytes(found))] for text in (shown, printed)]
+        if len(sizes[0]) != len(sizes[1]) or any(max(a, b) > 2 * min(a, b) for a, b in zip(*sizes, strict=True)):
+            return False
+    if kind != "exact":
+        shown, printed = (NUMBER.sub(lambda found: _kept(found, kind), text) for text in (shown, printed))
+    return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+
+
+def _bytes(found: re.Match[str]) -> float | None:
+    unit = UNITS.get(found["unit"])
+    return unit and unit * float(found["number"].replace(",", ""))
+
+
+def _kept(found: re.Match[str], kind: str) -> str:
+    """What has to be the same of a number."""
+    if found["unit"] in UNITS:
+        return found[0] if kind == "timed" else "SIZE"
+    return "FIGURE" if found["unit"] or "." in found["number"] else found[0]
+
+
 def run_page(page: Path) -> None:
     namespace = {"__name__": "__main__"}
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in read_blocks(page.read_text(encoding="utf-8")):
         # Padded, so that a traceback shows the page's own lines.
         code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
@@ -85,7 +117,7 @@ def run_page(page: Path) -> None:
         with contextlib.redirect_stdout(printed):
             exec(code, namespace)
         got = printed.getvalue()
-        if block.output is None or doctest.OutputChecker().check_output(block.output, got, options):
+        if block.output is None or agrees(block.output, got, block.kind):
             continue
         where = f"{page}, line {block.line}"
         raise AssertionError(f"{where}: the page shows\n{block.output}\nthe code prints\n{got}")
@@ -144,6 +176,7 @@ y
         ("<!-- not run: -->\n```python\nx\n```", "expected '<!-- not run: REASON -->'"),
         ("```output\nx\n```", "must follow the python block"),
         ("```python\nx\n```\ntext\n```output\nx\n```", "must follow the python block"),
+        ("```python\nx\n```\n```output any\nx\n```", "expected one of output, output timed, output measured, got"),
     ],
 )
 def test_refuses_what_it_would_pass_over(page, message):
@@ -156,6 +189,30 @@ def test_compares_output(tmp_path):
     page.write_text("```python\nprint(1)\n```\n```output\n2\n```\n")
     with pytest.raises(AssertionError, match="the page shows\n2\n\nthe code prints\n1"):
         run_page(page)
+
+
+PRINTED = "k = 4: step 12.5 ms, stalled 0 s, 97% at 9.6 GB/s, 1.02 times, 40.00 MiB of 2556 kB"
+
+
+@pytest.mark.parametrize(
+    ("shown", "timed", "measured"),
+    [
+        (PRINTED, True, True),
+        ("k = 4: step 910 µs, stalled 1.25 ms, 100% at 11.0 GB/s, 0.98 times, 40.00 MiB of 2556 kB", True, True),
+        (PRINTED.replace("40.00 MiB", "40.5 MiB"), False, True),
+        (PRINTED.replace("2556 kB", "1.3 MB"), False, True),
+        (PRINTED.replace("40.00 MiB", "19.00 MiB"), False, False),
+        (PRINTED.replace("40.00 MiB", "40.00 GiB"), False, False),
+        (PRINTED.replace("k = 4", "k = 3"), False, False),
+        (PRINTED.replace("stalled", "waiting"), False, False),
+        (PRINTED.replace("12.5 ms", "12"), False, False),
+        (PRINTED + " 1", False, False),
+    ],
+)
+def test_figures_of_a_run_may_differ_and_nothing_else(shown, timed, measured):
+    assert agrees(shown, PRINTED, "exact") == (shown == PRINTED)
+    assert agrees(shown, PRINTED, "timed") == timed
+    assert agrees(shown, PRINTED, "measured") == measured
 
 
 if __name__ == "__main__":
