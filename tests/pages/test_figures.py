@@ -51,6 +51,15 @@ def test_a_shift_is_seen(drawn, tmp_path):
     assert not drawing.is_up_to_date(drawn["schedule_2_of_5.svg"], moved)
 
 
+def test_a_moved_value_is_seen(drawn, tmp_path):
+    """Of a curve without texts: its markers say what was measured."""
+    moved = tmp_path / "moved.svg"
+    text = drawn["links.svg"].read_text("utf-8")
+    y = re.findall(r"<use [^>]* y=\"([\d.]+)\"", text)[-1]
+    moved.write_text(text.replace(f'y="{y}"', f'y="{float(y) + 2}"'), "utf-8")
+    assert not drawing.is_up_to_date(drawn["links.svg"], moved)
+
+
 def test_drawing_is_deterministic(drawn, tmp_path):
     for path in figures.write(tmp_path):
         assert path.read_bytes() == drawn[path.name].read_bytes()

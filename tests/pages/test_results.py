@@ -149,7 +149,7 @@ def test_only_this_library_s_rows_count():
     assert [row["step_s"] for row in activation_results.rows_of(record, "decoder")] == [0.4, 0.398, 0.5, 0.9]
 
 
-def test_free_is_within_two_percent_and_without_a_gap():
+def test_free_is_within_three_percent_and_without_a_gap():
     assert activation_results.free_layers(activation_results.rows_of(RECORD, "decoder")) == 5
     assert activation_results.free_layers([row(0, 1.0, 1), row(1, 1.1, 1), row(2, 1.0, 1)]) == 0
 
@@ -167,7 +167,7 @@ def test_draws_every_point_and_the_free_region(tmp_path):
     path = tmp_path / "tradeoff.svg"
     drawing.save(lambda: activation_results.draw(RECORD), path)
     said = {text for text, _, _ in drawing.texts(path)}
-    assert {"k = 0", "5", "10", "k = 18", "at most 2% longer", "measured step", "copies alone"} <= said
+    assert {"k = 0", "5", "10", "k = 18", "at most 3% longer", "measured step", "copies alone"} <= said
 
 
 # The suite.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 PICTURE = Path("docs/_static/results/tradeoff.svg")
 
-FREE = 1.02
-"""Up to this multiple of the step without offloading, the time counts as hardly changed."""
+FREE = 1.03
+"""How much longer a step of a free number of layers is measured to be, at most: ``docs/how_it_works.md`` says why."""
 
 Row = dict[str, Any]
 

@@ -36,9 +36,19 @@ def texts(svg: Path) -> list[tuple[str, float, float]]:
     return [(text, float(x), float(y)) for x, y, text in found]
 
 
+def marks(svg: Path) -> list[tuple[str, float, float]]:
+    """Where a figure's markers are, in points: its measured values, most of which no text names."""
+    found = re.findall(r'<use [^>]*\sx="(-?[\d.]+)" y="(-?[\d.]+)"', svg.read_text("utf-8"))
+    return [("", float(x), float(y)) for x, y in found]
+
+
 def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
     """Whether two files show the same figure; releases of matplotlib differ in details of the lines."""
     if not committed.exists():
         return False
-    pairs = list(zip_longest(texts(committed), texts(drawn), fillvalue=("", math.inf, math.inf)))
-    return bool(pairs) and all(a == b and math.dist(at_a, at_b) <= tolerance for (a, *at_a), (b, *at_b) in pairs)
+
+    def alike(find: Callable[[Path], list[tuple[str, float, float]]], within: float) -> bool:
+        pairs = zip_longest(find(committed), find(drawn), fillvalue=("missing", math.inf, math.inf))
+        return all(a == b and math.dist(at_a, at_b) <= within for (a, *at_a), (b, *at_b) in pairs)
+
+    return bool(texts(committed)) and alike(texts, tolerance) and alike(marks, tolerance / 4)
