@@ -294,7 +294,12 @@ def _best(searches: list[Search]) -> tuple[Choices, Choice | None]:
     choice = first.best()
     if choice is not None and not any(layer.recompute_s for layer in first.choices.passes(choice)):
         return first.choices, choice
-    found = [(search.choices, one) for search in searches if (one := search.best() if search is not first else choice)]
+    others = (
+        searches[1:] if choice is None else [one for one in searches[1:] if one.may_beat(first.choices.step_s(choice))]
+    )
+    found = [(search.choices, one) for search in others if (one := search.best())]
+    if choice is not None:
+        found.insert(0, (first.choices, choice))
     return min(found, key=lambda pair: float(f"{pair[0].step_s(pair[1]):.9g}"), default=(first.choices, None))
 
 

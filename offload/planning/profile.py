@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -106,6 +107,11 @@ class LayerProfile:
                 "profile with LayerProfile.from_regions"
             )
         object.__setattr__(self, "tensors", saved)  # the way to fill a frozen dataclass
+
+    @cached_property
+    def kind(self) -> tuple[RegionProfile, ...]:
+        """The regions without their seconds, which layers of one kind have in common."""
+        return tuple(replace(region, seconds=0.0) for region in self.regions)
 
     def as_one_region(self) -> LayerProfile:
         """The layer as it is planned where all that it saves is treated alike."""

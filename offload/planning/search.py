@@ -92,6 +92,10 @@ class Search:
         starts = sorted(fastest.values(), key=_score)[: max(1, SWEPT // self.choices.count)]
         return min(map(self._swept, starts), key=_score)[1]
 
+    def may_beat(self, step_s: float) -> bool:
+        """Whether a step with everything kept computes for less time than a step that was found."""
+        return not self._slower(self.choices.of(0, 0, self.choices.highest), step_s)
+
     def fewest(self) -> Choice | None:
         """The choice with the fewest layers that travel, all that they save; ``None`` if none fits."""
         highest = self.choices.highest
@@ -133,9 +137,9 @@ class Search:
         step_s = float(f"{choices.step_s(choice):.9g}")
         return Score(step_s, choices.host_bytes(choice), choices.peak_bytes(choice)), choice
 
-    def _slower(self, tried: Choice, best: Found) -> bool:
+    def _slower(self, tried: Choice, step_s: float) -> bool:
         """Whether computing alone takes longer than a step that was found."""
-        return self.choices.compute_s(tried) > best[0].step_s * (1 + ROUNDING)
+        return self.choices.compute_s(tried) > step_s * (1 + ROUNDING)
 
     def _fitting(self, tried: Iterable[Choice]) -> Iterator[Found]:
         return (self._scored(choice) for choice in tried if self._fits(choice))
@@ -197,7 +201,7 @@ class Search:
                     if rung < choice.rungs[number] and number >= choice.num_layers:
                         continue  # what keeps less takes longer, unless less has to travel
                     tried = _on_rung(choice, number, rung)
-                    if rung == choice.rungs[number] or self._slower(tried, best):
+                    if rung == choice.rungs[number] or self._slower(tried, best[0].step_s):
                         continue
                     if self._fits(tried):
                         best = min(best, self._scored(tried), key=_score)

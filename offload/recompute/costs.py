@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,8 +86,10 @@ def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
     return number if first is None else first
 
 
-def seconds_of(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> float:
+def seconds_of(regions: Sequence[RegionProfile], numbers: Collection[int]) -> float:
     """What computing regions takes: each operation makes all of its results at once."""
+    if not numbers:
+        return 0.0
     # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
     return math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
 
