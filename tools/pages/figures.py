@@ -55,7 +55,7 @@ LINKS = {
     "PCIe Gen4 x16, by its specification": (Link(31.5e9, 31.5e9, 63e9), COLORS["backward"], "s"),
     "H200, PCIe Gen5 x16, one of four at once": (Link(34e9, 39.7e9, 39e9), COLORS["offload"], "v"),
     "H200, PCIe Gen5 x16, alone": (Link(55e9, 55e9, 100e9), COLORS["forward"], "o"),
-    "GH200, NVLink-C2C, as others measured it": (Link(297e9, 375e9, 486e9), COLORS["reload"], "D"),
+    "NVLink-C2C, at two thirds of its specification": (Link(300e9, 300e9, 450e9), COLORS["reload"], "D"),
 }
 """Name → the link, its colour and its marker."""
 
@@ -282,7 +282,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         "H200, PCIe Gen5 x16, alone", "simulated: 5 of 8 decoder layers over PCIe Gen5; compute waits for copies"
     ),
     "link_c2c": lambda: link_figure(
-        "GH200, NVLink-C2C, as others measured it",
+        "NVLink-C2C, at two thirds of its specification",
         "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
     ),
     "declared": declared_figure,
