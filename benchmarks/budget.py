@@ -4,7 +4,8 @@
     python -m benchmarks.budget --only decoder --merge         parts of it, into a record that is there
 
 The limit of each row is the step with everything kept, in the same run: nothing computes less. Every row of a model is
-measured in turns of several steps, as a GPU at its power limit changes its clocks from step to step.
+measured in turns of several steps, as a GPU at its power limit changes its clocks from step to step. Steps are timed
+some in a row, as a training loop runs them that does not wait for the device in each step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ BUDGETS_GIB = {
 LINES_GIB = {"llama": (6, 2.8)}
 """Budgets that are given to ``memory_budget=`` as well."""
 PARTS = ("host", *BUDGETS_GIB)
-TURNS, STEPS = 2, 3
+TURNS, TIMES, STEPS = 2, 3, 3
+"""How often each row has its turn, how many times are taken in it, and of how many steps each is the mean."""
 HOPELESS = 1.5
 """So many times the step, whole layers are not worth measuring: checkpointing takes 1.25 times."""
 WARM_UP_S = 6.0
@@ -128,9 +130,8 @@ class Case:
         for _ in range(TURNS - 1):
             for row, enter in self._ways:
                 with enter():
-                    timed(self.model.step, self.device)
-                    timed(self.model.step, self.device)
-                    row["times_s"] += [timed(self.model.step, self.device) for _ in range(STEPS)]
+                    self._steps_s()
+                    row["times_s"] += [self._steps_s() for _ in range(TIMES)]
         for gib in LINES_GIB.get(self.name, ()):
             self._measure_line(gib, profile.saved_bytes // 2 if self.small else round(gib * GIB))
         for row in self.rows:
@@ -175,9 +176,18 @@ class Case:
             for _ in range(2):
                 self.model.step()
             row["peak_bytes"], _ = metered(self.model.step, self.device)
-            row["times_s"] = [timed(self.model.step, self.device) for _ in range(STEPS)]
+            row["times_s"] = [self._steps_s() for _ in range(TIMES)]
             row["bit_identical"] = self._same_bits()
         print(row, flush=True)
+
+    def _steps_s(self) -> float:
+        """Seconds of a step, of some in a row."""
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                self.model.step()
+
+        return timed(steps, self.device) / STEPS
 
     def _same_bits(self) -> bool:
         for leaf in self.model.leaves:
@@ -199,7 +209,8 @@ class Case:
         ) as handle:
             steps = [metered(self.model.step, self.device) for _ in range(5)]
             row["learning_s"] = [step_s for _, step_s in steps[:2]]
-            row["times_s"] = [step_s for _, step_s in steps[2:]]
+            row["planning_s"] = steps[2][1]  # the step that plans, and is the first to follow the plan
+            row["times_s"] = [self._steps_s() for _ in range(TIMES)]
             row["peak_bytes"] = max(peak_bytes for peak_bytes, _ in steps[2:])
             row["predicted_s"], row["predicted_peak_bytes"] = handle.plan.step_s, handle.plan.peak_bytes
             row["bit_identical"] = self._same_bits()

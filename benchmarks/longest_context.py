@@ -1,9 +1,9 @@
 """The longest sequence that a limited device can train on, found by trying.
 
 A try of a long sequence takes minutes, nearly all of it in attention, whose seconds grow with the square of the length
-and whose memory does not. So the search runs PyTorch's flash attention in a window of some tokens: the same kernels,
-with the same inputs, outputs and workspace. What it has found is tried with whole attention. Where that takes too long,
-the seconds that the window leaves out are measured for one layer, and added for all.
+and whose memory does not. So in the search each token attends to those of its own block: the same kernels, with inputs,
+outputs and workspace of the same sizes. What was found is tried with whole attention. Where that takes too long, the
+seconds that blocks leave out are measured for one layer, and added for all.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from benchmarks.instruments import timed
 
-WINDOW = 4096
-"""Tokens that each one sees, in the search."""
+BLOCKS = (4096, 1024)
+"""Tokens of a block, the first size that divides the length."""
 
 Row = dict[str, Any]
 
@@ -58,22 +58,23 @@ class Lengths:
             (shorter, low), (longer, high) = sorted(self.peaks.items())[-2:]
             per_token = max(1, high - low) / (longer - shorter)
             promised = longer + int((self.limit_bytes - high) / per_token)
+        if promised >= least and self.failed:  # something else grows, too
+            promised = (self.longest + least) // 2
         promised = min(promised, least - self.grain) // self.grain * self.grain
         return max(promised, self.longest + self.grain)
 
 
 @contextmanager
-def in_a_window(tokens: int = WINDOW) -> Iterator[None]:
-    """Let attention see so many tokens; memory is that of all."""
+def in_blocks() -> Iterator[None]:
+    """Let attention run in blocks of tokens; its memory is that of all in one."""
+    whole = functional.scaled_dot_product_attention
 
-    def attend(query: Any, key: Any, value: Any, *_: Any, scale: float | None = None, **__: Any) -> torch.Tensor:
-        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
-        length = query.shape[1]
-        output = torch.ops.aten._flash_attention_forward(
-            query, key, value, None, None, length, length, 0.0, True, False,
-            scale=scale, window_size_left=tokens, window_size_right=0,
-        )[0]  # fmt: skip
-        return output.transpose(1, 2)
+    def attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> torch.Tensor:
+        length = query.shape[2]
+        block = next((size for size in BLOCKS if length % size == 0), length)
+        blocks = (one.unflatten(2, (-1, block)).squeeze(0).transpose(0, 1) for one in (query, key, value))
+        output: torch.Tensor = whole(*blocks, *args, **options)
+        return output.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     with patch.object(functional, "scaled_dot_product_attention", attend):
         yield
@@ -83,8 +84,9 @@ def attention_s(shape: dict[str, Any], tokens: int, device: torch.device) -> tup
     """Seconds of one layer's attention, forward and backward."""
     heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head = shape["hidden_size"] // heads
-    made = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    query, key, value = (torch.randn(1, many, tokens, head, **made) for many in (heads, key_heads, key_heads))
+    made = {"device": device, "dtype": torch.bfloat16}
+    many = (heads, key_heads, key_heads)
+    query, key, value = (torch.randn(1, tokens, one, head, **made).transpose(1, 2).requires_grad_() for one in many)
     found: list[torch.Tensor] = []
 
     def forward() -> None:

@@ -11,7 +11,7 @@ globalThis.offloadPlanner = (() => {
   const FREE = 1e-3; // plan.py
   const MUCH = 1.005, USABLE = 0.92, DUPLEX = 1.83; // command_line/plan.py
   const LOSS_BYTES = 12, MIN_BYTES = 2 ** 21, UNLISTED_PIECES = 8;
-  const FEW = 2000, GRID = 12, STARTS = 2, MOVES = 24, SWEEPS = 3, SWEPT = 160, ROUNDING = 1e-8; // search.py
+  const FEW = 2000, GRID = 12, STARTS = 2, MOVES = 24, SWEEPS = 3, SWEPT = 64, ROUNDING = 1e-8; // search.py
   const LAYERS = "model.model.layers";
 
   // --- Numbers as Python has them ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ MOVES = 24
 SWEEPS = 3
 """How often each layer is tried on other rungs."""
 
-SWEPT = 160
+SWEPT = 64
 """How many layers have, in all, the choices with which that begins."""
 
 ROUNDING = 1e-8

@@ -12,7 +12,6 @@ import torch
 
 import offload
 from benchmarks import long_context
-from benchmarks.longest_context import Lengths, search
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
 
@@ -90,33 +89,6 @@ def test_limits_have_the_longest_context_that_was_tried(record: dict[str, Any]) 
         row = rows(record)[name]
         assert row["longest_tokens"] == max(map(int, row["tried"])) >= 32
         assert row["shortest_failed_tokens"] is None
-
-
-@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 11, 13, 14, 40])
-@pytest.mark.parametrize("first", [1, 4])
-def test_the_search_goes_on_until_a_length_fails(most: int, first: int) -> None:
-    """In a device that holds 13 grains by the arithmetic of memory, and more or less of them in fact."""
-    grain = 64
-
-    def attempt(tokens: int) -> dict[str, Any] | None:
-        return {"peak_bytes": 1000 + tokens, "step_s": 0.01} if tokens <= most * grain else None
-
-    lengths = Lengths(1000 + 13 * grain + 5, first * grain, grain, most=32 * grain)
-    row = search(attempt, lengths, seconds=60)
-    assert row["longest_tokens"] == min(most, 32) * grain == max(lengths.peaks)
-    assert row["shortest_failed_tokens"] == ((most + 1) * grain if most < 32 else None)
-    assert len(row["tried"]) <= 4 + abs(most - 13)
-
-
-def test_nothing_fits() -> None:
-    row = search(lambda _: None, Lengths(1000, 64, 16, most=1024), seconds=60)
-    assert row == {"longest_tokens": 0, "tried": {64: None, 32: None, 16: None}, "shortest_failed_tokens": 16}
-
-
-def test_a_search_ends_for_its_time() -> None:
-    row = search(lambda tokens: {"peak_bytes": tokens, "step_s": 1.0}, Lengths(1 << 20, 64, 16, most=1 << 20), 0)
-    assert row["longest_tokens"] == 128
-    assert row["shortest_failed_tokens"] is None
 
 
 def test_rows_that_there_are_not_are_refused() -> None:

@@ -1,0 +1,67 @@
+"""The search for the longest sequence: what it tries, and what attention in blocks is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.longest_context import BLOCKS, Lengths, attention_s, in_blocks, search
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 11, 13, 14])
+@pytest.mark.parametrize("first", [1, 4])
+def test_the_search_goes_on_until_a_length_fails(most: int, first: int) -> None:
+    """In a device that holds 13 grains by the arithmetic of memory, and more or less of them in fact."""
+    grain = 64
+
+    def attempt(tokens: int) -> dict[str, Any] | None:
+        return {"peak_bytes": 1000 + tokens, "step_s": 0.01} if tokens <= most * grain else None
+
+    lengths = Lengths(1000 + 13 * grain + 5, first * grain, grain, most=32 * grain)
+    row = search(attempt, lengths, seconds=60)
+    assert row["longest_tokens"] == most * grain == max(lengths.peaks)
+    assert row["shortest_failed_tokens"] == (most + 1) * grain
+    assert len(row["tried"]) <= 9
+
+
+def test_no_length_is_tried_above_the_most() -> None:
+    row = search(lambda tokens: {"peak_bytes": tokens, "step_s": 1.0}, Lengths(1 << 20, 64, 16, most=1000), seconds=60)
+    assert row["longest_tokens"] == 992
+    assert row["shortest_failed_tokens"] is None
+
+
+def test_nothing_fits() -> None:
+    row = search(lambda _: None, Lengths(1000, 64, 16, most=1024), seconds=60)
+    assert row == {"longest_tokens": 0, "tried": {64: None, 32: None, 16: None}, "shortest_failed_tokens": 16}
+
+
+def test_a_search_ends_for_its_time() -> None:
+    row = search(lambda tokens: {"peak_bytes": tokens, "step_s": 1.0}, Lengths(1 << 20, 64, 16, most=1 << 20), 0)
+    assert row["longest_tokens"] == 128
+    assert row["shortest_failed_tokens"] is None
+
+
+@pytest.mark.parametrize("tokens", [BLOCKS[0] * 2, BLOCKS[1] * 3, 48])
+def test_each_token_attends_to_its_block(tokens: int) -> None:
+    torch.manual_seed(0)
+    made: Any = [torch.randn(1, tokens, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    block = next((size for size in BLOCKS if tokens % size == 0), tokens)
+    with in_blocks():
+        found = torch.nn.functional.scaled_dot_product_attention(*made, is_causal=True, enable_gqa=True)
+    expected = [
+        scaled_dot_product_attention(
+            *(one[:, :, begin : begin + block] for one in made), is_causal=True, enable_gqa=True
+        )
+        for begin in range(0, tokens, block)
+    ]
+    assert torch.equal(found, torch.cat(expected, dim=2))
+    assert found.transpose(1, 2).is_contiguous()  # as the model's projection wants it: nothing is copied
+    assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
+
+
+def test_attention_of_one_layer_is_timed() -> None:
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    assert min(attention_s(shape, 64, torch.device("cpu"))) > 0
