@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("matplotlib")
 
 import activation_results
 import drawing
+import figures
 import graph_results
 import suite_results
 
@@ -57,13 +59,30 @@ def test_committed_blocks_and_pictures_are_up_to_date():
     assert not results.changes(), "run python tools/pages/results.py and commit the result"
 
 
-@pytest.mark.parametrize("path", results.PICTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", drawing.at_both_widths(results.PICTURES), ids=lambda path: path.stem)
 def test_pictures_are_small_transparent_and_without_a_date(path):
     text = (results.ROOT / path).read_text("utf-8")
     assert len(text) < 80_000
     assert "<dc:date>" not in text
     background = re.search(r'<g id="patch_1">\s*<path [^>]*style="([^"]*)"', text)
     assert background is None or background[1] == "fill: none"
+
+
+def test_narrow_drawings_can_be_read_on_a_phone():
+    """358 pixels are what a phone of 390 has for them."""
+    wide = [*results.PICTURES, *(Path("docs/_static/figures") / f"{name}.svg" for name in figures.FIGURES)]
+    for path in map(drawing.narrow_path, wide):
+        text = (results.ROOT / path).read_text("utf-8")
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?:[^;\"]*?([\d.]+)px", text)]
+        assert min(sizes) * 358 / width >= 9, path
+
+
+def test_the_readme_names_the_narrow_drawing():
+    picture = results.BLOCKS["picture", "budgets"](results.ROOT / "README.md")
+    assert 'srcset="docs/_static/results/budgets_narrow.svg"' in picture
+    assert '<img alt="Step time against activation peak.' in picture
+    assert results.BLOCKS["picture", "budgets"](results.ROOT / "index.md").startswith("![Step time")
 
 
 def test_every_block_is_in_a_page_and_the_other_way_round():
@@ -121,7 +140,8 @@ def test_check_names_what_is_out_of_date(blocks, tmp_path, monkeypatch):
     page.write_text("<!-- table: link -->\n<!-- /table -->\n", "utf-8")
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
-    with pytest.raises(SystemExit, match=r"^out of date: README\.md, docs/_static/results/tradeoff\.svg; run"):
+    pictures = r"docs/_static/results/tradeoff\.svg, docs/_static/results/tradeoff_narrow\.svg"
+    with pytest.raises(SystemExit, match=rf"^out of date: README\.md, {pictures}; run"):
         results.main()
     monkeypatch.setattr(sys, "argv", ["results.py"])
     results.main()

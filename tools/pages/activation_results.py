@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, Maker
 from page_text import GIB, day_of, gib, image, machine, markdown_table, ms
 from suite_results import read_record, run_of
 
@@ -83,10 +84,10 @@ def tradeoff_picture(record: Row, page: Path) -> str:
     return image(alt, PICTURE, page)
 
 
-def draw(record: Row) -> Figure:
+def draw(record: Row, *, narrow: bool = False) -> Figure:
     """Step time against activation peak of the reference decoder, and where the time hardly changes."""
     rows = rows_of(record, "decoder")
-    figure = new_figure((7.2, 3.9))
+    figure = new_figure((NARROW_INCHES if narrow else 7.2, 3.9))
     ax = figure.subplots()
     style_axes(ax)
     peaks = [row["peak_bytes"] / GIB for row in rows]
@@ -108,7 +109,8 @@ def draw(record: Row) -> Figure:
     ax.set_ylim(0, top)
     ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
     ax.set_ylabel("step, ms", color=INK, fontsize=9)
-    ax.set_title(f"k of 20 decoder layers offloaded, {record['hardware']['gpu']}", color=INK, loc="left", fontsize=11)
+    where = "" if narrow else f", {record['hardware']['gpu']}"
+    ax.set_title(f"k of 20 decoder layers offloaded{where}", color=INK, loc="left", fontsize=11)
     ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left")
     return figure
 
@@ -154,5 +156,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record())}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(), narrow=narrow)}
+"""Path in the repository → what draws it."""

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, Maker
 from page_text import ROOT, gib, image, ms
 from tabulate import tabulate
 
@@ -112,7 +113,7 @@ def _picture(page: Path) -> str:
 def draw(*, narrow: bool = False) -> Figure:
     """What a step takes within a memory budget, by three ways; for phones, as narrow as they are."""
     plans, whole, checkpoints = _curves()
-    figure = new_figure((3.8, 3.9) if narrow else (7.2, 3.9))
+    figure = new_figure((NARROW_INCHES if narrow else 7.2, 3.9))
     ax = figure.subplots()
     style_axes(ax)
     for rows, line, color, label in (
@@ -146,7 +147,4 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budget_host_cost"): _host_cost,
     ("picture", "budgets"): _picture,
 }
-PICTURES: dict[Path, Callable[[], Figure]] = {
-    PICTURE: draw,
-    PICTURE.with_stem("budgets_narrow"): partial(draw, narrow=True),
-}
+PICTURES: dict[Path, Maker] = {PICTURE: draw}

@@ -1,18 +1,34 @@
-"""How the pages' figures and pictures are saved, and how a committed one is compared with a new one."""
+"""How the pages' figures and pictures are drawn and saved, and how a committed one is compared with a new one.
+
+Each is drawn twice, by the same maker: as wide as the pages are, and as narrow as phones are, where ``NAME_narrow.svg``
+stands for ``NAME.svg``.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
+from offload.observe.plot import INK
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from offload.observe.timeline import Timeline
+
+WIDE_INCHES, NARROW_INCHES = 9.0, 3.8
+"""Phones show a width of 3.7: text of 8 points is larger than 9 pixels there."""
+
+Maker = Callable[..., "Figure"]
+"""What draws a figure, asked with ``narrow=False`` and with ``narrow=True``."""
 
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small files, selectable, searchable
@@ -28,6 +44,45 @@ def save(draw: Callable[[], Figure], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
         draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def narrow_path(path: Path) -> Path:
+    """Where the drawing for phones lies, beside the wide one."""
+    return path.with_stem(f"{path.stem}_narrow")
+
+
+def at_both_widths(makers: dict[Path, Maker]) -> dict[Path, Callable[[], Figure]]:
+    """Path → what draws it, the paths of the narrow drawings among them."""
+    wide = {path: partial(make, narrow=False) for path, make in makers.items()}
+    return wide | {narrow_path(path): partial(make, narrow=True) for path, make in makers.items()}
+
+
+def put_title(figure: Figure, title: str) -> None:
+    """A narrow figure's title, over all of its width, in as many lines as it takes."""
+    figure.suptitle(fill(title, 42), x=0.0, ha="left", color=INK, fontsize=10)
+
+
+def put_key(figure: Figure, columns: int) -> None:
+    """What the colours of a figure with one panel, or of its first, stand for: below it."""
+    panel = figure.axes[0]
+    handles, names = panel.get_legend_handles_labels()
+    if key := panel.get_legend():
+        handles, names = key.legend_handles, [text.get_text() for text in key.get_texts()]
+        key.remove()
+    look: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9, "handlelength": 1.2}
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.2, **look)
+
+
+def plotted(timeline: Timeline, *, narrow: bool, title: str | None = None, height: float = 3.8) -> Figure:
+    """A timeline; for phones higher, with its title across and its key below."""
+    title = timeline.title if title is None else title
+    if not narrow:
+        return timeline.plot(title=title, size=(WIDE_INCHES, height))
+    figure = timeline.plot(title="", size=(NARROW_INCHES, 4.2))
+    figure.axes[0].set_title("")  # without the room that it takes
+    put_title(figure, title)
+    put_key(figure, 3)
+    return figure
 
 
 def texts(svg: Path) -> list[tuple[str, float, float]]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import Maker, plotted
 from page_text import ROOT, day_of, full_record, gib, image, machine, ms
 
 from offload.base.checks import format_bytes
@@ -71,9 +72,10 @@ def picture_path(name: str) -> Path:
     return FOLDER / f"fault_{name}.svg"
 
 
-def draw(name: str) -> Figure:
+def draw(name: str, *, narrow: bool = False) -> Figure:
     """A fault's timeline."""
-    return timeline_of(json.loads(trace_path(name).read_text("utf-8"))).plot(title="", size=(9.0, 3.4))
+    timeline = timeline_of(json.loads(trace_path(name).read_text("utf-8")))
+    return plotted(timeline, narrow=narrow, title="", height=3.4)
 
 
 def fault_of(record: Row, name: str) -> Row:
@@ -144,7 +146,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {
-    picture_path(name): partial(draw, name) for name in NAMES if trace_path(name).exists()
-}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {picture_path(name): partial(draw, name) for name in NAMES if trace_path(name).exists()}
+"""Path in the repository → what draws it."""

@@ -1,6 +1,6 @@
 """Draw the figures of the docs from the library's own schedules, states and simulator.
 
-python tools/pages/figures.py            write docs/_static/figures/*.svg
+python tools/pages/figures.py            write docs/_static/figures/*.svg, each at both widths
 python tools/pages/figures.py --check    fail if a committed figure is out of date
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
-from drawing import is_up_to_date, save
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker, at_both_widths, is_up_to_date, plotted, put_key, put_title, save
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from page_text import GIB, ROOT
 
@@ -37,15 +38,11 @@ LAYER = LayerProfile(forward_s=0.010, backward_s=0.020, saved_bytes=GIB)
 LINK = Link(d2h_bytes_per_s=60e9, h2d_bytes_per_s=60e9, duplex_bytes_per_s=110e9)
 
 
-NARROW = (3.8, 4.0)
-"""Inches of a drawing for phones, which show a width of 3.7: text of 8 points is larger than 9 pixels there."""
-
-
-def schedule_figure(num_layers: int, model_layers: int, title: str, size: tuple[float, float] | None = None) -> Figure:
+def schedule_figure(num_layers: int, model_layers: int, title: str, *, narrow: bool) -> Figure:
     """The default schedule, simulated."""
     schedule = Schedule.default(num_layers, model_layers)
     timeline = simulate(schedule, Profile((LAYER,) * model_layers), LINK, title=title)
-    return timeline.plot() if size is None else timeline.plot(size=size)
+    return plotted(timeline, narrow=narrow)
 
 
 # A decoder layer of the start page: a twentieth of its step and of what it saves. The page of hardware says where each
@@ -60,11 +57,11 @@ LINKS = {
 """Name → the link, its colour and its marker."""
 
 
-def links_figure() -> Figure:
+def links_figure(*, narrow: bool) -> Figure:
     """The step against the number of offloaded layers, for each link, by the simulator."""
     profile = Profile((DECODER,) * 20)
     kept_s = simulate(Schedule.default(0, 20), profile, next(iter(LINKS.values()))[0]).duration_s
-    figure = new_figure((9.0, 3.8))
+    figure = new_figure((NARROW_INCHES, 4.6) if narrow else (WIDE_INCHES, 3.8))
     ax = figure.subplots()
     style_axes(ax)
     for name, (link, color, marker) in LINKS.items():
@@ -76,15 +73,21 @@ def links_figure() -> Figure:
     ax.set_yticks((1, 2, 3, 4), ("1 ×", "2 ×", "3 ×", "4 ×"))
     ax.set_xlabel("layers offloaded, of 20", color=INK, fontsize=9)
     ax.set_ylabel("step", color=INK, fontsize=9)
-    ax.set_title("simulated, not measured: what each link carries", color=INK, loc="left", fontsize=11)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
+    title = "simulated, not measured: what each link carries"
+    if narrow:
+        put_title(figure, title)
+        put_key(figure, 1)
+    else:
+        ax.set_title(title, color=INK, loc="left", fontsize=11)
+        ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
     return figure
 
 
-def link_figure(name: str, title: str) -> Figure:
+def link_figure(name: str, title: str, *, narrow: bool) -> Figure:
     """Five of eight layers over one of the links; each is drawn as one tensor."""
     profile = Profile((replace(DECODER, tensors=(DECODER.saved_bytes,)),) * 8)
-    return simulate(Schedule.default(5, 8), profile, LINKS[name][0], title=title).plot(size=(9.0, 3.4))
+    timeline = simulate(Schedule.default(5, 8), profile, LINKS[name][0], title=title)
+    return plotted(timeline, narrow=narrow, height=3.4)
 
 
 # The dictionary of the page about declared schedules, microbatches on one pipeline rank.
@@ -99,34 +102,56 @@ MOVES = {
 }
 
 
-def declared_figure() -> Figure:
+def declared_figure(*, narrow: bool) -> Figure:
     """A schedule that was written as a dictionary, simulated."""
     schedule = Schedule.from_synchronization_dict(MOVES, model_layers=8, order=ORDER)
     profile = Profile((replace(LAYER, tensors=(GIB,)),) * 8)
     title = "simulated: microbatches 1 to 6 leave and come back, as the dictionary says"
-    return simulate(schedule, profile, LINK, title=title).plot(size=(9.0, 3.4))
+    return plotted(simulate(schedule, profile, LINK, title=title), narrow=narrow, height=3.4)
 
 
-def streams_figure() -> Figure:
+def streams_figure(*, narrow: bool) -> Figure:
     """One layer's trip, with an arrow wherever one stream waits for another."""
-    layer = LayerProfile(0.010, 0.020, GIB, tensors=(3 * GIB // 8, 2 * GIB // 8, 3 * GIB // 8))
-    schedule = Schedule.default(1, 3)
+    backward_s = 0.013 if narrow else 0.020  # the shorter the step, the more room for what happens in it
+    layer = LayerProfile(0.010, backward_s, GIB, tensors=(3 * GIB // 8, 2 * GIB // 8, 3 * GIB // 8))
     title = "the trip of layer 0: three tensors there and back, and what waits for what"
-    timeline = simulate(schedule, Profile((layer,) * 3), LINK, title=title)
-    figure = new_figure((9.0, 3.6))
-    ax = figure.subplots()
-    timeline.plot(ax)
-    _draw_waits(ax, timeline)
+    timeline = simulate(Schedule.default(1, 3), Profile((layer,) * 3), LINK, title=title)
+    figure = new_figure((NARROW_INCHES, 6.0) if narrow else (WIDE_INCHES, 3.6))
+    panels = figure.subplots(2 if narrow else 1, height_ratios=(5, 3.2) if narrow else None, squeeze=False)
+    ax = panels[0, 0]
+    look: dict[str, Any] = {"color": INK, "fontsize": 8.5, "linespacing": 1.5}
+    if narrow:
+        timeline.plot(ax, title="")
+        ax.set_title("")
+        ax.set_yticks(range(3), ("h2d", "d2h", "compute"))
+        put_title(figure, title)
+        put_key(figure, 3)
+        notes = "\n".join(fill(note, 48, subsequent_indent="    ") for note in WAITS)
+        panels[1, 0].set_axis_off()
+        ax.set_xlabel("ms", color=INK, fontsize=9)
+        panels[1, 0].text(-0.2, 1.0, notes, va="top", **look).set_in_layout(False)
+    else:
+        timeline.plot(ax)
+        ax.text(2.0, 0.0, "\n".join(WAITS), va="center", **look)
+    _draw_waits(ax, timeline, layer)
     return figure
 
 
-def _draw_waits(ax: Axes, timeline: Timeline) -> None:
+WAITS = (
+    "1  ready: a tensor's copy waits until the tensor is computed",
+    "2  release: F2 waits for the copies, then may reuse the memory",
+    "3  reload: its copies wait until compute has come to B1",
+    "4  reloaded: B0 waits for the one tensor that it needs next",
+)
+
+
+def _draw_waits(ax: Axes, timeline: Timeline, layer: LayerProfile) -> None:
     top, middle, bottom = 2.0, 1.0, 0.0
     start_s = {span.label: span.start_s for span in timeline.lane("compute")}
     offloads, reloads = timeline.lane("d2h"), timeline.lane("h2d")
     for index, (there, back) in enumerate(zip(offloads, reloads, strict=True)):
-        ready_s = LAYER.forward_s * (index + 1) / len(offloads)
-        needed_s = start_s["B0"] + LAYER.backward_s * index / len(reloads)
+        ready_s = layer.forward_s * (index + 1) / len(offloads)
+        needed_s = start_s["B0"] + layer.backward_s * index / len(reloads)
         _arrow(ax, (ready_s, top), (there.start_s, middle), "1" if index == 0 else "")
         _arrow(ax, (back.end_s, bottom), (needed_s, top), "4" if index == len(reloads) - 1 else "")
         for row, copy in ((middle, there), (bottom, back)):
@@ -134,13 +159,6 @@ def _draw_waits(ax: Axes, timeline: Timeline) -> None:
                 ax.vlines(copy.start_s * 1e3, row - 0.36, row + 0.36, color="#000000", linewidth=0.8)
     _arrow(ax, (offloads[-1].end_s, middle), (start_s["F2"], top), "2")
     _arrow(ax, (start_s["B1"], top), (reloads[0].start_s, bottom), "3")
-    notes = (
-        "1  ready: a tensor's copy waits until the tensor is computed",
-        "2  release: F2 waits for the copies, then may reuse the memory",
-        "3  reload: its copies wait until compute has come to B1",
-        "4  reloaded: B0 waits for the one tensor that it needs next",
-    )
-    ax.text(2.0, bottom, "\n".join(notes), color=INK, fontsize=8.5, linespacing=1.5, va="center")
 
 
 def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], number: str) -> None:
@@ -173,30 +191,46 @@ MEMORY = {
 }
 
 
-def states_figure() -> Figure:
-    """The five states in a row, the verbs between them, and who holds the memory in each."""
-    figure = new_figure((9.0, 2.2))
+def states_figure(*, narrow: bool) -> Figure:
+    """The five states in a row, for phones in a column; the verbs between them, and who holds the memory in each."""
+    figure = new_figure((NARROW_INCHES, 4.4) if narrow else (WIDE_INCHES, 2.2))
     ax = figure.subplots()
     ax.set_axis_off()
-    pitch, width = 2.25, 1.45
-    left = {state: index * pitch for index, state in enumerate(OffloadState)}
-    for state, x in left.items():
+    across, down = (0.0, -1.25) if narrow else (2.25, 0.0)
+    width = 1.45
+    corner = {state: (index * across, 1.2 + index * down) for index, state in enumerate(OffloadState)}
+    device_at, host_at = ((1.75, 0.1), (3.25, 0.1)) if narrow else ((0.0, -0.65), (0.0, -1.15))
+    for state, (x, y) in corner.items():
         shape = "round,pad=0,rounding_size=0.12"
-        ax.add_patch(FancyBboxPatch((x, 1.2), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4))
-        _centered(ax, x + width / 2, 1.5, state.name, INK, 9.0, "bold")
-        device, host = MEMORY[state]
-        _draw_memory(ax, x, 0.55, width, device, COLORS["forward"])
-        _draw_memory(ax, x, 0.05, width, host, COLORS["offload"])
-    for name, y in (("device", 0.75), ("host", 0.25)):
-        ax.text(-0.15, y, name, color=INK, fontsize=9, ha="right", va="center_baseline")
+        ax.add_patch(FancyBboxPatch((x, y), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4))
+        _centered(ax, x + width / 2, y + 0.3, state.name, INK, 9.0, "bold")
+        for held, color, (right, up) in zip(MEMORY[state], ("forward", "offload"), (device_at, host_at), strict=True):
+            _draw_memory(ax, x + right, y + up, 1.35 if narrow else width, held, COLORS[color])
+    first_x, first_y = corner[OffloadState.RESIDENT]
+    for name, (right, up) in (("device", device_at), ("host", host_at)):
+        if narrow:
+            _centered(ax, first_x + right + 0.68, first_y + 0.8, name, INK, 9.0)
+        else:
+            ax.text(first_x - 0.15, first_y + up + 0.2, name, color=INK, fontsize=9, ha="right", va="center_baseline")
     for verb, (source, target) in TRANSITIONS.items():
-        start, end = left[source] + width, left[target]
+        (from_x, from_y), (to_x, to_y) = corner[source], corner[target]
         style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-        ax.annotate("", xy=(end, 1.5), xytext=(start, 1.5), arrowprops=style)
-        label = verb.replace("_", "\n")
-        ax.text((start + end) / 2, 1.62, label, color=INK, fontsize=8.5, ha="center", va="bottom")
-    ax.set_xlim(-0.8, max(left.values()) + width + 0.05)
-    ax.set_ylim(-0.05, 2.3)
+        if narrow:
+            start, end = (from_x + width / 2, from_y), (to_x + width / 2, to_y + 0.6)
+            place: dict[str, Any] = {"ha": "left", "va": "center"}
+            ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, verb.replace("_", " "), color=INK, fontsize=8.5, **place)
+        else:
+            start, end = (from_x + width, from_y + 0.3), (to_x, to_y + 0.3)
+            place = {"ha": "center", "va": "bottom"}
+            label = verb.replace("_", "\n")
+            ax.text((start[0] + end[0]) / 2, start[1] + 0.12, label, color=INK, fontsize=8.5, **place)
+        ax.annotate("", xy=end, xytext=start, arrowprops=style)
+    if narrow:
+        ax.set_xlim(-0.05, 4.65)
+        ax.set_ylim(1.1 + 4 * down, 2.15)
+    else:
+        ax.set_xlim(-0.8, 4 * across + width + 0.05)
+        ax.set_ylim(-0.05, 2.3)
     return figure
 
 
@@ -231,30 +265,37 @@ SPINE = (
 )
 
 
-def rooms_figure() -> Figure:
+def rooms_figure(*, narrow: bool) -> Figure:
     """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((7.2, 5.7))
+    figure = new_figure((NARROW_INCHES, 6.6) if narrow else (7.2, 5.7))
     ax = figure.subplots()
     ax.set_axis_off()
-    width, height, gap = 8.0, 0.62, 0.18
+    width, height, gap = (4.2, 1.0, 0.18) if narrow else (8.0, 0.62, 0.18)
     for index, (name, text) in enumerate(reversed(SPINE)):
         _draw_room(ax, 0.0, index * (height + gap), width, height, name, text, COLORS["forward"])
     foot = len(SPINE) * (height + gap)
     ax.text(0.0, foot + 0.02, "spine", color=INK, fontsize=9, va="center_baseline")
     ax.plot((0.75, width), (foot, foot), color=INK, linewidth=1.0, linestyle=(0.0, (4.0, 3.0)))
-    pitch = (width + gap) / len(WINGS)
-    for index, (name, text) in enumerate(WINGS):
-        _draw_room(ax, index * pitch, foot + 0.3, pitch - gap, 0.85, name, text, COLORS["offload"])
-    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-    middle = [index * pitch + (pitch - gap) / 2 for index in range(len(WINGS))]
-    top = foot + 0.3 + 0.85
+    top = foot + 0.3
+    middle = {}
+    for wings in (WINGS[3:], WINGS[:3]) if narrow else (WINGS,):
+        pitch = (width + gap) / len(wings)
+        for index, (name, text) in enumerate(wings):
+            _draw_room(ax, index * pitch, top, pitch - gap, 0.85, name, text, COLORS["offload"])
+            middle[name] = (index * pitch + (pitch - gap) / 2, top)
+        top += 0.85 + (gap if narrow else 0.0)
     roof = top + 0.55
     half = (width - gap) / 2
     for index, (name, text) in enumerate(ROOF):
         _draw_room(ax, index * (half + gap), roof, half, 0.85, name, text, COLORS["offload"])
-    for source, target, bend in ((0, 1, -0.3), (1, 3, -0.15)):
-        arrow = {**style, "connectionstyle": f"arc3,rad={bend}"}
-        ax.annotate("", xy=(middle[target], top), xytext=(middle[source], top), arrowprops=arrow)
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
+    for source, target, bend in (("pipelining", "planning", -0.3), ("planning", "observe", -0.15)):
+        (from_x, from_y), (to_x, to_y) = middle[source], middle[target]
+        if from_y == to_y:  # over the roofs of both
+            ends, bent = ((from_x, from_y + 0.85), (to_x, to_y + 0.85)), {"connectionstyle": f"arc3,rad={bend}"}
+        else:
+            ends, bent = ((from_x, from_y), (to_x, to_y + 0.85)), {}
+        ax.annotate("", xy=ends[1], xytext=ends[0], arrowprops={**style, **bent})
     ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + 0.85), arrowprops=style)
     ax.text(width + 0.4, roof / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
     ax.text(0.0, top + 0.3, "wings", color=INK, fontsize=9, va="center_baseline")
@@ -266,27 +307,30 @@ def rooms_figure() -> Figure:
 def _draw_room(ax: Axes, x: float, y: float, width: float, height: float, name: str, text: str, color: str) -> None:
     shape = "round,pad=0,rounding_size=0.08"
     ax.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor="none", edgecolor=color, linewidth=1.4))
-    if height > 0.7:  # a narrow room: its name above its text
-        _centered(ax, x + width / 2, y + 0.68 * height, name, INK, 10.0, "bold")
-        _centered(ax, x + width / 2, y + 0.3 * height, text, INK, 8.5)
+    if height > 0.7:  # its name above its text
+        letters = round(width * ax.figure.get_figwidth() * 2.55)  # that have room beside each other
+        _centered(ax, x + width / 2, y + 0.72 * height, name, INK, 9.5, "bold")
+        ax.text(x + width / 2, y + 0.3 * height, fill(text, letters), color=INK, fontsize=8, ha="center", va="center")
     else:
         ax.text(x + 0.2, y + height / 2, name, color=INK, fontsize=10, weight="bold", va="center_baseline")
         ax.text(x + 2.0, y + height / 2, text, color=INK, fontsize=9, va="center_baseline")
 
 
-FIGURES: dict[str, Callable[[], Figure]] = {
-    "schedule_2_of_5": lambda: schedule_figure(2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
-    "schedule_3_of_5": lambda: schedule_figure(3, 5, "3 of 5 layers offloaded: compute waits for releases"),
+FIGURES: dict[str, Maker] = {
+    "schedule_2_of_5": partial(schedule_figure, 2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
+    "schedule_3_of_5": partial(schedule_figure, 3, 5, "3 of 5 layers offloaded: compute waits for releases"),
     "links": links_figure,
-    "link_pcie": lambda: link_figure(
-        "H200, PCIe Gen5 x16, alone", "simulated: 5 of 8 decoder layers over PCIe Gen5; compute waits for copies"
+    "link_pcie": partial(
+        link_figure,
+        "H200, PCIe Gen5 x16, alone",
+        "simulated: 5 of 8 decoder layers over PCIe Gen5; compute waits for copies",
     ),
-    "link_c2c": lambda: link_figure(
+    "link_c2c": partial(
+        link_figure,
         "NVLink-C2C, at two thirds of its specification",
         "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
     ),
     "declared": declared_figure,
-    "schedule_2_of_5_narrow": lambda: schedule_figure(2, 5, "2 of 5 layers: copies hidden", NARROW),
     "streams": streams_figure,
     "states": states_figure,
     "rooms": rooms_figure,
@@ -295,11 +339,10 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 def write(folder: Path) -> list[Path]:
     """Draw all figures into ``folder``."""
-    paths = []
-    for name, draw in FIGURES.items():
-        paths.append(folder / f"{name}.svg")
-        save(draw, paths[-1])
-    return paths
+    drawn = at_both_widths({folder / f"{name}.svg": make for name, make in FIGURES.items()})
+    for path, draw in drawn.items():
+        save(draw, path)
+    return list(drawn)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from page_text import ROOT, day_of, gib, image, machine, markdown_table, ms
 
 from offload.base.checks import format_bytes
@@ -59,11 +60,12 @@ def graphs_picture(record: Row, page: Path) -> str:
     return image(f"Bars of step times. {said}.", PICTURE, page)
 
 
-def draw(record: Row) -> Figure:
+def draw(record: Row, *, narrow: bool = False) -> Figure:
     """A panel for each model, a bar for each way to run its step."""
     models = list(dict.fromkeys(row["workload"] for row in record["rows"]))
-    figure = new_figure((9.0, 2.6))
-    for ax, model in zip(figure.subplots(1, len(models)), models, strict=True):
+    figure = new_figure((NARROW_INCHES, 2.0 * len(models)) if narrow else (WIDE_INCHES, 2.6))
+    panels = figure.subplots(*((len(models), 1) if narrow else (1, len(models))))
+    for ax, model in zip(panels, models, strict=True):
         rows = [row for row in record["rows"] if row["workload"] == model][::-1]
         style_axes(ax)
         for place, row in enumerate(rows):
@@ -92,5 +94,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record())}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(), narrow=narrow)}
+"""Path in the repository → what draws it."""

@@ -9,12 +9,10 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drawing import Maker
 from page_text import GB, ROOT, day_of, markdown_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RECORDS = [ROOT / "results" / f"pipeline_{ranks}.json" for ranks in (2, 4)]
 DIRECTIONS = {"to the host": "d2h", "back": "h2d", "both at once, sum": "duplex"}
@@ -49,5 +47,5 @@ def _median(links: list[Row], when: str, key: str) -> str:
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {("table", "host_links"): lambda _: links_table(read_records())}
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {}
+"""Path in the repository → what draws it."""

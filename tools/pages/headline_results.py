@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drawing import Maker
 from page_text import ROOT, gib, markdown_table
 
 Row = dict[str, Any]
@@ -101,4 +102,4 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "headline"): headline,
     ("table", "recipes"): recipes,
 }
-PICTURES: dict[Path, Any] = {}
+PICTURES: dict[Path, Maker] = {}

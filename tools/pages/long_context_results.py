@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, Maker
 from page_text import GIB, ROOT, day_of, full_record, gib, image, markdown_table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -109,11 +110,11 @@ def longest_picture(record: Row, page: Path) -> str:
     return image(f"Bars of the longest context in tokens, by device memory. {said}.", PICTURE, page)
 
 
-def draw(record: Row) -> Figure:
+def draw(record: Row, *, narrow: bool = False) -> Figure:
     """A group of bars for each size of the device."""
     rows = longest(record)
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
-    figure = new_figure((8.0, 3.2))
+    figure = new_figure((NARROW_INCHES if narrow else 8.0, 3.2))
     ax = figure.subplots()
     colors = (INK, COLORS["forward"], COLORS["backward"], COLORS["offload"], COLORS["reload"], COLORS["recompute"])
     color = dict(zip(LIMITED, colors, strict=True))
@@ -140,7 +141,7 @@ def _where(record: Row) -> str:
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {}
-PICTURES: dict[Path, Callable[[], Figure]] = {}
+PICTURES: dict[Path, Maker] = {}
 if RECORD.exists():
     BLOCKS = {
         ("table", "long_context"): lambda _: lengths_table(full_record(RECORD)),
@@ -149,4 +150,4 @@ if RECORD.exists():
     }
     if len(longest(full_record(RECORD))) > 1:
         BLOCKS["picture", "longest_context"] = lambda page: longest_picture(full_record(RECORD), page)
-        PICTURES = {PICTURE: lambda: draw(full_record(RECORD))}
+        PICTURES = {PICTURE: lambda *, narrow: draw(full_record(RECORD), narrow=narrow)}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from drawing import narrow_path
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +36,15 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:
 
 
 def image(alt: str, picture: Path, page: Path) -> str:
-    """A picture of the repository, as ``page`` shows it, with a text for those who cannot see it."""
-    return f"![{alt}]({Path(os.path.relpath(ROOT / picture, page.parent)).as_posix()})\n"
+    """A picture of the repository, as ``page`` shows it, with a text for those who cannot see it.
+
+    The site shows phones the narrow drawing by itself; the file that is read where it lies has to name it.
+    """
+    where = Path(os.path.relpath(ROOT / picture, page.parent))
+    if page != ROOT / "README.md":
+        return f"![{alt}]({where.as_posix()})\n"
+    source = f'<source media="(max-width: 47em)" srcset="{narrow_path(where).as_posix()}">'
+    return f'<picture>\n  {source}\n  <img alt="{escape(alt)}" src="{where.as_posix()}">\n</picture>\n'
 
 
 def ms(seconds: float, digits: int = 0) -> str:

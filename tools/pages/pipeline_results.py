@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from matplotlib.lines import Line2D
 from page_text import GB, GIB, day_of, gib, image, markdown_table, ms, percent, torch_of
 from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
@@ -197,21 +198,28 @@ def picture(records: list[Row], page: Path) -> str:
     return image(f"Points of peak and step time. Half on rank 0: {said}.", PICTURE, page)
 
 
-def draw(records: list[Row]) -> Figure:
-    """The first rank's peak against step time, a row of panels for each record: measured filled, derived hollow."""
-    figure = new_figure((9.0, 5.2))
+def draw(records: list[Row], *, narrow: bool = False) -> Figure:
+    """The first rank's peak against step time, a row of panels for each record: measured filled, derived hollow.
+
+    For phones, a row of panels for each record and schedule.
+    """
     cases = list(dict.fromkeys(found.case for record in records for found in measured(record, HALF)))
-    panels = figure.subplots(len(records), len(cases), sharex=True, sharey="row", squeeze=False)
-    for record, row in zip(records, panels, strict=True):
-        for case, ax in zip(cases, row, strict=True):
+    columns = 2 if narrow else len(cases)
+    rows = [(record, cases[i : i + columns]) for record in records for i in range(0, len(cases), columns)]
+    figure = new_figure((NARROW_INCHES, 0.7 + 2.0 * len(rows)) if narrow else (WIDE_INCHES, 5.2))
+    panels = figure.subplots(len(rows), columns, sharex=True, sharey="row", squeeze=False)
+    for (record, shown), row in zip(rows, panels, strict=True):
+        for case, ax in zip(shown, row, strict=False):
             _draw_case(ax, [found for found in measured(record, HALF, FREE, BOUND) if found.case == case])
             schedule, width = case
-            ax.set_title(f"{schedule}, width {width}", color=INK, loc="left", fontsize=10)
+            ax.set_title(f"{schedule}, width {width}", color=INK, loc="left", fontsize=9 if narrow else 10)
         row[0].set_ylim(0, None)
-        row[0].set_ylabel(f"{record['options']['ranks']} GPUs: peak of rank 0, GiB", color=INK, fontsize=9)
+        what = "rank 0, GiB" if narrow else "peak of rank 0, GiB"
+        row[0].set_ylabel(f"{record['options']['ranks']} GPUs: {what}", color=INK, fontsize=9)
     for ax in panels[-1]:
         ax.set_xlabel("step, % longer", color=INK, fontsize=9)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, labelcolor=INK, fontsize=9)
+    look: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=2 if narrow else 6, **look)
     return figure
 
 
@@ -348,5 +356,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(_records())}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(_records(), narrow=narrow)}
+"""Path in the repository → what draws it."""

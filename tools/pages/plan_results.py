@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drawing import Maker
 from page_text import GIB, ROOT, full_record, torch_of
 
 from offload.planning.link import Link
@@ -66,4 +67,4 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Any] = {}
+PICTURES: dict[Path, Maker] = {}

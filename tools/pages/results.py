@@ -9,7 +9,8 @@ A page says where a block belongs with two comments; what is between them is rep
     <!-- /table -->
 
 The modules beside this one whose names end in ``_results`` know the records. Each has ``BLOCKS``, from a block's
-kind and name to a function that gives its text for a page, and ``PICTURES``, from a path to a function that draws.
+kind and name to a function that gives its text for a page, and ``PICTURES``, from a path to a function that draws,
+at both widths.
 """
 
 from __future__ import annotations
@@ -21,13 +22,10 @@ import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drawing import is_up_to_date, save
+from drawing import Maker, at_both_widths, is_up_to_date, save
 from page_text import ROOT
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAGES = ("README.md", "index.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md")
 BLOCK = re.compile(r"(<!-- (table|picture): (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -49,7 +47,7 @@ def merged(name: str) -> dict[Any, Any]:
 
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = merged("BLOCKS")
-PICTURES: dict[Path, Callable[[], Figure]] = merged("PICTURES")
+PICTURES: dict[Path, Maker] = merged("PICTURES")
 
 
 def filled(text: str, page: Path) -> str:
@@ -75,7 +73,7 @@ def changes() -> dict[Path, str]:
     """The pages and pictures that the records change, and what they make of them."""
     changed = {page: text for page in pages() if (text := filled(before := page.read_text("utf-8"), page)) != before}
     with tempfile.TemporaryDirectory() as folder:
-        for path, draw in PICTURES.items():
+        for path, draw in at_both_widths(PICTURES).items():
             drawn = Path(folder) / path.name
             save(draw, drawn)
             if not is_up_to_date(ROOT / path, drawn):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from page_text import GIB, ROOT, day_of, full_record, gib, image, machine, markdown_table, ms
 
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -293,7 +294,7 @@ def draw(record: Row, *, narrow: bool = False) -> Figure:
     names = _panels(record)
     columns = 1 if narrow else 2
     rows = (len(names) + columns - 1) // columns
-    figure = new_figure((3.8 if narrow else 9.0, (2.4 if narrow else 0.9) + 2.7 * rows))
+    figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, (2.4 if narrow else 0.9) + 2.7 * rows))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in panels:
         ax.set_axis_off()
@@ -378,12 +379,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = (
-    {
-        PICTURE: lambda: draw(read_record()),
-        PICTURE.with_stem("suite_narrow"): lambda: draw(read_record(), narrow=True),
-    }
-    if RECORD.exists()
-    else {}
-)
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(), narrow=narrow)} if RECORD.exists() else {}
+"""Path in the repository → what draws it."""

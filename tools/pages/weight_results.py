@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from page_text import GB, ROOT, day_of, gb, image, markdown_table, ms, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
@@ -133,11 +134,11 @@ def weight_streaming_picture(record: Row, page: Path) -> str:
     return image(f"Bars of forward and backward times. {said}.", PICTURE, page)
 
 
-def draw(record: Row) -> Figure:
+def draw(record: Row, *, narrow: bool = False) -> Figure:
     """Forward and backward of each case: the limits of a step hollow, real steps filled."""
     rows = record["rows"]
-    figure = new_figure((9.0, 3.0))
-    panels = figure.subplots(1, len(rows), sharey=True)
+    figure = new_figure((NARROW_INCHES, 2.6 * len(rows)) if narrow else (WIDE_INCHES, 3.0))
+    panels = figure.subplots(*((len(rows), 1) if narrow else (1, len(rows))), sharey=True)
     for ax, row in zip(panels, rows, strict=True):
         style_axes(ax)
         _draw_case(ax, row, next(other for other in record["fsdp"] if other["case"] == row["case"]))
@@ -189,5 +190,5 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
 }
 """A block's kind and name → its text, for a page at this path."""
 
-PICTURES: dict[Path, Callable[[], Figure]] = {PICTURE: lambda: draw(read_record(RECORD))}
-"""Path in the repository → what is drawn there."""
+PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(RECORD), narrow=narrow)}
+"""Path in the repository → what draws it."""
