@@ -36,7 +36,7 @@ class Lengths:
     """
 
     def __init__(self, limit_bytes: int, first: int, grain: int, most: int) -> None:
-        self.limit_bytes, self.first, self.grain, self.most = limit_bytes, first, grain, most
+        self.limit_bytes, self.first, self.grain, self.most = limit_bytes, first, grain, most // grain * grain
         self.peaks: dict[int, int] = {}
         """Of each length that passed."""
         self.failed: list[int] = []
