@@ -382,3 +382,12 @@ def test_graphs_are_drawn_a_bar_each(tmp_path):
 def test_every_family_looks_different():
     looks = [(look.line, look.hollow) for look in suite_results.LOOKS.values()]
     assert len(set(looks)) == len(looks)
+
+
+def test_the_readme_begins_like_the_start_page():
+    """The same in the same order; the start page has cards beside it."""
+    end = "so you can learn, test and\ndebug on a laptop."
+    readme, start = ((results.ROOT / name).read_text("utf-8").partition(end)[0] for name in ("README.md", "index.md"))
+    start = re.sub(r"::::\{grid\}.*?\n::::\n\n", "", start, flags=re.DOTALL)
+    without_pictures = [results.BLOCK.sub(r"\1\4", text) for text in (readme, start)]
+    assert without_pictures[0] == without_pictures[1]

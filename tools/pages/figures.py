@@ -52,7 +52,7 @@ LINKS = {
     "PCIe Gen4 x16, by its specification": (Link(31.5e9, 31.5e9, 63e9), COLORS["backward"], "s"),
     "H200, PCIe Gen5 x16, one of four at once": (Link(34e9, 39.7e9, 39e9), COLORS["offload"], "v"),
     "H200, PCIe Gen5 x16, alone": (Link(55e9, 55e9, 100e9), COLORS["forward"], "o"),
-    "NVLink-C2C, at two thirds of its specification": (Link(300e9, 300e9, 450e9), COLORS["reload"], "D"),
+    "NVLink-C2C, at 88% of its specification": (Link(396e9, 396e9, 450e9), COLORS["reload"], "D"),
 }
 """Name → the link, its colour and its marker."""
 
@@ -327,7 +327,7 @@ FIGURES: dict[str, Maker] = {
     ),
     "link_c2c": partial(
         link_figure,
-        "NVLink-C2C, at two thirds of its specification",
+        "NVLink-C2C, at 88% of its specification",
         "simulated: the same over NVLink-C2C; each copy ends before the next layer does",
     ),
     "declared": declared_figure,
