@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE = Path("docs/_static/results/budgets.svg")
+LLAMA_PICTURE = PICTURE.with_stem("budgets_llama")
+MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
 RESULTS = ROOT / "results"
 GIB = 1 << 30
 
@@ -90,51 +92,50 @@ def _host_cost(page: Path) -> str:
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 
-def _curves() -> tuple[list[Row], list[Row], list[Row]]:
-    """Of the decoder: the plans, whole layers, both with nothing first, and the two ways to checkpoint all."""
-    rows = [row for row in _record("budget")["rows"] if row["model"] == "decoder" and "error" not in row]
+def _curves(model: str) -> tuple[list[Row], list[Row], list[Row], list[Row]]:
+    """The plans, whole layers, both with nothing first; the two ways to checkpoint all; what one line came to."""
+    rows = [row for row in _record("budget")["rows"] if row["model"] == model and "error" not in row]
     plans, whole = (
         [rows[0], *(row for row in rows if row["what"].startswith(word))] for word in ("budget", "whole layers")
     )
-    return plans, whole, [row for row in rows if row["what"].startswith("checkpoint")]
+    return plans, whole, *([row for row in rows if row["what"].startswith(word)] for word in ("checkpoint", "memory_b"))
 
 
-def _picture(page: Path) -> str:
-    plans, whole, checkpoints = _curves()
+def _picture(model: str, path: Path, page: Path) -> str:
+    plans, whole, checkpoints, lines = _curves(model)
     alt = (
         f"Step time against activation peak. Plans by region: from {gib(plans[0]['peak_bytes'], 1)} GiB and "
         f"{ms(plans[0]['step_s'])} ms to {gib(plans[-1]['peak_bytes'], 1)} GiB and {ms(plans[-1]['step_s'])} ms. Whole "
         f"layers: {ms(whole[-1]['step_s'])} ms at {gib(whole[-1]['peak_bytes'], 1)} GiB. Every layer checkpointed: "
         f"{ms(checkpoints[0]['step_s'])} ms at {gib(checkpoints[0]['peak_bytes'], 1)} GiB."
     )
-    return image(alt, PICTURE, page)
+    said = [f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in lines]
+    return image(alt + (f" memory_budget=, one line: {', '.join(said)}." if said else ""), path, page)
 
 
-def draw(*, narrow: bool = False) -> Figure:
+def draw(model: str = "decoder", *, narrow: bool = False) -> Figure:
     """What a step takes within a memory budget, by three ways; for phones, as narrow as they are."""
-    plans, whole, checkpoints = _curves()
+    plans, whole, checkpoints, lines = _curves(model)
     figure = new_figure((NARROW_INCHES if narrow else 7.2, 3.9))
     ax = figure.subplots()
     style_axes(ax)
     for rows, line, color, label in (
         (whole, "s--", COLORS["offload"], "whole layers offloaded"),
         (plans, "o-", COLORS["forward"], "a plan by region"),
+        (lines, "*", COLORS["reload"], "memory_budget=, one line"),
         (checkpoints[:1], "D", COLORS["recompute"], "every layer checkpointed"),
         (checkpoints[1:], "^", COLORS["recompute"], "the same, inputs on the host"),
     ):
-        ax.plot(
-            [row["peak_bytes"] / GIB for row in rows],
-            [1e3 * row["step_s"] for row in rows],
-            line,
-            color=color,
-            label=label,
-        )
+        if rows:
+            peaks, steps = [row["peak_bytes"] / GIB for row in rows], [1e3 * row["step_s"] for row in rows]
+            ax.plot(peaks, steps, line, color=color, label=label, markersize=10 if line == "*" else None)
     ax.set_xlim(0, 1.08 * plans[0]["peak_bytes"] / GIB)
-    ax.set_ylim(0, 1.15e3 * max(row["step_s"] for row in whole))
+    ax.set_ylim(0, 1.15e3 * max(row["step_s"] for row in [*whole, *checkpoints]))
     ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
     ax.set_ylabel("step, ms", color=INK, fontsize=9)
     gpu = _record("budget")["hardware"]["gpu"]
-    title = "20 decoder layers within a budget" if narrow else f"20 decoder layers within a memory budget, {gpu}"
+    of = MODELS[model]
+    title = f"{of} within a budget" if narrow else f"{of} within a memory budget, {gpu}"
     ax.set_title(title, color=INK, loc="left", fontsize=11)
     ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     return figure
@@ -145,6 +146,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets_llama"): partial(_budgets, "llama"),
     ("table", "llama_8b"): _llama_8b,
     ("table", "budget_host_cost"): _host_cost,
-    ("picture", "budgets"): _picture,
+    ("picture", "budgets"): partial(_picture, "decoder", PICTURE),
+    ("picture", "budgets_llama"): partial(_picture, "llama", LLAMA_PICTURE),
 }
-PICTURES: dict[Path, Maker] = {PICTURE: draw}
+PICTURES: dict[Path, Maker] = {PICTURE: draw, LLAMA_PICTURE: partial(draw, "llama")}

@@ -10,17 +10,17 @@ import argparse
 import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from diagrams import DIAGRAMS
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker, at_both_widths, is_up_to_date, plotted, put_key, put_title, save
-from matplotlib.patches import FancyBboxPatch, Rectangle
 from page_text import GIB, ROOT
 
-from offload.activations.states import TRANSITIONS, OffloadState
-from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
+from offload.command_line import plan as plan_command
+from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
 from offload.planning.profile import LayerProfile, Profile
@@ -181,139 +181,56 @@ def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], n
     )
 
 
-# What device and host memory hold in each state.
-MEMORY = {
-    OffloadState.RESIDENT: ("held", "free"),
-    OffloadState.OFFLOADING: ("held", "being written"),
-    OffloadState.OFFLOADED: ("free", "held"),
-    OffloadState.RELOADING: ("being written", "held"),
-    OffloadState.RELOADED: ("held", "free"),
+# The ways to train that a command compares, and a model for it: Llama-3.1-8B's sizes.
+WAYS = {
+    "keep all": INK,
+    "whole layers": COLORS["offload"],
+    "regions": COLORS["forward"],
+    "streamed weights": COLORS["reload"],
 }
+SIZES = "--layers 32 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 --tokens 8192"
+MEMORIES_GIB = (24, 26, 28, 30, 32, 36, 40, 48, 64, 80, 82, 84, 86, 88, 92, 96, 104, 112, 120, 128, 132, 136, 141, 180)
 
 
-def states_figure(*, narrow: bool) -> Figure:
-    """The five states in a row, for phones in a column; the verbs between them, and who holds the memory in each."""
-    figure = new_figure((NARROW_INCHES, 4.4) if narrow else (WIDE_INCHES, 2.2))
+@cache
+def ways_steps() -> dict[str, dict[int, float]]:
+    """Way → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
+    parser = argparse.ArgumentParser()
+    plan_command.add_options(parser)
+    steps: dict[str, dict[int, float]] = {name: {} for name in WAYS}
+    for memory in MEMORIES_GIB:
+        asked = parser.parse_args([*SIZES.split(), f"--memory={memory}GiB"])
+        for way in plan_command.answer(asked).values["ways"]:
+            if not way["misfit"]:
+                steps[way["name"]][memory] = way["step_s"]
+    return steps
+
+
+def ways_figure(*, narrow: bool) -> Figure:
+    """A bar for each way to train, from the smallest device that it fits on, and its step there."""
+    figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, 3.4))
     ax = figure.subplots()
-    ax.set_axis_off()
-    across, down = (0.0, -1.25) if narrow else (2.25, 0.0)
-    width = 1.45
-    corner = {state: (index * across, 1.2 + index * down) for index, state in enumerate(OffloadState)}
-    device_at, host_at = ((1.75, 0.1), (3.25, 0.1)) if narrow else ((0.0, -0.65), (0.0, -1.15))
-    for state, (x, y) in corner.items():
-        shape = "round,pad=0,rounding_size=0.12"
-        ax.add_patch(FancyBboxPatch((x, y), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4))
-        _centered(ax, x + width / 2, y + 0.3, state.name, INK, 9.0, "bold")
-        for held, color, (right, up) in zip(MEMORY[state], ("forward", "offload"), (device_at, host_at), strict=True):
-            _draw_memory(ax, x + right, y + up, 1.35 if narrow else width, held, COLORS[color])
-    first_x, first_y = corner[OffloadState.RESIDENT]
-    for name, (right, up) in (("device", device_at), ("host", host_at)):
-        if narrow:
-            _centered(ax, first_x + right + 0.68, first_y + 0.8, name, INK, 9.0)
-        else:
-            ax.text(first_x - 0.15, first_y + up + 0.2, name, color=INK, fontsize=9, ha="right", va="center_baseline")
-    for verb, (source, target) in TRANSITIONS.items():
-        (from_x, from_y), (to_x, to_y) = corner[source], corner[target]
-        style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-        if narrow:
-            start, end = (from_x + width / 2, from_y), (to_x + width / 2, to_y + 0.6)
-            place: dict[str, Any] = {"ha": "left", "va": "center"}
-            ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, verb.replace("_", " "), color=INK, fontsize=8.5, **place)
-        else:
-            start, end = (from_x + width, from_y + 0.3), (to_x, to_y + 0.3)
-            place = {"ha": "center", "va": "bottom"}
-            label = verb.replace("_", "\n")
-            ax.text((start[0] + end[0]) / 2, start[1] + 0.12, label, color=INK, fontsize=8.5, **place)
-        ax.annotate("", xy=end, xytext=start, arrowprops=style)
+    style_axes(ax)
+    ax.spines["left"].set_visible(False)
+    ax.set_yticks(())
+    for row, (name, steps) in enumerate(reversed(ways_steps().items())):
+        least, shortest_s = min(steps), min(steps.values())
+        ax.barh(row, 190 - least, left=least, height=0.34, color=WAYS[name], linewidth=0)
+        text = f"from {least} GiB {steps[least]:.2f} s"
+        near = min(memory for memory, step_s in steps.items() if step_s <= 1.01 * shortest_s)
+        text += f", from {near} GiB {shortest_s:.2f} s" if near > least else ""
+        look: dict[str, Any] = {"color": INK, "fontsize": 8.5, "va": "center_baseline"}
+        ax.text(0, row + 0.38, f"{name}: {text}", **look).set_in_layout(False)
+    ax.set_xlim(0, 190)
+    ax.set_ylim(-0.3, len(WAYS) - 0.35)
+    ax.set_xticks((0, 24, 48, 80, 141, 180) if narrow else (0, 16, 24, 32, 48, 64, 80, 96, 128, 141, 180))
+    ax.set_xlabel("device memory, GiB", color=INK, fontsize=9)
+    title = "Llama-3.1-8B's sizes, 8,192 tokens, AdamW: planned at an H200's speed"
     if narrow:
-        ax.set_xlim(-0.05, 4.65)
-        ax.set_ylim(1.1 + 4 * down, 2.15)
+        put_title(figure, title)
     else:
-        ax.set_xlim(-0.8, 4 * across + width + 0.05)
-        ax.set_ylim(-0.05, 2.3)
+        ax.set_title(title, color=INK, loc="left", fontsize=11)
     return figure
-
-
-def _draw_memory(ax: Axes, x: float, y: float, width: float, holds: str, color: str) -> None:
-    face = color if holds == "held" else "none"
-    edge, dashes = (INK, (0.0, (2.0, 2.0))) if holds == "free" else (color, (0.0, ()))
-    box = Rectangle((x, y), width, 0.4, facecolor=face, edgecolor=edge, linestyle=dashes, linewidth=1.4)
-    ax.add_patch(box)
-    _centered(ax, x + width / 2, y + 0.2, holds, text_color(color) if holds == "held" else INK, 8.5)
-
-
-def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, weight: str = "normal") -> None:
-    ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
-
-
-# The rooms, from the top down: each may import what is below it.
-ROOF = (("integrations", "callbacks for others' trainers"), ("command_line", "what a shell asks"))
-WINGS = (
-    ("pipelining", "torch's pipelines"),
-    ("planning", "how much"),
-    ("weights", "on the host"),
-    ("observe", "what happened"),
-    ("long_context", "loss, MLP in parts"),
-)
-SPINE = (
-    ("activations", "what moves, and who says so"),
-    ("recompute", "what is computed again, instead of kept"),
-    ("host", "how: page-locked memory"),
-    ("device", "how: streams, events, copies"),
-    ("schedule", "when: points and schedules, pure data"),
-    ("base", "what all of them need: a layer's events, checks, units"),
-)
-
-
-def rooms_figure(*, narrow: bool) -> Figure:
-    """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((NARROW_INCHES, 6.6) if narrow else (7.2, 5.7))
-    ax = figure.subplots()
-    ax.set_axis_off()
-    width, height, gap = (4.2, 1.0, 0.18) if narrow else (8.0, 0.62, 0.18)
-    for index, (name, text) in enumerate(reversed(SPINE)):
-        _draw_room(ax, 0.0, index * (height + gap), width, height, name, text, COLORS["forward"])
-    foot = len(SPINE) * (height + gap)
-    ax.text(0.0, foot + 0.02, "spine", color=INK, fontsize=9, va="center_baseline")
-    ax.plot((0.75, width), (foot, foot), color=INK, linewidth=1.0, linestyle=(0.0, (4.0, 3.0)))
-    top = foot + 0.3
-    middle = {}
-    for wings in (WINGS[3:], WINGS[:3]) if narrow else (WINGS,):
-        pitch = (width + gap) / len(wings)
-        for index, (name, text) in enumerate(wings):
-            _draw_room(ax, index * pitch, top, pitch - gap, 0.85, name, text, COLORS["offload"])
-            middle[name] = (index * pitch + (pitch - gap) / 2, top)
-        top += 0.85 + (gap if narrow else 0.0)
-    roof = top + 0.55
-    half = (width - gap) / 2
-    for index, (name, text) in enumerate(ROOF):
-        _draw_room(ax, index * (half + gap), roof, half, 0.85, name, text, COLORS["offload"])
-    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-    for source, target, bend in (("pipelining", "planning", -0.3), ("planning", "observe", -0.15)):
-        (from_x, from_y), (to_x, to_y) = middle[source], middle[target]
-        if from_y == to_y:  # over the roofs of both
-            ends, bent = ((from_x, from_y + 0.85), (to_x, to_y + 0.85)), {"connectionstyle": f"arc3,rad={bend}"}
-        else:
-            ends, bent = ((from_x, from_y), (to_x, to_y + 0.85)), {}
-        ax.annotate("", xy=ends[1], xytext=ends[0], arrowprops={**style, **bent})
-    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + 0.85), arrowprops=style)
-    ax.text(width + 0.4, roof / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
-    ax.text(0.0, top + 0.3, "wings", color=INK, fontsize=9, va="center_baseline")
-    ax.set_xlim(-0.1, width + 0.8)
-    ax.set_ylim(-0.1, roof + 0.95)
-    return figure
-
-
-def _draw_room(ax: Axes, x: float, y: float, width: float, height: float, name: str, text: str, color: str) -> None:
-    shape = "round,pad=0,rounding_size=0.08"
-    ax.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor="none", edgecolor=color, linewidth=1.4))
-    if height > 0.7:  # its name above its text
-        letters = round(width * ax.figure.get_figwidth() * 2.55)  # that have room beside each other
-        _centered(ax, x + width / 2, y + 0.72 * height, name, INK, 9.5, "bold")
-        ax.text(x + width / 2, y + 0.3 * height, fill(text, letters), color=INK, fontsize=8, ha="center", va="center")
-    else:
-        ax.text(x + 0.2, y + height / 2, name, color=INK, fontsize=10, weight="bold", va="center_baseline")
-        ax.text(x + 2.0, y + height / 2, text, color=INK, fontsize=9, va="center_baseline")
 
 
 FIGURES: dict[str, Maker] = {
@@ -332,8 +249,8 @@ FIGURES: dict[str, Maker] = {
     ),
     "declared": declared_figure,
     "streams": streams_figure,
-    "states": states_figure,
-    "rooms": rooms_figure,
+    "ways": ways_figure,
+    **DIAGRAMS,
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drawing import NARROW_INCHES, Maker
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker, put_key
 from page_text import GIB, ROOT, day_of, full_record, gib, image, markdown_table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RECORD = ROOT / "results" / "long_context.json"
 PICTURE = Path("docs/_static/results/longest_context.svg")
+LENGTHS_PICTURE = PICTURE.with_stem("long_context")
 
 LENGTHS = {
     "inputs": "checkpointing, inputs travel",
@@ -38,10 +39,14 @@ LIMITED = {
 Row = dict[str, Any]
 
 
+def _lengths(record: Row) -> list[Row]:
+    rows = [row for row in record["rows"] if row["way"] in LENGTHS and "step_s" in row and "limit_bytes" not in row]
+    return sorted(rows, key=lambda row: (row["tokens"], list(LENGTHS).index(row["way"])))
+
+
 def lengths_table(record: Row) -> str:
     """Step, memory and speed at each length, in each way that was measured."""
-    rows = [row for row in record["rows"] if row["way"] in LENGTHS and "step_s" in row and "limit_bytes" not in row]
-    rows.sort(key=lambda row: (row["tokens"], list(LENGTHS).index(row["way"])))
+    rows = _lengths(record)
     base = {row["tokens"]: row["step_s"] for row in rows if row["way"] == "inputs"}
     shown = []
     for row in rows:
@@ -59,6 +64,43 @@ def lengths_table(record: Row) -> str:
             }
         )
     return f"{_where(record)}\n\n{markdown_table(shown, left=2)}\n"
+
+
+def lengths_picture(record: Row, page: Path) -> str:
+    """The picture, with a text for those who cannot see it."""
+    said = "; ".join(
+        f"{row['tokens']:,} tokens, {LENGTHS[row['way']]}: {row['tokens_per_s']:,.0f} tokens/s, "
+        f"{gib(row['peak_bytes'], 0)} GiB on the device, {gib(row['host_bytes'], 0)} on the host"
+        for row in _lengths(record)
+    )
+    return image(f"Bars of speed and memory for each length. {said}.", LENGTHS_PICTURE, page)
+
+
+def draw_lengths(record: Row, *, narrow: bool = False) -> Figure:
+    """Speed and memory by length and way: on the device filled, on the host behind it hollow."""
+    rows = _lengths(record)
+    figure = new_figure((NARROW_INCHES, 6.4) if narrow else (WIDE_INCHES, 3.8))
+    speed, memory = figure.subplots(*((2, 1) if narrow else (1, 2)))
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    colors = {"inputs": INK, "recompute": COLORS["backward"], "hand": COLORS["offload"], "plan": COLORS["forward"]}
+    ways = {tokens: [row["way"] for row in rows if row["tokens"] == tokens] for tokens in lengths}
+    shown = set[str]()
+    for row in rows:
+        beside = ways[row["tokens"]]
+        place = lengths.index(row["tokens"]) + 0.27 * (beside.index(row["way"]) - (len(beside) - 1) / 2)
+        color, device, host = colors[row["way"]], row["peak_bytes"] / GIB, row["host_bytes"] / GIB
+        label = "" if row["way"] in shown else LENGTHS[row["way"]]
+        shown.add(row["way"])
+        speed.bar(place, row["tokens_per_s"], 0.24, color=color, linewidth=0, label=label)
+        memory.bar(place, device, 0.24, color=color, linewidth=0)
+        memory.bar(place, host, 0.24, bottom=device, facecolor="none", edgecolor=color, linewidth=1.2)
+    for ax, title in ((speed, "tokens per second"), (memory, "GiB; filled: device, hollow: host")):
+        style_axes(ax)
+        ax.set_xticks(range(len(lengths)), [f"{tokens >> 10}K" for tokens in lengths])
+        ax.set_xlabel("tokens of the sequence", color=INK, fontsize=9)
+        ax.set_title(title, color=INK, loc="left", fontsize=10)
+    put_key(figure, 1 if narrow else 3)
+    return figure
 
 
 def equal_sentence(record: Row) -> str:
@@ -148,6 +190,8 @@ if RECORD.exists():
         ("table", "long_context_equal"): lambda _: equal_sentence(full_record(RECORD)),
         ("table", "longest_context"): lambda _: longest_table(full_record(RECORD)),
     }
+    BLOCKS["picture", "long_context"] = lambda page: lengths_picture(full_record(RECORD), page)
+    PICTURES = {LENGTHS_PICTURE: lambda *, narrow: draw_lengths(full_record(RECORD), narrow=narrow)}
     if len(longest(full_record(RECORD))) > 1:
         BLOCKS["picture", "longest_context"] = lambda page: longest_picture(full_record(RECORD), page)
-        PICTURES = {PICTURE: lambda *, narrow: draw(full_record(RECORD), narrow=narrow)}
+        PICTURES[PICTURE] = lambda *, narrow: draw(full_record(RECORD), narrow=narrow)

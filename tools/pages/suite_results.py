@@ -284,7 +284,7 @@ def curves_picture(record: Row, page: Path) -> str:
 
 
 def _span(record: Row, workload: str) -> str:
-    rows = [row for row in _points(record, workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
+    rows = [row for row in points_of(record, workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
     least, most = min(rows, key=lambda row: row["peak_bytes"]), max(rows, key=lambda row: row["peak_bytes"])
     return " to ".join(f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in (most, least))
 
@@ -301,7 +301,7 @@ def draw(record: Row, *, narrow: bool = False) -> Figure:
     for ax, name in zip(panels, names, strict=False):
         ax.set_axis_on()
         style_axes(ax)
-        _draw_panel(ax, _points(record, name))
+        _draw_panel(ax, points_of(record, name))
         ax.set_title(name, color=INK, loc="left", fontsize=11)
     keys = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(
@@ -355,7 +355,8 @@ def _panels(record: Row) -> list[str]:
     return [name for name in WORKLOADS.values() if name in kept]
 
 
-def _points(record: Row, workload: str) -> list[Row]:
+def points_of(record: Row, workload: str) -> list[Row]:
+    """What was measured of a workload, contender by contender."""
     return [row for row in record["rows"] if row["workload"] == workload and "step_s" in row]
 
 
