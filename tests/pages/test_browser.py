@@ -225,6 +225,17 @@ def test_theme_switch(readers):
     assert grounds[0] == grounds[3], grounds
 
 
+def test_folded_code_opens_by_keyboard_and_without_scripts(readers, address):
+    context = readers["light"].page.context.browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{address}notebooks/01_basic.html")
+    [code] = page.locator("details.folded-code").all()
+    assert not code.locator("pre").last.is_visible()
+    code.locator("summary").press("Enter")
+    assert code.locator("pre").last.is_visible()
+    context.close()
+
+
 @pytest.mark.parametrize(("words", "page"), FIRST_HITS.items())
 def test_search_finds_first(readers, words, page):
     reader = readers["light"]

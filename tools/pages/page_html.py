@@ -3,6 +3,7 @@
 - Narrow drawings: where ``NAME_narrow.svg`` lies beside a page's ``NAME.svg``, phones are shown that one. A wide one
   without it scrolls in its own box.
 - Alternative texts of notebooks' pictures: a cell says them in its metadata, as ``"alt": ["of its first picture", …]``.
+- Code that only draws is folded, where a notebook's cell has the tag ``hide-input``; opening it needs no script.
 - Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers.
 """
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 NARROW = "(max-width: 47em)"
 """Where narrow drawings are shown: below, the text of the wide ones would be smaller than 9 pixels."""
 
+FOLDED = "hide-input"
+FOLD = '<details class="folded-code"><summary>The code that draws this</summary>'
+
 PICTURE = re.compile(r'<img\b[^>]*\bsrc="(?P<folder>[^"]*/)(?P<name>[^"/]+)\.svg"[^>]*/?>')
 SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
 
@@ -28,6 +32,7 @@ SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects what is defined below."""
     app.connect("doctree-read", describe_pictures)
+    app.connect("doctree-read", fold_code)
     app.connect("env-updated", add_narrow_drawings)
     app.connect("html-page-context", mend_page, priority=900)  # after Furo has made its navigation
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -44,6 +49,24 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
         raise ValueError(f"{path.name}: its cells must have a text in 'alt' for each of {len(shown)}, got {len(texts)}")
     for node, text in zip(shown, texts, strict=True):
         node["alt"] = text
+
+
+def fold_code(app: Sphinx, doctree: nodes.document) -> None:
+    """Put the code of those cells of a notebook that have the tag into a box that opens when it is asked for."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    code = [node for node in doctree.findall(nodes.container) if "nbinput" in node["classes"]]
+    if len(code) != len(cells):
+        raise ValueError(
+            f"{path.name}: none of its {len(cells)} cells of code must be empty, got {len(code)} with code"
+        )
+    for node, cell in zip(code, cells, strict=True):
+        if FOLDED in cell["metadata"].get("tags", ()):
+            at = node.parent.index(node)
+            node.parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
+            node.parent.insert(at, nodes.raw("", FOLD, format="html"))
 
 
 def picture_texts(path: Path) -> list[str]:
