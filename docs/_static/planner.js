@@ -141,6 +141,7 @@
     ["checkpointing", "every layer checkpointed"],
   ];
   let state = null, answer = null, curve = null, drawing = 0;
+  let beside = null; // what memory does not change, of the answer
   const inputs = {}, outputs = {}, parts = {};
 
   function shownValue(name, values) {
@@ -225,7 +226,13 @@
     answer = planner.answer(askedOf(state));
     const { ways, chosen, profile, link, left_bytes } = answer;
     const plans = Object.fromEntries(ways.filter((way) => way.plan).map((way) => [way.name, way.plan]));
-    const free = planner.freePlan(profile, link), checkpointed = planner.checkpointing(profile, link, false);
+    if (beside?.profile !== profile) {
+      beside = {
+        profile, free: planner.freePlan(profile, link), whole: planner.wholeLayers(profile, link),
+        checkpoints: [false, true].map((travels) => planner.checkpointing(profile, link, travels)),
+      };
+    }
+    const { free, whole, checkpoints } = beside, [checkpointed] = checkpoints;
     plans.checkpointing = { ...checkpointed, host_bytes: 0, num_layers: 0 };
     const misfit = checkpointed.peak_bytes > left_bytes ? `activations take ${formatBytes(checkpointed.peak_bytes)}` : "";
     const rows = [...ways, { name: "checkpointing", misfit, ...plans.checkpointing }];
@@ -239,8 +246,8 @@
     const title = SHOWN.find(([key]) => key === shown)[1];
     curve = {
       streams: () => drawStreams(plans[shown], title, left_bytes),
-      kept, left_bytes, checkpoints: [checkpointed, planner.checkpointing(profile, link, true)], plan: [], free,
-      whole: planner.wholeLayers(profile, link), chosen: chosen?.plan && chosen.name !== "streamed weights" ? chosen.plan : null,
+      kept, left_bytes, checkpoints, plan: [], free, whole,
+      chosen: chosen?.plan && chosen.name !== "streamed weights" ? chosen.plan : null,
     };
     curve.streams();
     drawCurve();

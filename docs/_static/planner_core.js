@@ -436,6 +436,14 @@ globalThis.offloadPlanner = (() => {
       return (choice.peak ??= peakBytes(this.passes(choice), choice.numLayers, this.profile.loss_bytes));
     }
 
+    /** Seconds without waiting for copies if one layer is on another rung. */
+    computeS(choice, number, rung) {
+      const passes = this.passes(choice), seconds = (one) => one.forward_s + one.backward_s;
+      choice.layers_s ??= passes.reduce((total, one) => total + seconds(one), 0);
+      const other_s = seconds(this.passesAt(number, rung, number < choice.numLayers)) - seconds(passes[number]);
+      return choice.layers_s + other_s + this.profile.loss_s + this.profile.other_s;
+    }
+
     stepS(choice) {
       return stepS(this.passes(choice), choice.numLayers, this.link, this.profile.loss_s) + this.profile.other_s;
     }
@@ -595,6 +603,7 @@ globalThis.offloadPlanner = (() => {
           for (const rung of range(this.choices.rungsOf(number))) {
             const { choice } = found;
             if (rung === choice.rungs[number] || (rung < choice.rungs[number] && number >= choice.numLayers)) continue;
+            if (this.choices.computeS(choice, number, rung) > found.score[0] * (1 + ROUNDING)) continue; // waits or not
             const tried = this.choices.onRung(choice, number, rung);
             if (this.fits(tried)) found = best([found, this.scored(tried)]);
           }
@@ -888,16 +897,25 @@ globalThis.offloadPlanner = (() => {
   const budgeted = (left) =>
     `offload_layers(${LAYERS}, memory_budget="${float(Math.floor((Math.max(0, left) * 10) / GIB) / 10)}GiB")`;
 
+  /** The choices for a model and a link; those of the last question again, if it differs in memory alone. */
+  function choicesOf(...asked) {
+    const text = JSON.stringify(asked), [shape, batch, tokens, rates, link] = asked;
+    if (choicesOf.last?.text !== text) {
+      const profile = profileOf(shape, batch, tokens, rates);
+      choicesOf.last = { text, profile, choices: new Choices(profile, link) };
+    }
+    return choicesOf.last;
+  }
+
   /** What `python -m offload plan` answers. `asked`: shape, batch, tokens, rates, link, memory, host, state, fused_loss. */
   function answer(asked) {
     const { batch, tokens, rates, link, host = null } = asked, shape = shapeOf(asked.shape);
-    const profile = profileOf(shape, batch, tokens, rates);
+    const { profile, choices } = choicesOf(shape, batch, tokens, rates, link);
     const loss = asked.fused_loss ? 0 : lossBytes(shape, batch, tokens);
     const parameter_bytes = 2 * shape.item_bytes + (asked.state ?? 2 * shape.item_bytes);
     const on_layers = shape.layers * shape.layer_parameters, parameters = on_layers + shape.outside_parameters;
     const fixed_bytes = parameters * parameter_bytes + loss;
     const usable_bytes = Math.floor(USABLE * asked.memory);
-    const choices = new Choices(profile, link);
 
     const ways = [];
     const way = (name, write, profile, left, host, choices) => {

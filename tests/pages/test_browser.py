@@ -236,6 +236,36 @@ def test_folded_code_opens_by_keyboard_and_without_scripts(readers, address):
     context.close()
 
 
+# Moves a slider back and forth, waits for each answer and its curve, and says how long each answer took.
+MOVE_SLIDER = """async name => {
+  const root = document.getElementById("planner"), slider = document.getElementById(`planner-${name}`), took = [];
+  const once = async found => { while (!found()) await new Promise(resolve => setTimeout(resolve, 1)); };
+  for (let move = 0; move < 8; move++) {
+    const before = root.dataset.answer;
+    slider.value = Number(slider.value) + (move % 2 ? 1 : -1);
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+    await once(() => root.dataset.answer !== before);
+    took.push(Number(root.dataset.took));
+    await once(() => root.dataset.state === "done");
+  }
+  return took;
+}"""
+
+
+@pytest.mark.parametrize("preset", ["decoder", "llama_8b"])
+def test_the_planner_answers_each_move_of_a_slider(readers, preset):
+    """With 32 layers. How long that takes is for people: ``pytest -s`` prints it."""
+    reader = readers["light"]
+    reader.open(f"index.html#planner?preset={preset}&layers=32")
+    reader.page.reload()  # another preset of the same page
+    for name in ("memory", "tokens"):
+        reader.page.wait_for_selector("#planner[data-state=done]")
+        took = reader.page.evaluate(MOVE_SLIDER, name)
+        assert len(took) == 8
+        print(f"{preset}, {name}: {sorted(took)[4]} ms, at most {max(took)}")  # noqa: T201  # for people
+    assert not reader.faults
+
+
 @pytest.mark.parametrize(("words", "page"), FIRST_HITS.items())
 def test_search_finds_first(readers, words, page):
     reader = readers["light"]
