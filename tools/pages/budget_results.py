@@ -92,6 +92,21 @@ def _host_cost(page: Path) -> str:
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 
+def _host_bound(page: Path) -> str:
+    """Why plans for the Llama are not met as closely."""
+    found = _record("budget")["llama_host"]
+    host, device = (found["forward_ms"][name] for name in ("host, recorded", "device, nothing recorded"))
+    plans = " and ".join(
+        f"{row['not_collecting']:.0f} ms in place of {row['collecting']:.0f} for {row['budget_gib']} GiB, "
+        f"{100 * (row['not_collecting'] / row['predicted'] - 1):.1f}% more than predicted"
+        for row in found["steps_ms"]
+    )
+    return (
+        f"To record a forward takes the host {host} ms here, where the GPU needs {device}: the GPU waits, and for the "
+        f"garbage collector as well. With that switched off, two of these plans took {plans}.\n"
+    )
+
+
 def _curves(model: str) -> tuple[list[Row], list[Row], list[Row], list[Row]]:
     """The plans, whole layers, both with nothing first; the two ways to checkpoint all; what one line came to."""
     rows = [row for row in _record("budget")["rows"] if row["model"] == model and "error" not in row]
@@ -146,6 +161,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets_llama"): partial(_budgets, "llama"),
     ("table", "llama_8b"): _llama_8b,
     ("table", "budget_host_cost"): _host_cost,
+    ("table", "budget_host_bound"): _host_bound,
     ("picture", "budgets"): partial(_picture, "decoder", PICTURE),
     ("picture", "budgets_llama"): partial(_picture, "llama", LLAMA_PICTURE),
 }

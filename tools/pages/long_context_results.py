@@ -36,6 +36,10 @@ LIMITED = {
     "lora": "streamed, LoRA",
 }
 
+HELD = 2 * 2 * 8_030_261_248
+"""Bytes of the shape's weights and gradients."""
+STREAMED = ("streamed", "lora")
+
 Row = dict[str, Any]
 
 
@@ -115,31 +119,40 @@ def equal_sentence(record: Row) -> str:
 
 
 def longest(record: Row) -> dict[int, dict[str, Row]]:
-    """By device memory and way."""
+    """By device memory and way. Where this library's was not searched for, the longest that was content with less."""
     found: dict[int, dict[str, Row]] = {}
     for row in sorted((row for row in record["rows"] if "limit_bytes" in row), key=lambda row: row["limit_bytes"]):
         found.setdefault(row["limit_bytes"], {})[row["way"]] = row
+    whole = [row for row in record["rows"] if row["way"] in LENGTHS and "peak_reserved_bytes" in row]
+    whole = [row for row in whole if "limit_bytes" not in row]
+    for nbytes, ways in found.items():
+        within = [row for row in whole if row["peak_reserved_bytes"] <= nbytes]
+        if "inputs" not in ways and within:
+            row = max(within, key=lambda row: (row["tokens"], row["tokens_per_s"]))
+            ways["inputs"] = {"longest_tokens": row["tokens"], "tokens_per_s": row["tokens_per_s"]}
     return found
 
 
 def longest_table(record: Row) -> str:
     """The longest context by device memory."""
 
-    def cell(row: Row | None) -> str:
+    def cell(nbytes: int, way: str) -> str:
+        row = rows[nbytes].get(way)
         if row is None:
-            return ""
+            return "does not fit" if nbytes < HELD and way not in STREAMED else "not tried"
         tokens = row.get("longest_tokens", 0)
         # Where no length failed, the search has ended for its time.
         least = "" if row.get("shortest_failed_tokens") else "at least "
-        return f"{least}{tokens:,} ({row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
+        about = "" if row.get("whole", True) else "about "
+        return f"{least}{tokens:,} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
 
     rows = longest(record)
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
     shown = [
-        {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(row.get(way)) for way in ways}
-        for nbytes, row in rows.items()
+        {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(nbytes, way) for way in ways} for nbytes in rows
     ]
-    return f"{_where(record)}\n\n{markdown_table(shown, left=1)}\n"
+    last = max((row.get("date", "") for ways in rows.values() for row in ways.values()), default="")
+    return f"{_where(record | {'date': last or record['date']})}\n\n{markdown_table(shown, left=1)}\n"
 
 
 def longest_picture(record: Row, page: Path) -> str:
@@ -167,7 +180,8 @@ def draw(record: Row, *, narrow: bool = False) -> Figure:
         ax.bar(places, heights, 0.9 * width, color=color[way], label=LIMITED[way])
         for place, height, row in zip(places, heights, rows.values(), strict=True):
             if way in row:
-                ax.text(place, height, f"{height:.0f}", color=INK, fontsize=7, ha="center", va="bottom")
+                least = "≥" if height and not row[way].get("shortest_failed_tokens") else ""
+                ax.text(place, height, f"{least}{height:.0f}", color=INK, fontsize=7, ha="center", va="bottom")
     ax.set_xticks(range(len(rows)), [f"{nbytes / GIB:.0f} GiB" for nbytes in rows])
     ax.set_ylabel("longest context, K tokens", color=INK)
     ax.legend(frameon=False, fontsize=8, labelcolor=INK)
