@@ -143,6 +143,11 @@ def test_pages_have_code():
     assert [block for page in PAGES_WITH_CODE for block in read_blocks(page.read_text()) if block.run]
 
 
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_outputs_show_the_figures(page):
+    assert not [block.line for block in read_blocks(page.read_text()) if block.output and "..." in block.output]
+
+
 def test_reads_blocks_at_any_depth():
     page = """
 ````{tab} One
