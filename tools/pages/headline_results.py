@@ -74,9 +74,15 @@ def headline(page: Path) -> str:
         f"**A model that checkpoints already**: {gib(checkpoints['peak_bytes'])} → **{gib(inputs['peak_bytes'])} GiB "
         f"for {100 * (inputs['step_s'] / checkpoints['step_s'] - 1):+.1f}%**, with the checkpoints on the host."
     )
+    limited = {row["row"]: row["longest_tokens"] for row in read("long_context.json")["rows"] if "limit_bytes" in row}
+    streamed = (
+        f"**The same shape on a device of 24 GiB**, where its weights and gradients, 30 GiB, do not fit: "
+        f"**{limited['24GiB:streamed']:,} tokens**. With 48 GiB {limited['48GiB:streamed']:,} and more, where "
+        f"checkpointing ends at {limited['48GiB:checkpointing']:,}."
+    )
     budgets = Path(os.path.relpath(ROOT / "docs/howto/regions.md", page.parent)).as_posix()
     measured = f"\nAll measured on an {llama['hardware']['gpu']}: [the budgets one by one]({budgets}#what-it-gives)."
-    return "".join(f"- {line}\n" for line in (eight_b, decoder, sequence, around)) + measured + "\n"
+    return "".join(f"- {line}\n" for line in (eight_b, streamed, decoder, sequence, around)) + measured + "\n"
 
 
 def _more(row: Row) -> str:
