@@ -148,6 +148,20 @@ def test_outputs_show_the_figures(page):
     assert not [block.line for block in read_blocks(page.read_text()) if block.output and "..." in block.output]
 
 
+WIDEST = 105
+"""Characters of code that a page shows beside its two columns at 1400 px."""
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_not_cut(page):
+    lines = [
+        line
+        for block in read_blocks(page.read_text("utf-8"))
+        for line in (block.code + (block.output or "")).splitlines()
+    ]
+    assert not [line for line in lines if len(line) > WIDEST]
+
+
 def test_reads_blocks_at_any_depth():
     page = """
 ````{tab} One
