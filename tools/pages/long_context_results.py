@@ -166,13 +166,15 @@ def longest_picture(record: Row, page: Path) -> str:
 
 
 def draw(record: Row, *, narrow: bool = False) -> Figure:
-    """A group of bars for each size of the device."""
+    """A group of bars for each size of the device; for phones, one bar below the other."""
     rows = longest(record)
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
-    figure = new_figure((NARROW_INCHES if narrow else 8.0, 3.2))
-    ax = figure.subplots()
     colors = (INK, COLORS["forward"], COLORS["backward"], COLORS["offload"], COLORS["reload"], COLORS["recompute"])
     color = dict(zip(LIMITED, colors, strict=True))
+    if narrow:
+        return _draw_below_each_other(rows, color)
+    figure = new_figure((8.0, 3.2))
+    ax = figure.subplots()
     width = 0.8 / max(1, len(ways))
     for index, way in enumerate(ways):
         places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(rows))]
@@ -180,13 +182,33 @@ def draw(record: Row, *, narrow: bool = False) -> Figure:
         ax.bar(places, heights, 0.9 * width, color=color[way], label=LIMITED[way])
         for place, height, row in zip(places, heights, rows.values(), strict=True):
             if way in row:
-                least = "≥" if height and not row[way].get("shortest_failed_tokens") else ""
-                ax.text(place, height, f"{least}{height:.0f}", color=INK, fontsize=7, ha="center", va="bottom")
+                ax.text(place, height, _thousands(row[way]), color=INK, fontsize=8, ha="center", va="bottom")
     ax.set_xticks(range(len(rows)), [f"{nbytes / GIB:.0f} GiB" for nbytes in rows])
-    ax.set_ylabel("longest context, K tokens", color=INK)
-    ax.legend(frameon=False, fontsize=8, labelcolor=INK)
+    ax.set_ylabel("longest context, K tokens", color=INK, fontsize=9)
+    ax.legend(frameon=False, fontsize=9, labelcolor=INK)
     style_axes(ax)
     return figure
+
+
+def _draw_below_each_other(rows: dict[int, dict[str, Row]], color: dict[str, str]) -> Figure:
+    bars = [(nbytes, way, row[way]) for nbytes, row in rows.items() for way in LIMITED if way in row]
+    figure = new_figure((NARROW_INCHES, 0.8 + 0.24 * len(bars)))
+    ax = figure.subplots()
+    style_axes(ax)
+    for place, (_, way, found) in enumerate(bars):
+        length = found.get("longest_tokens", 0) / 1024
+        ax.barh(place, length, 0.62, color=color[way], linewidth=0)
+        ax.text(length, place, f" {_thousands(found)}", color=INK, fontsize=9, va="center_baseline")
+    ax.set_yticks(range(len(bars)), [f"{LIMITED[way]}, {nbytes / GIB:.0f} GiB" for nbytes, way, _ in bars])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.2 * max(found.get("longest_tokens", 0) for *_, found in bars) / 1024)
+    ax.set_xlabel("longest context, K tokens", color=INK, fontsize=9)
+    return figure
+
+
+def _thousands(row: Row) -> str:
+    tokens = row.get("longest_tokens", 0)
+    return f"{'≥' if tokens and not row.get('shortest_failed_tokens') else ''}{tokens / 1024:.0f}"
 
 
 def _where(record: Row) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 NARROW = "(max-width: 47em)"
 """Where narrow drawings are shown: below, the text of the wide ones would be smaller than 9 pixels."""
 
+FITTED_PX = 920
+"""Notebooks' pictures that are wider scroll: fitted to the page, their text would be smaller than 9 pixels."""
+
 FOLDED = "hide-input"
 FOLD = '<details class="folded-code"><summary>The code that draws this</summary>'
 
@@ -49,6 +52,9 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
         raise ValueError(f"{path.name}: its cells must have a text in 'alt' for each of {len(shown)}, got {len(texts)}")
     for node, text in zip(shown, texts, strict=True):
         node["alt"] = text
+        with (Path(app.srcdir) / node["uri"].removeprefix("/")).open("rb") as file:
+            if int.from_bytes(file.read(20)[16:]) > FITTED_PX:
+                node["classes"].append("as-drawn")
 
 
 def fold_code(app: Sphinx, doctree: nodes.document) -> None:
