@@ -11,9 +11,7 @@ from offload.base.given_layers import remove
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
-from offload.long_context.causal_lm import ChunkedLoss, use_chunked_loss
-from offload.long_context.chunked_loss import chunked_cross_entropy
-from offload.long_context.tiled_mlp import TiledMLPs, tile_mlp
+from offload.long_context.tile_by_tile import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
 from offload.observe.spans import Span
@@ -42,7 +40,6 @@ leave_to_interpreter(__name__)
 __all__ = [
     "BudgetedLayers",
     "CaptureError",
-    "ChunkedLoss",
     "HostMemory",
     "HostMemoryError",
     "LayerProfile",
@@ -63,9 +60,9 @@ __all__ = [
     "Schedule",
     "Span",
     "StreamedWeights",
-    "TiledMLPs",
     "Timeline",
     "Treatment",
+    "Undoable",
     "WeightStats",
     "chunked_cross_entropy",
     "empty_host_cache",

@@ -142,12 +142,20 @@ def test_models_that_do_more_with_logits_are_refused() -> None:
     config = transformers.GraniteConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(64, (1, 8))
-    with use_chunked_loss(model), pytest.raises(TypeError, match="changes them before; call chunked_cross_entropy"):
+    with (
+        use_chunked_loss(model),
+        pytest.raises(TypeError, match="logits as the head makes them; call chunked_cross_entropy"),
+    ):
         model(input_ids=tokens, labels=tokens)
+    with use_chunked_loss(model), pytest.raises(TypeError, match="labels must be given by name"):
+        model(tokens, None, None, None, None, tokens)
     assert model(input_ids=tokens, labels=tokens).logits is not None
-    with pytest.raises(TypeError, match=r"the head of Linear must be an nn\.Linear, got NoneType"):
+    with pytest.raises(TypeError, match=r"must have an nn\.Linear as its head and .*, got NoneType and None; call"):
         use_chunked_loss(nn.Linear(2, 2))
-    with use_chunked_loss(model), pytest.raises(TypeError, match="must be ForCausalLMLoss, got _loss"):
+    with (
+        use_chunked_loss(model),
+        pytest.raises(TypeError, match="ForCausalLMLoss as its loss, got Linear and loss; call"),
+    ):
         use_chunked_loss(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,13 +44,13 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, rtol: float
     torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 46, 1000])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_it_is_the_loss_of_whole_logits(chunk_tokens: int, reduction: Any) -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 46, 1000, None])
+@pytest.mark.parametrize(("num_items", "reduction"), [(None, "mean"), (1, "sum")])
+def test_it_is_the_loss_of_whole_logits(chunk_tokens: int | None, num_items: Any, reduction: str) -> None:
     hidden, weight, labels, bias = inputs(bias=True)
     leaves = [hidden, weight, bias]
     expected = whole(hidden, weight, labels, bias=bias, reduction=reduction)
-    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, reduction=reduction)
+    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=chunk_tokens, num_items=num_items)
     close(found, expected)
     # Of a loss that is multiplied, as gradient accumulation and scalers do.
     for one, other in zip(
@@ -65,12 +66,6 @@ def test_the_sum_is_divided_by_the_items_that_a_trainer_counts(num_items: Any) -
     close(found, whole(hidden, weight, labels, reduction="sum") / 17)
 
 
-def test_shifted_each_token_is_compared_with_the_next_label() -> None:
-    hidden, weight, labels = inputs()
-    found = chunked_cross_entropy(hidden, weight, labels, shift=True, chunk_tokens=5)
-    close(found, whole(hidden[:, :-1], weight, labels[:, 1:]))
-
-
 def test_another_label_can_be_ignored_and_all_can() -> None:
     hidden, weight, labels = inputs()
     labels = labels.abs() % VOCABULARY
@@ -80,7 +75,7 @@ def test_another_label_can_be_ignored_and_all_can() -> None:
     assert nothing.isnan()  # as PyTorch's mean over nothing
     nothing.backward()
     assert weight.grad is not None
-    assert not chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction="sum")
+    assert not chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), num_items=1)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -161,6 +156,32 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
     assert all(map(torch.equal, first, second))
 
 
+def test_nobodys_hooks_see_what_a_chunk_saves() -> None:
+    """Who moves all that forward saves to the host must not move logits."""
+    hidden, weight, labels = inputs()
+    sizes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tuple(tensor.shape))
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    assert (2 * TOKENS, WIDTH) in sizes
+    assert not [size for size in sizes if len(size) == 2 and size[1] == VOCABULARY]
+    loss.backward()
+
+
+def test_gradients_go_as_soon_as_they_are_handed_on() -> None:
+    hidden, weight, labels = inputs()
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+    (saved,) = [node for node, _ in loss.grad_fn.next_functions[0][0].next_functions if "Node" in str(node)]
+    assert len(saved.saved_tensors) == 2
+    loss.backward()
+    with pytest.raises(RuntimeError, match="have already been freed"):
+        saved.saved_tensors  # noqa: B018  # it raises
+
+
 def test_tied_embeddings_get_both_gradients() -> None:
     _, weight, labels = inputs()
     tokens = labels.clamp(min=0)
@@ -173,8 +194,6 @@ def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 23\), got \(2, 22\)"):
         chunked_cross_entropy(hidden, weight, labels[:, 1:])
-    with pytest.raises(ValueError, match="reduction must be"):
-        chunked_cross_entropy(hidden, weight, labels, reduction="none")  # type: ignore[arg-type]  # what is refused
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
         chunked_cross_entropy(hidden, weight, labels, chunk_tokens=0)
 
@@ -205,14 +224,19 @@ def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
     functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)  # type: ignore[arg-type]  # in place of a module
+    package.__spec__ = ModuleSpec("liger_kernel", None)
     hidden, weight, labels, bias = inputs(bias=True)
+    chunked_cross_entropy(hidden, weight, labels, bias=bias)
+    assert not asked  # only on CUDA
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     close(
-        chunked_cross_entropy(hidden, weight, labels, bias=bias, shift=True, liger=True),
-        whole(hidden[:, :-1], weight, labels[:, 1:], bias=bias),
+        chunked_cross_entropy(hidden, weight, labels, bias=bias, num_items=17),
+        whole(hidden, weight, labels, bias=bias, reduction="sum") / 17,
     )
     assert asked == [torch.float32]
-    chunked_cross_entropy(hidden, weight, labels, bias=bias)
-    assert len(asked) == 1  # by itself only on CUDA
+    chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)  # which is ours
+    chunked_cross_entropy(hidden.detach(), weight, labels)
+    assert len(asked) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -224,8 +248,8 @@ def test_nothing_waits_for_the_device() -> None:
     items = torch.tensor(17, device="cuda")
 
     def step() -> None:
-        loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5, shift=True, num_items=items, liger=False)
-        (loss + chunked_cross_entropy(hidden, weight, labels, liger=False)).backward()
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5, num_items=items)
+        (loss + chunked_cross_entropy(hidden, weight, labels, chunk_tokens=46)).backward()
 
     step()
     try:

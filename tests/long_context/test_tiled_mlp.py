@@ -184,6 +184,19 @@ def test_frozen_parameters_inputs_and_unused_ones() -> None:
             assert not layer.mlp(x).requires_grad
 
 
+def test_sums_are_in_float32_and_the_output_may_be_changed() -> None:
+    """In bfloat16, 400 tiles would lose most of what the last ones add."""
+    torch.manual_seed(0)
+    layer = nn.Module()
+    layer.mlp = nn.Linear(3, 3).bfloat16()
+    x = torch.rand(400, 3).bfloat16()
+    with tile_mlp([layer], 1):
+        layer.mlp(x).mul_(2).sum().backward()
+    exact = 2 * x.double().sum(0)
+    assert layer.mlp.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.mlp.weight.grad.double(), exact.expand(3, 3), rtol=2**-8, atol=0.0)
+
+
 def test_autocast_holds_in_backward() -> None:
     model, step = model_and_step(torch.float32)
     seen = set()
@@ -329,7 +342,7 @@ def test_anothers_forward_is_tiled_and_comes_back() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model, _ = model_and_step()
-    with pytest.raises(ValueError, match=r"layers must have a module 'mlp', got Linear at 0; give mlp=…"):
+    with pytest.raises(ValueError, match=r"layer 0 must have a module 'mlp', got None; give its name as mlp=…"):
         tile_mlp([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         tile_mlp(model.model.layers, 0)
@@ -337,7 +350,7 @@ def test_what_does_not_fit_is_refused() -> None:
     layer.mlp = nn.LSTM(3, 3)
     with (
         tile_mlp([layer], 4),
-        pytest.raises(TypeError, match="the MLP must return a tensor to run in tiles, got tuple"),
+        pytest.raises(TypeError, match="the MLP must return a tensor to run in tiles, got a tuple"),
     ):
         layer.mlp(torch.rand(8, 3))
     with tile_mlp(model.model.layers), pytest.raises(ValueError, match="'mlp' of layer 0 is tiled already"):
