@@ -1,5 +1,5 @@
 """What a long sequence needs beside offloading: the loss without its logits, and MLPs in tiles of tokens.
 
 A wing beside the others: may import ``base/`` and ``recompute/``, and nothing of the rest knows of it. It is plain
-PyTorch, changes no parameter's name, and is one file, ``tile_by_tile.py``.
+PyTorch, and changes no parameter's name. Open ``tile_by_tile.py`` first: there is no other.
 """
