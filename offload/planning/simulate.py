@@ -131,6 +131,10 @@ class _Task:
     start_s: float = math.inf
     end_s: float = math.inf
 
+    def is_ready(self, now_s: float) -> bool:
+        """Whether what it waits for is over."""
+        return self.after is None or self.after.end_s <= now_s
+
 
 class Simulation:
     """What the three streams do: compute its steps, the others what a schedule moves before each of its points."""
@@ -273,8 +277,14 @@ def play(devices: Sequence[Simulation], rates: Callable[[frozenset[Stream]], Map
     }
     left = {task: task.amount for tasks in queues.values() for task in tasks}
     while any(queues.values()):
+        for queue in queues.values():  # what takes no time, first: nothing else changes meanwhile
+            while queue and not queue[0].amount and queue[0].is_ready(now_s):
+                task = queue.popleft()
+                task.start_s = task.end_s = now_s
         heads = [(stream, queue[0]) for stream, queue in queues.items() if queue]
-        busy = {stream: task for stream, task in heads if task.after is None or task.after.end_s <= now_s}
+        busy = {stream: task for stream, task in heads if task.is_ready(now_s)}
+        if not heads:
+            return
         if not busy:
             waited = sorted({task.after.label for _, task in heads if task.after is not None and task.after.label})
             raise ValueError(f"devices must not wait for each other for ever, got no end of the wait for {waited}")
