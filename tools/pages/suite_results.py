@@ -336,9 +336,11 @@ def _draw_panel(ax: Axes, rows: list[Row]) -> None:
             )
         if family == "offload" and points:  # its ends; the table has those between
             for index in sorted({0, len(points) - 1}):
-                text = f"{'' if index else 'k = '}{points[index]['k']}"
+                text = f"{'' if len(points) > 1 and not index else 'k = '}{points[index]['k']}"
                 at = (peaks[index], times[index])
-                ax.annotate(text, at, xytext=(4, 6), textcoords="offset points", color=INK, fontsize=8)
+                # The first, with the least memory, has the axis on its left and others' markers above.
+                beside = {"xytext": (4, 6)} if index else {"xytext": (-6, -3), "ha": "right"}
+                ax.annotate(text, at, textcoords="offset points", color=INK, fontsize=8, **beside)
     slowest = max(row["step_s"] for row in rows) / kept_s
     ax.set_yscale("log")
     ax.set_yticks(TIMES, [f"{time:g} ×" for time in TIMES])
