@@ -83,7 +83,7 @@ def test_one_input_of_each_group_is_held(block: str, lab: Lab) -> None:
 
 def test_the_peak_of_a_step_falls(lab: Lab) -> None:
     """By the inputs that are not held, less those of one group, which are there while it runs backward."""
-    tokens, count = 2048, 16
+    tokens, count = 1024, 16
     layers, _ = build("decoder", count, lab.device)
     x = torch.randn(1, tokens, WIDTH, device=lab.device, requires_grad=True)
 
