@@ -39,7 +39,7 @@ from torch.autograd.graph import save_on_cpu
 import offload
 from benchmarks.instruments import give_memory_back, pinned_by_torch, timed
 from benchmarks.llama_8b import SHAPE, SMALL
-from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, search
+from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, longest_again, search
 from benchmarks.models import Llama
 from benchmarks.report import asked, environment, table, write
 
@@ -277,20 +277,19 @@ class Benchmark:
             with ExitStack() as stack:
                 if self.device.type == "cuda":
                     stack.enter_context(in_blocks())
-                row |= search(lambda tokens: self._try(model, tokens), self._lengths(model, way, limit), self.seconds)
+                lengths = self._lengths(model, way, limit)
+                row |= search(lambda tokens: self._try(model, tokens), lengths, self.seconds)
             if row["longest_tokens"] and self.device.type == "cuda":
-                self._in_whole(model, row)
+                self._in_whole(model, row, lengths)
 
-    def _in_whole(self, model: Long, row: Row) -> None:
+    def _in_whole(self, model: Long, row: Row, lengths: Lengths) -> None:
         """The step with whole attention: measured, or if that takes too long, made of what is measured."""
         left_out_s = self._left_out_s(model, row["longest_tokens"], passes=1 if row["way"] == "nothing" else 2)
         row["whole"] = row["step_s"] + left_out_s <= self.whole_s
-        self._try(model, 2 * SMALL_TILE)  # which proves once more what is recomputed
+        self._try(model, lengths.first)  # which proves once more what is recomputed
         with nullcontext() if row["whole"] else in_blocks():
-            while (found := self._try(model, row["longest_tokens"])) is None:
-                row["longest_tokens"] -= GRAIN
-        row |= found
-        if not row["whole"]:
+            row |= longest_again(lambda tokens: self._try(model, tokens), row, lengths.grain)
+        if row["longest_tokens"] and not row["whole"]:
             row |= {"in_blocks_s": row["step_s"], "left_out_s": left_out_s, "step_s": row["step_s"] + left_out_s}
             row["tokens_per_s"] = row["longest_tokens"] / row["step_s"]
 

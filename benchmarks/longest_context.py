@@ -135,3 +135,14 @@ def search(attempt: Callable[[int], Row | None], lengths: Lengths, seconds: floa
             if tokens > row["longest_tokens"]:
                 row |= found | {"longest_tokens": tokens}
     return row | {"shortest_failed_tokens": min(lengths.failed, default=None)}
+
+
+def longest_again(attempt: Callable[[int], Row | None], row: Row, grain: int) -> Row:
+    """Run the longest once more, in another way than it was found in; a shorter one where that needs more memory."""
+    failed = row["shortest_failed_tokens"]
+    for tokens in range(row["longest_tokens"], 0, -grain):
+        found = attempt(tokens)
+        if found is not None:
+            return found | {"longest_tokens": tokens, "shortest_failed_tokens": failed}
+        failed = tokens
+    return {"longest_tokens": 0, "shortest_failed_tokens": failed}

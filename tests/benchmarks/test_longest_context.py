@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.longest_context import BLOCKS, Lengths, attention_s, in_blocks, search
+from benchmarks.longest_context import BLOCKS, Lengths, attention_s, in_blocks, longest_again, search
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 11, 13, 14])
@@ -36,6 +36,17 @@ def test_no_length_is_tried_above_the_most() -> None:
 def test_nothing_fits() -> None:
     row = search(lambda _: None, Lengths(1000, 64, 16, most=1024), seconds=60)
     assert row == {"longest_tokens": 0, "tried": {64: None, 32: None, 16: None}, "shortest_failed_tokens": 16}
+
+
+def test_what_fails_when_it_runs_again_counts_as_failed() -> None:
+    row = {"longest_tokens": 2048, "shortest_failed_tokens": 3072}
+
+    def attempt(most: int) -> Any:
+        return longest_again(lambda tokens: {"step_s": 1.0} if tokens <= most else None, row, 1024)
+
+    assert attempt(2048) == {"step_s": 1.0} | row
+    assert attempt(1024) == {"step_s": 1.0, "longest_tokens": 1024, "shortest_failed_tokens": 2048}
+    assert attempt(0) == {"longest_tokens": 0, "shortest_failed_tokens": 1024}
 
 
 def test_a_search_ends_for_its_time() -> None:

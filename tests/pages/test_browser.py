@@ -6,6 +6,7 @@ there is no browser, these tests are skipped.
 
 import functools
 import http.server
+import logging
 import os
 import shutil
 import subprocess
@@ -93,6 +94,8 @@ MARK_LOOKS = """() => {
 }"""
 AXE_RULES = "() => axe.run(document, {resultTypes: ['violations'], rules: {'color-contrast': {enabled: false}}})"
 AXE_COLORS = "() => axe.run({include: [['[data-look]']]}, {resultTypes: ['violations'], runOnly: ['color-contrast']})"
+
+_logger = logging.getLogger(__name__)
 
 FIRST_HITS = {
     "out of memory": "docs/howto/out_of_memory.html",
@@ -254,7 +257,7 @@ MOVE_SLIDER = """async name => {
 
 @pytest.mark.parametrize("preset", ["decoder", "llama_8b"])
 def test_the_planner_answers_each_move_of_a_slider(readers, preset):
-    """With 32 layers. How long that takes is for people: ``pytest -s`` prints it."""
+    """With 32 layers. How long that takes is for people: ``pytest --log-cli-level=INFO`` shows it."""
     reader = readers["light"]
     reader.open(f"index.html#planner?preset={preset}&layers=32")
     reader.page.reload()  # another preset of the same page
@@ -262,7 +265,7 @@ def test_the_planner_answers_each_move_of_a_slider(readers, preset):
         reader.page.wait_for_selector("#planner[data-state=done]")
         took = reader.page.evaluate(MOVE_SLIDER, name)
         assert len(took) == 8
-        print(f"{preset}, {name}: {sorted(took)[4]} ms, at most {max(took)}")  # noqa: T201  # for people
+        _logger.info("%s, %s: %s ms, at most %s", preset, name, sorted(took)[4], max(took))
     assert not reader.faults
 
 
