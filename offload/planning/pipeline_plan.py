@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Real
 from typing import Any
 
@@ -106,12 +106,12 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step, bubbles left out. Where a backward is split, it takes the memory to be free after I."""
-        return Simulation(self.schedule, self._walk.layers, self.link).run(self._walk.steps, repr(self))
+        return self._played.timeline(repr(self))
 
-    @property
+    @cached_property
     def stall_s(self) -> float:
         """Seconds that compute waits for copies in the simulated step."""
-        return self.timeline.stall_s
+        return self._played.stall_s
 
     @property
     def slowdown(self) -> float:
@@ -137,6 +137,12 @@ class PipelinePlan:
     @cached_property
     def _walk(self) -> Walk:
         return Walk(self.actions, self.profile, self.parts)
+
+    @property
+    def _played(self) -> Simulation:
+        step = Simulation(self.schedule, self._walk.layers, self.link)
+        step.play(self._walk.steps)
+        return step
 
     @cached_property
     def _placed(self) -> dict[int, Stay]:
@@ -234,9 +240,14 @@ def derive(
     at_once = walk.choose(INSTANT_LINK, lookahead, is_enough)
     if not is_enough(at_once):  # No link is fast enough. From here on, what an instant one reaches counts as enough.
         may_miss_bytes = missing_bytes(at_once) + ROUNDING * sum(walk.nbytes)
-    slowed = [Walk(order, _slower(order, profile, wait * walk.duration_s), parts) for wait in WAITS]
-    shortest = bisect_left(slowed, True, key=lambda walk: is_enough(walk.choose(link, lookahead, is_enough)))
-    placements = [walk.choose(link, lookahead, is_enough) for walk in slowed[shortest : shortest + 1 + LONGER_WAITS]]
+
+    @cache
+    def while_waiting(wait: float) -> dict[int, Stay]:
+        slowed = Walk(order, _slower(order, profile, wait * walk.duration_s), parts)
+        return slowed.choose(link, lookahead, is_enough)
+
+    shortest = bisect_left(WAITS, True, key=lambda wait: is_enough(while_waiting(wait)))
+    placements = [while_waiting(wait) for wait in WAITS[shortest : shortest + 1 + LONGER_WAITS]]
     placements.append(walk.choose(INSTANT_LINK, lookahead, is_enough))
     # Of those that wait equally long, but for rounding, the first.
     return min((plan(placed) for placed in placements if is_enough(placed)), key=lambda plan: round(plan.slowdown, 9))

@@ -78,12 +78,13 @@ def simulate_pipeline(
     if len(link.alone) != len(plans):
         raise ValueError(f"link must have one link for each of the {len(plans)} ranks, got {len(link.alone)}")
     staying = [replace(plan, schedule=replace(plan.schedule, moves=())) for plan in plans]
-    without_s = max(timeline.duration_s for timeline in _play(staying, link, 1.0))
+    without_s = max(rank.duration_s for rank in _play(staying, link, 1.0))
     stretch = step_s_without / without_s if step_s_without and without_s else 1.0
-    return PipelineStep(_play(plans, link, stretch), without_s * stretch)
+    timelines = (rank.timeline(f"rank {number}") for number, rank in enumerate(_play(plans, link, stretch)))
+    return PipelineStep(tuple(timelines), without_s * stretch)
 
 
-def _play(plans: Sequence[PipelinePlan], link: SharedLink, stretch: float) -> tuple[Timeline, ...]:
+def _play(plans: Sequence[PipelinePlan], link: SharedLink, stretch: float) -> list[Simulation]:
     """The ranks side by side, their compute ``stretch`` times as long."""
     stages = {action.stage for plan in plans for action in plan.actions}
     ranks: list[Simulation] = []
@@ -99,7 +100,7 @@ def _play(plans: Sequence[PipelinePlan], link: SharedLink, stretch: float) -> tu
         return link.rates(frozenset(stream for stream in busy if stream[1] != "compute"))
 
     play(ranks, rates)
-    return tuple(rank.timeline(f"rank {number}") for number, rank in enumerate(ranks))
+    return ranks
 
 
 def _steps(actions: Sequence[Action], walk: Walk, stages: set[int]) -> Iterator[Point | Interlude | Arrival | Expected]:

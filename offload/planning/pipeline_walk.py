@@ -32,16 +32,12 @@ class Walk:
         chunks = number_chunks(actions)
         # Layers are the parts of all chunks, numbered in the order of forwards.
         stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
-        cuts = {stage: costs.cut(parts) for stage, costs in profile.items()}
-        tensors = [part for chunk in chunks for part in cuts[chunk.stage]]
+        layers_of = {stage: _parts_as_layers(costs, parts) for stage, costs in profile.items()}
         self.parts = parts
+        self.layers = [layer for chunk in chunks for layer in layers_of[chunk.stage]]
         self.nbytes = [
-            float(sum(part)) if stage.tensors else stage.saved_bytes / parts
-            for stage, part in zip(stages, tensors, strict=True)
-        ]
-        self.layers = [
-            LayerProfile(stage.forward_s / parts, stage.backward_s / parts, sum(part), part if stage.tensors else ())
-            for stage, part in zip(stages, tensors, strict=True)
+            float(layer.saved_bytes) if stage.tensors else stage.saved_bytes / parts
+            for stage, layer in zip(stages, self.layers, strict=True)
         ]
         self.steps: list[Point | Interlude] = []
         """Points, and the backwards for the weights between them."""
@@ -185,22 +181,33 @@ class Walk:
     def _place(self, layers: list[int], link: Link, lookahead: int | None) -> dict[int, Stay] | None:
         """When each of ``layers`` goes and comes back; ``None`` if one of them would not get to the host at all."""
         d2h, h2d = link.rates(d2h=True, h2d=True)
-        start_s, nbytes = self.start_s, self.nbytes
+        start_s, nbytes, forward_at, backward_at = self.start_s, self.nbytes, self.forward_at, self.backward_at
         release: dict[int, int] = {}
         free_s = 0.0
         for layer in sorted(layers):
-            free_s = max(free_s, start_s[self.forward_at[layer] + 1]) + nbytes[layer] / d2h
-            release[layer] = max(bisect_left(start_s, free_s), self.forward_at[layer] + 1)
+            after = forward_at[layer] + 1
+            free_s = max(free_s, start_s[after])
+            free_s += nbytes[layer] / d2h
+            release[layer] = bisect_left(start_s, free_s, after)
         placed = {}
         free_s = self.duration_s
-        for layer in sorted(layers, key=self.backward_at.__getitem__, reverse=True):
-            needed = self.backward_at[layer]
-            free_s = min(free_s, start_s[needed]) - nbytes[layer] / h2d
+        for layer in sorted(layers, key=backward_at.__getitem__, reverse=True):
+            needed, gone = backward_at[layer], release[layer]
+            free_s = min(free_s, start_s[needed])
+            free_s -= nbytes[layer] / h2d
             if lookahead is None:
                 reload = min(bisect_right(start_s, free_s) - 1, needed)
             else:
-                reload = max(needed - lookahead * self.parts, release[layer] + 1)
-            if not release[layer] < reload <= needed:
+                reload = max(needed - lookahead * self.parts, gone + 1)
+            if not gone < reload <= needed:
                 return None
-            placed[layer] = Stay(release[layer], reload)
+            placed[layer] = Stay(gone, reload)
         return placed
+
+
+def _parts_as_layers(stage: StageProfile, parts: int) -> list[LayerProfile]:
+    """The parts that a chunk's set is cut into, each with its share of the chunk's seconds."""
+    return [
+        LayerProfile(stage.forward_s / parts, stage.backward_s / parts, sum(part), part if stage.tensors else ())
+        for part in stage.cut(parts)
+    ]

@@ -17,12 +17,12 @@ Note:
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from offload.observe.spans import LANES, Kind, Lane, Span, merged
+from offload.observe.spans import KINDS, LANES, Kind, Lane, Span, covered_s, merged
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link, check_link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
@@ -96,7 +96,9 @@ def simulate(
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
     loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
     steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
-    return Simulation(schedule, profile.layers, link, treatments).run(steps, title)
+    step = Simulation(schedule, profile.layers, link, treatments)
+    step.play(steps)
+    return step.timeline(title)
 
 
 def _check_treatments(treatments: Sequence[LayerTreatment | None], profile: Profile) -> None:
@@ -113,7 +115,7 @@ def _check_treatments(treatments: Sequence[LayerTreatment | None], profile: Prof
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Task:
     """What a stream does in one go: seconds of compute, or bytes of a copy."""
 
@@ -130,10 +132,6 @@ class _Task:
     """Device memory that is given back when it ends."""
     start_s: float = math.inf
     end_s: float = math.inf
-
-    def is_ready(self, now_s: float) -> bool:
-        """Whether what it waits for is over."""
-        return self.after is None or self.after.end_s <= now_s
 
 
 class Simulation:
@@ -152,19 +150,22 @@ class Simulation:
         self._arrivals: dict[str, _Task] = {} if beside is None else beside._arrivals
         """What devices wait for, and tell each other: one table for all that are played together."""
         moving = set(schedule.offloaded_layers)
-        self._passes: list[Passes] = [
-            passes_of(layer, treatment, travels=number in moving)
-            for number, (layer, treatment) in enumerate(zip(layers, treatments or (None,) * len(layers), strict=True))
-        ]
+        self._passes: list[Passes] = []
+        made: dict[tuple[int, int, bool], Passes] = {}
+        """Those of each layer, so treated: a pipeline's chunks have theirs in common."""
+        for number, (layer, treatment) in enumerate(zip(layers, treatments or (None,) * len(layers), strict=True)):
+            key = id(layer), id(treatment), number in moving
+            if key not in made:
+                made[key] = passes_of(layer, treatment, travels=number in moving)
+            self._passes.append(made[key])
         self._tasks: dict[Lane, list[_Task]] = {lane: [] for lane in LANES}
         self._copies: dict[int, list[_Task]] = {layer: [] for layer in schedule.offloaded_layers}
         """Per offloaded layer the copies of its tensors in the order of saving: to the host, later back."""
 
-    def run(self, steps: Iterable[Point | Interlude], title: str) -> Timeline:
+    def play(self, steps: Iterable[Point | Interlude]) -> None:
         """Play the points of the schedule in their order, and what compute does between them."""
         self.queue(steps)
         play([self], self._rates)
-        return self.timeline(title)
 
     def queue(self, steps: Iterable[Point | Interlude | Arrival | Expected]) -> None:
         """Put into the streams what the steps ask for, to be played with :func:`play`."""
@@ -193,6 +194,17 @@ class Simulation:
         """What was played."""
         return Timeline(tuple(self._spans()), tuple(self._memory()), title)
 
+    @property
+    def duration_s(self) -> float:
+        """That of the timeline, which need not be made for it."""
+        played = [task for task in chain(*self._tasks.values()) if task.amount]
+        return max((task.end_s for task in played), default=0.0) - min((task.start_s for task in played), default=0.0)
+
+    @property
+    def stall_s(self) -> float:
+        """That of the timeline, which need not be made for it."""
+        return covered_s(merged(self._compute("stall"), _no_gap))
+
     def _add(self, task: _Task) -> _Task:
         self._tasks[task.lane].append(task)
         return task
@@ -202,8 +214,9 @@ class Simulation:
         return self._add(_Task("compute", "other", 0.0, after=after, taken_bytes=nbytes))
 
     def _forward(self, point: Point) -> None:
+        label = repr(point)
         for piece in self._passes[point.layer].forward:
-            task = _Task("compute", "forward", piece.seconds, repr(point), point.layer)
+            task = _Task("compute", "forward", piece.seconds, label, point.layer)
             task.taken_bytes, task.freed_bytes = piece.taken_bytes, piece.freed_bytes
             self._add(task)
             if piece.travels:
@@ -219,6 +232,7 @@ class Simulation:
         self._copies[layer] = copies
 
     def _backward(self, point: Point) -> None:
+        label = repr(point)
         for piece in self._passes[point.layer].backward:
             after = None if piece.awaits is None else self._copies[point.layer][piece.awaits]
             if piece.taken_bytes or piece.recompute_s:
@@ -226,7 +240,7 @@ class Simulation:
                 again.taken_bytes, again.freed_bytes = piece.taken_bytes, piece.passing_bytes
                 self._add(again)
                 after = None
-            task = _Task("compute", "backward", piece.seconds, repr(point), point.layer, after)
+            task = _Task("compute", "backward", piece.seconds, label, point.layer, after)
             task.freed_bytes = piece.freed_bytes
             self._add(task)
 
@@ -234,19 +248,19 @@ class Simulation:
         d2h, h2d = self._link.rates(d2h=(0, "d2h") in busy, h2d=(0, "h2d") in busy)
         return {(0, "d2h"): d2h, (0, "h2d"): h2d}
 
-    def _spans(self) -> Iterator[Span]:
-        """What was played, with the stalls: where a task of compute starts later than the one before, for a copy."""
-        compute: list[Span] = []
+    def _compute(self, *kinds: Kind) -> Iterator[Span]:
+        """What compute did of these kinds, and its stalls: a task starts later than the one before ends, for a copy."""
         last_end_s = 0.0
         for task in self._tasks["compute"]:
             if task.after is not None and task.after.lane != "compute" and task.start_s > last_end_s:
                 what = f"wait for {task.after.label}"
-                compute.append(Span("compute", "stall", last_end_s, task.start_s, what, task.after.layer))
-            if task.amount:
-                compute.append(Span("compute", task.kind, task.start_s, task.end_s, task.label, task.layer))
+                yield Span("compute", "stall", last_end_s, task.start_s, what, task.after.layer)
+            if task.amount and task.kind in kinds:
+                yield Span("compute", task.kind, task.start_s, task.end_s, task.label, task.layer)
             last_end_s = task.end_s
-        # Pieces of a layer are one span; what belongs to no layer stays apart.
-        yield from merged(compute, lambda span: -1.0 if span.layer is None else 0.0)
+
+    def _spans(self) -> Iterator[Span]:
+        yield from merged(self._compute(*KINDS), _no_gap)
         for task in (*self._tasks["d2h"], *self._tasks["h2d"]):
             yield Span(task.lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
 
@@ -261,6 +275,11 @@ class Simulation:
                     yield time_s, held
 
 
+def _no_gap(span: Span) -> float:
+    """How far pieces of one span may be apart: pieces of a layer are one, what belongs to no layer stays apart."""
+    return -1.0 if span.layer is None else 0.0
+
+
 def play(devices: Sequence[Simulation], rates: Callable[[frozenset[Stream]], Mapping[Stream, float]]) -> None:
     """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link.
 
@@ -272,31 +291,52 @@ def play(devices: Sequence[Simulation], rates: Callable[[frozenset[Stream]], Map
         ValueError: All devices wait for each other.
     """
     now_s = 0.0
-    queues = {
-        (number, lane): deque(tasks) for number, device in enumerate(devices) for lane, tasks in device._tasks.items()
-    }
-    left = {task: task.amount for tasks in queues.values() for task in tasks}
-    while any(queues.values()):
-        for queue in queues.values():  # what takes no time, first: nothing else changes meanwhile
-            while queue and not queue[0].amount and queue[0].is_ready(now_s):
-                task = queue.popleft()
+    streams = [(number, lane) for number, device in enumerate(devices) for lane in device._tasks]
+    queues = [device._tasks[lane][::-1] for device in devices for lane in device._tasks]  # the next one last
+    left = [queue[-1].amount if queue else 0.0 for queue in queues]
+    """What is left of each stream's next task."""
+    known: dict[tuple[int, ...], list[float]] = {}
+    """The rates of the streams that are busy together."""
+    while True:
+        # The loops of this function are most of what planning takes: they call nothing that they need not.
+        for at, queue in enumerate(queues):  # what takes no time, first: nothing else changes meanwhile
+            if not queue or queue[-1].amount:
+                continue
+            while queue and not (task := queue[-1]).amount and (task.after is None or task.after.end_s <= now_s):
                 task.start_s = task.end_s = now_s
-        heads = [(stream, queue[0]) for stream, queue in queues.items() if queue]
-        busy = {stream: task for stream, task in heads if task.is_ready(now_s)}
-        if not heads:
-            return
+                queue.pop()
+            if queue:
+                left[at] = queue[-1].amount
+        busy = tuple(
+            [
+                at
+                for at, queue in enumerate(queues)
+                if queue and ((after := queue[-1].after) is None or after.end_s <= now_s)
+            ]
+        )
         if not busy:
-            waited = sorted({task.after.label for _, task in heads if task.after is not None and task.after.label})
-            raise ValueError(f"devices must not wait for each other for ever, got no end of the wait for {waited}")
-        copying = rates(frozenset(busy))
-        rate = {stream: 1.0 if stream[1] == "compute" else copying[stream] for stream in busy}
-        ends = {stream: now_s + left[task] / rate[stream] for stream, task in busy.items()}
-        then_s = min(ends.values())
-        for stream, task in busy.items():
-            task.start_s = min(task.start_s, now_s)
-            if ends[stream] == then_s:
+            break
+        speeds = known.get(busy)
+        if speeds is None:
+            copying = rates(frozenset([streams[at] for at in busy]))
+            speeds = [1.0 if streams[at][1] == "compute" else copying[streams[at]] for at in busy]
+            known[busy] = speeds
+        ends = [now_s + left[at] / speed for at, speed in zip(busy, speeds, strict=True)]
+        then_s = min(ends)
+        past_s = then_s - now_s
+        for at, speed, end_s in zip(busy, speeds, ends, strict=True):
+            queue = queues[at]
+            task = queue[-1]
+            if task.start_s == math.inf:
+                task.start_s = now_s
+            if end_s == then_s:
                 task.end_s = then_s
-                queues[stream].popleft()
+                queue.pop()
+                if queue:
+                    left[at] = queue[-1].amount
             else:
-                left[task] = max(0.0, left[task] - (then_s - now_s) * rate[stream])
+                left[at] = max(0.0, left[at] - past_s * speed)
         now_s = then_s
+    waited = sorted({after.label for queue in queues if queue and (after := queue[-1].after) and after.label})
+    if any(queues):
+        raise ValueError(f"devices must not wait for each other for ever, got no end of the wait for {waited}")

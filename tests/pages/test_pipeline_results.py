@@ -70,8 +70,9 @@ def test_says_that_gradients_differ_on_any_rank(changed):
 
 
 def test_widths_show_a_measurement_only_where_there_is_one(changed):
+    changed["rows"] = [row for row in changed["rows"] if row["schedule"] == "1F1B"]
     found = cells(pipeline_results.widths_table([changed]))[2:]
-    assert [(row[2], bool(row[-1])) for row in found if row[1] == "1F1B"] == [
+    assert [(row[2], bool(row[-1])) for row in found] == [
         ("4096", True),
         ("8192", False),
         ("12288", True),

@@ -197,6 +197,7 @@ def test_a_budget_is_met_wherever_it_can_be_and_with_no_longer_waits_than_at_onc
     at_once = plan_pipeline(order, profile, INSTANT_LINK, parts=4, memory_budget=budget_bytes)
     assert plan.peak_bytes <= max(budget_bytes, at_once.peak_bytes) + 1
     assert plan.stall_s <= replace(at_once, link=link).stall_s + 1e-9
+    assert plan.stall_s == plan.timeline.stall_s
 
 
 def test_reloads_start_as_early_as_their_copy_needs():
