@@ -12,16 +12,22 @@ it, each an object from column title to number or text, all with the same keys::
 The same cell displays the rows, so that a reader of the notebook sees what this command prints.
 
 With ``--inplace`` the outputs are written into the notebook, for committing it; the rows are not asked for.
+
+What must hold in a notebook stands beside it, so that its readers see what teaches: ``checks/01_basic.py`` has a
+part for each cell after which something is checked, headed by that cell's id as ``# %% after basic-07``. It runs
+in the notebook's kernel, and leaves no trace in the notebook.
 """
 
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client import AsyncKernelManager
@@ -46,6 +52,30 @@ class _ThisPythonKernel(AsyncKernelManager):
         return KernelSpec(argv=[*argv, "--log-level=ERROR"], language="python")
 
 
+class _CheckedNotebook(NotebookClient):
+    """Runs checks after cells: ``checks`` is their code, by the cells' ids."""
+
+    checks: dict[str, str]
+
+    async def async_execute_cell(self, cell: nbformat.NotebookNode, *arguments: Any, **options: Any) -> Any:
+        cell = await super().async_execute_cell(cell, *arguments, **options)
+        if cell.id in self.checks:
+            code = self.checks[cell.id]
+            reply = await self.kc.execute(code, silent=True, reply=True)  # silent: not counted as a cell
+            if reply["content"]["status"] != "ok":
+                raise CellExecutionError.from_cell_and_msg(nbformat.v4.new_code_cell(code), reply["content"])
+        return cell
+
+
+def checks_of(path: Path) -> dict[str, str]:
+    """The checks of a notebook, by the id of the cell after which each of them runs."""
+    checks = path.parent / "checks" / f"{path.stem}.py"
+    if not checks.exists():
+        return {}
+    _, *parts = re.split(r"^# %% after (.+)$", checks.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def execute(
     path: Path,
     *,
@@ -54,7 +84,7 @@ def execute(
     on_cell_start: CellCallback | None = None,
     on_cell_end: CellCallback | None = None,
 ) -> nbformat.NotebookNode:
-    """Execute a notebook in its own folder and return it with the outputs; the file stays as it is.
+    """Execute a notebook in its own folder, with its checks, and return it with the outputs; the file stays as it is.
 
     Args:
         path: The notebook.
@@ -64,10 +94,14 @@ def execute(
         on_cell_end: Called in the same way after it ran.
 
     Raises:
-        CellExecutionError: If a cell raises; the message shows the cell and the traceback.
+        CellExecutionError: If a cell raises, or what is checked after it; the message shows the code and the traceback.
+        ValueError: If a check names a cell that the notebook does not have.
     """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
+    checks = checks_of(path)
+    if unknown := checks.keys() - {cell.id for cell in notebook.cells if cell.cell_type == "code"}:
+        raise ValueError(f"checks of {path.name} must come after its cells of code, got {sorted(unknown)}")
+    client = _CheckedNotebook(
         notebook,
         kernel_manager_class=_ThisPythonKernel,
         resources={"metadata": {"path": str(path.parent.resolve())}},
@@ -76,6 +110,7 @@ def execute(
         on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
         on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
     )
+    client.checks = checks
     return client.execute(env={**os.environ, **(env or {})})
 
 

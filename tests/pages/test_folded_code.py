@@ -1,6 +1,7 @@
 """Code of the notebooks that only draws is folded on the site, and nothing else is."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def test_a_cell_without_code_is_refused(tmp_path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_that_draw_are_folded(path):
     cells = [one for one in json.loads(path.read_text("utf-8"))["cells"] if one["cell_type"] == "code"]
-    draws = [one for one in cells if "new_figure(" in "".join(one["source"])]
+    draws = [one for one in cells if re.search(r"new_figure\(|\bplt\.", "".join(one["source"]))]
     hidden = [one for one in cells if page_html.FOLDED in one["metadata"].get("tags", ())]
     assert hidden == draws
     for one in hidden:  # in JupyterLab, too

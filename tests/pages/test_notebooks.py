@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient.exceptions import CellExecutionError
 from tutorial import execute
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
@@ -46,6 +47,38 @@ def test_is_committed_as_executed(path):
     assert not errors(notebook)
     counts = [cell.execution_count for cell in code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1)), "restart the kernel, run all cells and save"
+
+
+def small_notebook(tmp_path, checks):
+    cells = [nbformat.v4.new_code_cell("a = 1\na", id="one"), nbformat.v4.new_code_cell("a + 1", id="two")]
+    path = tmp_path / "small.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "small.py").write_text(checks, "utf-8")
+    return path
+
+
+def test_what_is_checked_leaves_no_trace(tmp_path):
+    path = small_notebook(tmp_path, "# %% after one\nassert a == 1\n\n# %% after two\nassert _ == 2\nprint(a)\n")
+    one, two = execute(path, cell_timeout_s=60).cells
+    assert [one.execution_count, two.execution_count] == [1, 2]
+    assert [[output["data"]["text/plain"] for output in cell.outputs] for cell in (one, two)] == [["1"], ["2"]]
+
+
+def test_what_does_not_hold_is_an_error(tmp_path):
+    path = small_notebook(tmp_path, "# %% after two\nassert a == 2, 'it is not two'\n")
+    with pytest.raises(CellExecutionError, match="it is not two"):
+        execute(path, cell_timeout_s=60)
+
+
+def test_a_check_after_no_cell_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"after its cells of code, got \['three'\]"):
+        execute(small_notebook(tmp_path, "# %% after three\nassert a == 1\n"), cell_timeout_s=60)
+
+
+def test_each_file_of_checks_belongs_to_a_notebook():
+    files = (NOTEBOOKS[0].parent / "checks").glob("*")
+    assert {file.name for file in files if file.is_file()} <= {f"{path.stem}.py" for path in NOTEBOOKS}
 
 
 def test_the_tutorial_is_there():
