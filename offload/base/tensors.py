@@ -13,10 +13,22 @@ Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...],
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a tensor looks into its storage."""
-    return (
+    """How a tensor looks into its storage; for tensors that do so alike, mostly the same object."""
+    found = (
         tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
     )  # fmt: skip
+    known = _geometries.get(found)
+    if known is None:
+        if len(_geometries) >= MOST_GEOMETRIES:
+            _geometries.clear()
+        _geometries[found] = known = found
+    return known
+
+
+_geometries: dict[Geometry, Geometry] = {}
+"""Layers and steps are alike. Each of these has three objects, and Python's collector looks at all that there are."""
+MOST_GEOMETRIES = 4096
+"""A model has some dozens for each length of its sequences."""
 
 
 def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +55,14 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     """The tensors among an operation's results or arguments, in order."""
     if isinstance(result, torch.Tensor):
         return [result]
-    return [tensor for item in result for tensor in tensors_of(item)] if isinstance(result, list | tuple) else []
+    found: list[torch.Tensor] = []
+    if isinstance(result, _MANY):
+        for item in result:  # numbers are the most, among arguments
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, _MANY):
+                found += tensors_of(item)
+    return found
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:
@@ -90,6 +109,6 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
+_Tensor, _Parameter, _strided, _MANY = torch.Tensor, torch.nn.Parameter, torch.strided, (list, tuple)
 """Names of this module are found faster, and every tensor of a layer is asked, however small."""
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView

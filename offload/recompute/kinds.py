@@ -29,6 +29,8 @@ class Kind(Enum):
     """Must not be run twice, or cannot be seen through."""
 
 
+VIEW, PURE, WRITES, EMPTY, OPAQUE = Kind
+
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "fsdp")
 """Namespaces of operations in which several processes take part: one of them alone must not run one again."""
 

@@ -24,11 +24,11 @@ from offload.base.tensors import (
     tensors_of,
     version_counter,
 )
-from offload.recompute.kinds import Kind, Operation, argument_of, operation_of
+from offload.recompute.kinds import EMPTY, OPAQUE, VIEW, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Look, Value
 
-_Tensor, _Parameter, _strided = torch.Tensor, torch.nn.Parameter, torch.strided
+_Tensor, _Parameter, _strided, _MANY = torch.Tensor, torch.nn.Parameter, torch.strided, (list, tuple)
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
@@ -82,11 +82,11 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = operation_of(function)
         kind = operation.kind
-        if kind is Kind.VIEW:
+        if kind is VIEW:
             self._look(tensors_of(args))
             return operation.run(*args, **kwargs)
         written = _written(operation, args, kwargs) if operation.written else []
-        call = None if types or kind is Kind.OPAQUE else self._call(operation, args, kwargs, written)
+        call = None if types or kind is OPAQUE else self._call(operation, args, kwargs, written)
         if call is None:
             self._save_from(written)
         result = operation.run(*args, **kwargs)
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
             if operation.draws:
                 self._draw([*tensors_of(result), *written])
         else:
-            self._make(call, tensors_of(result), written, empty=kind is Kind.EMPTY)
+            self._make(call, tensors_of(result), written, empty=kind is EMPTY)
         return result
 
     def _call(self, operation: Operation, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Call | None:
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
             elif isinstance(item, _Tensor):
                 value = self.read(item)
             else:
-                found.append(self._written_down(item, reads) if isinstance(item, list | tuple) else item)
+                found.append(self._written_down(item, reads) if isinstance(item, _MANY) else item)
                 continue
             reads[value] = None
             if value.tensor is not None and value.tensor() is item:
