@@ -2,20 +2,14 @@
 
     python tools/tutorial.py notebooks/01_basic.ipynb
 
-The notebook chooses the device, normally the best one present. It hands its result over like this: the
-environment variable ``OFFLOAD_TUTORIAL_RESULT`` holds a path, and the last cell writes a JSON list of rows to
-it, each an object from column title to number or text, all with the same keys::
+The notebook chooses the device, normally the best one present. What must hold in it stands beside it, so that its
+readers see what teaches: ``checks/01_basic.py`` has a part for each cell after which something is checked, headed by
+that cell's id as ``# %% after basic-07``. It runs in the notebook's kernel, and leaves no trace in the notebook.
 
-    if "OFFLOAD_TUTORIAL_RESULT" in os.environ:
-        Path(os.environ["OFFLOAD_TUTORIAL_RESULT"]).write_text(json.dumps(rows))
-
-The same cell displays the rows, so that a reader of the notebook sees what this command prints.
+The last of these parts hands the result over: the environment variable ``OFFLOAD_TUTORIAL_RESULT`` holds a path, and
+it writes a JSON list of rows to it, each an object from column title to number or text, all with the same keys.
 
 With ``--inplace`` the outputs are written into the notebook, for committing it; the rows are not asked for.
-
-What must hold in a notebook stands beside it, so that its readers see what teaches: ``checks/01_basic.py`` has a
-part for each cell after which something is checked, headed by that cell's id as ``# %% after basic-07``. It runs
-in the notebook's kernel, and leaves no trace in the notebook.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Code of the notebooks that only draws is folded on the site, and nothing else is."""
+"""Code of the notebooks that only draws is folded on the site, and nothing else is without saying so."""
 
 import json
 import re
@@ -16,8 +16,8 @@ import page_html
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
 
-def cell(kind="code", *tags):
-    return {"cell_type": kind, "metadata": {"tags": [*tags]} if tags else {}, "source": ["1"]}
+def cell(kind="code", *tags, **metadata):
+    return {"cell_type": kind, "metadata": {"tags": [*tags], **metadata} if tags else {}, "source": ["1"]}
 
 
 def folded(tmp_path, cells, number):
@@ -35,7 +35,13 @@ def folded(tmp_path, cells, number):
 def test_only_cells_with_the_tag_are_folded(tmp_path):
     cells = [cell(), cell("markdown", "hide-input"), cell("code", "hide-input"), cell("code", "other")]
     shown = folded(tmp_path, cells, 3)
-    assert shown == ["0", "out", page_html.FOLD, "1", "</details>", "out", "2", "out"]
+    fold = page_html.FOLD.format("The code that draws this")
+    assert shown == ["0", "out", fold, "1", "</details>", "out", "2", "out"]
+
+
+def test_a_cell_says_what_is_folded_where_it_draws_nothing(tmp_path):
+    shown = folded(tmp_path, [cell("code", "hide-input", fold="a < b")], 1)
+    assert shown[0] == page_html.FOLD.format("a &lt; b")
 
 
 def test_a_cell_without_code_is_refused(tmp_path):
@@ -48,6 +54,6 @@ def test_cells_that_draw_are_folded(path):
     cells = [one for one in json.loads(path.read_text("utf-8"))["cells"] if one["cell_type"] == "code"]
     draws = [one for one in cells if re.search(r"new_figure\(|\bplt\.", "".join(one["source"]))]
     hidden = [one for one in cells if page_html.FOLDED in one["metadata"].get("tags", ())]
-    assert hidden == draws
+    assert [one for one in hidden if "fold" not in one["metadata"]] == draws
     for one in hidden:  # in JupyterLab, too
         assert one["metadata"]["jupyter"] == {"source_hidden": True}

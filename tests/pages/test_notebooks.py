@@ -1,5 +1,6 @@
 """Executes every notebook on the CPU, where it chooses a small size, and checks its committed outputs."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def test_is_committed_as_executed(path):
     assert not errors(notebook)
     counts = [cell.execution_count for cell in code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1)), "restart the kernel, run all cells and save"
+
+
+@each_notebook
+def test_shows_what_teaches(path):
+    """What it imports of the library is public, and what must hold stands beside it."""
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.Assert), cell.id
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            inside = {module for module in modules if module.startswith("offload.")}
+            assert inside <= {"offload.pipelining"}, cell.id
 
 
 def small_notebook(tmp_path, checks):

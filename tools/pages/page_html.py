@@ -3,12 +3,14 @@
 - Narrow drawings: where ``NAME_narrow.svg`` lies beside a page's ``NAME.svg``, phones are shown that one. A wide one
   without it scrolls in its own box.
 - Alternative texts of notebooks' pictures: a cell says them in its metadata, as ``"alt": ["of its first picture", …]``.
-- Code that only draws is folded, where a notebook's cell has the tag ``hide-input``; opening it needs no script.
+- Code that only draws is folded, where a notebook's cell has the tag ``hide-input``; opening it needs no script. Where
+  it does something else, the cell's metadata say what, as ``"fold": "What stands for …"``.
 - Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -26,7 +28,8 @@ FITTED_PX = 920
 """Notebooks' pictures that are wider scroll: fitted to the page, their text would be smaller than 9 pixels."""
 
 FOLDED = "hide-input"
-FOLD = '<details class="folded-code"><summary>The code that draws this</summary>'
+FOLD = '<details class="folded-code"><summary>{}</summary>'
+FOLD_TITLE = "The code that draws this"
 
 PICTURE = re.compile(r'<img\b[^>]*\bsrc="(?P<folder>[^"]*/)(?P<name>[^"/]+)\.svg"[^>]*/?>')
 SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
@@ -72,7 +75,8 @@ def fold_code(app: Sphinx, doctree: nodes.document) -> None:
         if FOLDED in cell["metadata"].get("tags", ()):
             at = node.parent.index(node)
             node.parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
-            node.parent.insert(at, nodes.raw("", FOLD, format="html"))
+            title = html.escape(cell["metadata"].get("fold", FOLD_TITLE))
+            node.parent.insert(at, nodes.raw("", FOLD.format(title), format="html"))
 
 
 def picture_texts(path: Path) -> list[str]:
