@@ -14,7 +14,7 @@ from offload.device.select import get_backend
 from offload.planning.link import Link
 
 WIDTH = 32
-MICROBATCHES = 8
+MICROBATCHES = 2  # per rank: as few as all schedules take
 ROWS = 16  # per microbatch
 STEPS = 3
 MIN_BYTES = 1024
@@ -74,7 +74,13 @@ def build(rank, world, name, device, **stage_options):
         module = nn.Sequential(Block(), Block()).to(device)
         stages.append(PipelineStage(module, index, count, device, **stage_options))
     kind = getattr(pipelining, name)
-    return kind(stages[0] if name in SINGLE else stages, MICROBATCHES, loss_fn=loss_of), stages
+    return kind(stages[0] if name in SINGLE else stages, MICROBATCHES * world, loss_fn=loss_of), stages
+
+
+def batch(stages, device):
+    """As many rows as all microbatches have, of normal numbers."""
+    world = stages[0].group_size
+    return torch.randn(MICROBATCHES * world * ROWS, WIDTH, device=device)
 
 
 def train(schedule, stages, device, steps=STEPS):
@@ -84,8 +90,7 @@ def train(schedule, stages, device, steps=STEPS):
     found = []
     for step in range(steps):
         torch.manual_seed(100 + step)
-        x = torch.randn(MICROBATCHES * ROWS, WIDTH, device=device)
-        target = torch.randn(MICROBATCHES * ROWS, WIDTH, device=device)
+        x, target = batch(stages, device), batch(stages, device)
         inputs = (x,) if any(stage.is_first for stage in stages) else ()
         targets = {"target": target} if any(stage.is_last for stage in stages) else {}
         schedule.step(*inputs, **targets, losses=[])
@@ -137,7 +142,7 @@ def further_checks(rank, world, device):
     train(schedule, stages, device, steps=2)
     handle.detach()
     handle.detach()
-    inputs = (torch.randn(MICROBATCHES * ROWS, WIDTH, device=device),) if rank == 0 else ()
+    inputs = (batch(stages, device),) if rank == 0 else ()
     moved = handle.stats().offloaded_bytes
     profile = handle.profile
     for stage in stages:
@@ -148,7 +153,7 @@ def further_checks(rank, world, device):
     handle = offload.pipelining.attach(schedule, min_bytes=MIN_BYTES, link=FAST_LINK, profile=profile)
     before = handle.stats()
     with torch.no_grad():
-        target = {"target": torch.zeros(MICROBATCHES * ROWS, WIDTH, device=device)} if rank == world - 1 else {}
+        target = {"target": torch.zeros_like(batch(stages, device))} if rank == world - 1 else {}
         schedule.eval(*inputs, **target)
     found["evaluation moved"] = handle.stats().offloaded_bytes - before.offloaded_bytes
     found["again equal"] = equal(train(schedule, stages, device), expected)
