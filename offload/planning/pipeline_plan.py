@@ -166,7 +166,8 @@ def plan_pipeline(
     longest-lived parts move until it is met, and compute waits where it cannot be met otherwise.
 
     Args:
-        actions: What the rank runs in one step, in order; see :func:`offload.planning.pipeline_order.read_actions`.
+        actions: What the rank runs in one step, in order: texts such as ``"2F0"`` and ``"(0F4;3B1)OVERLAP_F_B"``, or
+            the actions in a PyTorch schedule's ``pipeline_order[rank]``.
         profile: Stage → what a chunk of it costs; all alike if left out.
         link: How fast copies are; needed with a profile.
         memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``;

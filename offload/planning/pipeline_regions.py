@@ -63,12 +63,13 @@ def plan_regions(
     """Choose what a pipeline rank keeps, offloads and computes again, and when it moves.
 
     Args:
-        actions: What the rank runs in one step, in order; see :func:`offload.planning.pipeline_order.read_actions`.
+        actions: What the rank runs in one step, in order: texts such as ``"2F0"`` and ``"(0F4;3B1)OVERLAP_F_B"``, or
+            the actions in a PyTorch schedule's ``pipeline_order[rank]``.
         profile: Stage → what a chunk of it costs, with the stage's layers and their regions.
         link: How fast copies are.
         memory_budget: Bytes of activation sets that may be on the device at once, with what is computed again, or a
             text such as ``"20GiB"``. If nothing meets it, what needs least is returned, with a warning.
-        lookahead: As :func:`~offload.planning.pipeline_plan.plan_pipeline` takes it.
+        lookahead: As :func:`~offload.pipelining.plan_pipeline` takes it.
 
     Raises:
         ValueError: A stage has no profile with layers, or the actions are no training step.

@@ -125,7 +125,7 @@ class Schedule:
         """Derive a schedule from the order in which a pipeline rank runs.
 
         Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
-        ``parts``. See :func:`offload.planning.pipeline_plan.plan_pipeline` for the arguments and errors.
+        ``parts``. See :func:`offload.pipelining.plan_pipeline` for the arguments and errors.
         """
         schedule: Schedule = cls.derive(actions, *arguments, **options).schedule
         return schedule

@@ -57,6 +57,11 @@ LOOK = """async smallest => {
     const height = parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a;
     if (height < smallest) faults.push(`text of ${height.toFixed(1)} px: ${text.textContent}`);
   }
+  await new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)));  // scripts have seen the width
+  for (const box of document.querySelectorAll("pre, .table-wrapper, .output_area, .figure-box")) {
+    const hidden = box.scrollWidth - box.clientWidth > 1;
+    if (hidden !== box.classList.contains("goes-on")) faults.push(`does not say whether it goes on: ${box.className}`);
+  }
   for (const page of [document.documentElement, document.querySelector(".content")]) {
     if (page.scrollWidth > page.clientWidth) faults.push(`scrolls sideways: ${page.scrollWidth} > ${page.clientWidth}`);
   }

@@ -5,7 +5,8 @@
 - Alternative texts of notebooks' pictures: a cell says them in its metadata, as ``"alt": ["of its first picture", …]``.
 - Code that only draws is folded, where a notebook's cell has the tag ``hide-input``; opening it needs no script. Where
   it does something else, the cell's metadata say what, as ``"fold": "What stands for …"``.
-- Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers.
+- Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers. Long
+  names of modules break after their dots.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FOLD = '<details class="folded-code"><summary>{}</summary>'
 FOLD_TITLE = "The code that draws this"
 
 PICTURE = re.compile(r'<img\b[^>]*\bsrc="(?P<folder>[^"]*/)(?P<name>[^"/]+)\.svg"[^>]*/?>')
+SIGNATURE_NAME = re.compile(r'<span class="sig-prename descclassname"><span class="pre">[^<]*</span></span>')
 SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
 
 
@@ -112,6 +114,7 @@ def mend_page(app: Sphinx, page: str, template: str, context: dict[str, Any], do
         return f'<span class="figure-box"><picture>{source}{match[0]}</picture></span>'
 
     body = PICTURE.sub(with_narrow, context["body"])
+    body = SIGNATURE_NAME.sub(lambda match: match[0].replace(".", ".<wbr>"), body)  # a long name breaks there
     context["body"] = SIGNATURE_LINES.sub(_signature_lines, body)
 
 
