@@ -69,6 +69,13 @@ def kind_of(function: Any) -> Kind:
 
 
 @functools.cache
+def viewed_argument(function: Any) -> int:
+    """The argument that a view looks into."""
+    arguments = function._schema.arguments
+    return next((place for place, argument in enumerate(arguments) if argument.alias_info is not None), 0)
+
+
+@functools.cache
 def draws(function: Any) -> bool:
     """Whether an operation may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in function.tags
@@ -96,13 +103,14 @@ class Operation:
         function: The operation, as a dispatch mode is given it.
     """
 
-    __slots__ = ("draws", "function", "kind", "run", "written")
+    __slots__ = ("draws", "function", "kind", "run", "viewed", "written")
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.kind = kind_of(function)
         self.draws = draws(function)
         self.written = written_arguments(function)
+        self.viewed = viewed_argument(function) if self.kind is VIEW else 0
         self.run: Callable[..., Any] = function._op if type(function) is torch._ops.OpOverload else function
         """The same without a step in between, which takes time."""
 

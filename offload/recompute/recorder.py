@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         operation = operation_of(function)
         kind = operation.kind
         if kind is VIEW:
-            self._look(tensors_of(args))
+            self._look(args[operation.viewed])
             return operation.run(*args, **kwargs)
         written = _written(operation, args, kwargs) if operation.written else []
         call = None if types or kind is OPAQUE else self._call(operation, args, kwargs, written)
@@ -130,7 +130,8 @@ class Recorder(TorchDispatchMode):
                 found.append(self._written_down(item, reads) if isinstance(item, _MANY) else item)
                 continue
             reads[value] = None
-            if value.tensor is not None and value.tensor() is item:
+            made = value.tensor
+            if made is not None and made() is item:
                 if value.geometry is None:
                     value.geometry = geometry_of(item)
                 found.append(value)
@@ -177,7 +178,7 @@ class Recorder(TorchDispatchMode):
                     self._made(tensor, value, True)
             elif not any(tensor is one for one in written):
                 # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
-                self._look([tensor])
+                self._look(tensor)
                 with counting_versions():
                     known.aliases += (version_counter(tensor),)
         place = len(results)
@@ -200,14 +201,13 @@ class Recorder(TorchDispatchMode):
         self._values[storage._cdata] = value
         return value
 
-    def _look(self, tensors: list[torch.Tensor]) -> None:
-        """Somebody is about to look into these in another way."""
-        for tensor in tensors:
-            value = self.holds(tensor) if type(tensor) is _Tensor and tensor.layout is _strided else None
-            if value is not None and value.tensor is not None:
-                if value.geometry is None and value.is_as_made(tensor):
-                    value.geometry = geometry_of(tensor)
-                value.tensor = None
+    def _look(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to look into it in another way."""
+        value = self.holds(tensor) if type(tensor) is _Tensor and tensor.layout is _strided else None
+        if value is not None and value.tensor is not None:
+            if value.geometry is None and value.is_as_made(tensor):
+                value.geometry = geometry_of(tensor)
+            value.tensor = None
 
     def _save_from(self, written: list[torch.Tensor]) -> None:
         """An operation that is not written down is about to write into these: keep what calls have read there."""
