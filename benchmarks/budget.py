@@ -37,17 +37,22 @@ GIB = 1 << 30
 BUDGETS_GIB = {
     "decoder": (20, 15.2, 15, 12, 9.6, 9.5, 8, 6, 4, 2.82, 2.8, 2),
     "norm_mlp": (12, 9.5, 8, 6, 4, 2.8, 2),
-    "llama": (12, 9.5, 8, 6, 4, 2.8, 2),
+    "llama": (20, 15, 12, 9.5, 8, 6, 4, 2.8, 2),
+    "llama_short": (8, 4),
     "compiled": (20, 15, 12, 9.5, 8, 6, 4),
 }
-LINES_GIB = {"llama": (6, 2.8)}
+LINES_GIB = {"llama": (6, 2.8), "llama_short": (4,)}
 """Budgets that are given to ``memory_budget=`` as well."""
 COLLECTING = "nothing frozen: "
-COLLECTING_GIB = {"llama": (4,)}
+COLLECTING_GIB = {"llama": (4,), "llama_short": (4,)}
 """Budgets whose plans are run once more while Python's collector visits all objects of the process."""
 PARTS = ("host", *BUDGETS_GIB)
 TURNS, TIMES, STEPS = 2, 3, 3
 """How often each row has its turn, how many times are taken in it, and of how many steps each is the mean."""
+PROFILED = 9
+"""Steps whose median is a profile's: enough for a GPU to be as warm as in the rows."""
+TOKENS, SHORT = 7168, 4096
+"""Of the Llama: the most thousands for which 2 GiB suffice; and so few that the step waits for the host."""
 HOPELESS = 1.5
 """So many times the step, whole layers are not worth measuring: checkpointing takes 1.25 times."""
 WARM_UP_S = 6.0
@@ -59,16 +64,21 @@ Row = dict[str, Any]
 def models(device: torch.device, *, small: bool) -> dict[str, Callable[[], Model]]:
     """What is measured, by name; built when it is its turn."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16, "num_attention_heads": 32}
-    tokens, vocabulary, dtype = 4096, 2048, torch.bfloat16
+    many, few, vocabulary, dtype = TOKENS, SHORT, 2048, torch.bfloat16
     if small:
         sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 4}
-        tokens, vocabulary, dtype = 64, 128, torch.float32
+        many, few, vocabulary, dtype = 64, 32, 128, torch.float32
     heads = {"num_key_value_heads": sizes["num_attention_heads"] // 4}
     compiler = "aot_eager" if small else "inductor"
+
+    def llama(tokens: int) -> Model:
+        return Llama(device, tokens=tokens, dtype=dtype, vocab_size=vocabulary, **sizes, **heads)
+
     return {
         "decoder": lambda: Stack(reference_decoder(small=small), device),
         "norm_mlp": lambda: Stack(norm_mlp(small=small), device),
-        "llama": lambda: Llama(device, tokens=tokens, dtype=dtype, vocab_size=vocabulary, **sizes, **heads),
+        "llama": lambda: llama(many),
+        "llama_short": lambda: llama(few),
         "compiled": lambda: Stack(reference_decoder(small=small), device, compiled=compiler),
     }
 
@@ -117,7 +127,12 @@ class Case:
         gc.freeze()
         begin = time.perf_counter()
         profile = offload.profile_layers(
-            self.model.layers, self.model.step, min_bytes=self.min_bytes, device=self.device, regions=by_region
+            self.model.layers,
+            self.model.step,
+            min_bytes=self.min_bytes,
+            device=self.device,
+            steps=1 if self.small else PROFILED,
+            regions=by_region,
         )
         print(f"\n{self.name}: profiled in {time.perf_counter() - begin:.1f} s\n{profile}")
         self._add({"what": "nothing"}, nullcontext)

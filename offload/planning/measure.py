@@ -109,7 +109,8 @@ def profile_layers(
 
     ``step`` is called ``steps + 2`` times: to count what is saved, to see what memory it takes, then to take times, of
     which the median counts. It changes parameters and gradients as it does in training. With ``regions``, it is
-    called twice more; and if the model does not fit, it is measured with everything recomputed and inputs travelling.
+    called ``steps + 1`` times more, to take the regions apart and to time what recording adds; and if the model does
+    not fit, it is measured with everything recomputed and inputs travelling.
 
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
@@ -137,7 +138,7 @@ def profile_layers(
     _check_not_offloaded(modules)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(device)
-    with LongWork("profiling", steps + 2 + 2 * regions, "steps") as work:
+    with LongWork("profiling", steps + 2 + (steps + 1) * regions, "steps") as work:
 
         def counted() -> None:
             step()
@@ -191,7 +192,7 @@ def _measure(
     profile = with_workspace(Profile(profiles, loss_s, other_s), times.peaks())
     if not regions:
         return profile
-    found = measure_regions(modules, step, min_bytes=min_bytes, device=backend.device)
+    found = measure_regions(modules, step, min_bytes=min_bytes, device=backend.device, steps=steps)
     by_region = (
         LayerProfile.from_regions(
             costs, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes, recorded_s=recorded_s

@@ -25,17 +25,19 @@ def measure_regions(
     *,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
+    steps: int = 1,
 ) -> list[tuple[tuple[RegionProfile, ...], float]]:
-    """Run two steps: in the first, each operation is run once more, compared and timed; the second is timed as it is.
+    """Run a step in which each operation is run once more, compared and timed, and steps that are timed as they are.
 
     Args:
         layers: In call order.
         step: Runs forward and backward; it should have run before, since a first step takes longer.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers run.
+        steps: How many steps are timed: a host that is slow to record is not as slow in each.
 
     Returns:
-        Of each layer, its regions in the order of forward, and the seconds of a forward that is recorded.
+        Of each layer, its regions in the order of forward, and the median of the seconds of forwards that are recorded.
     """
     treatments = learning(layers)
     context = OffloadContext(
@@ -44,7 +46,8 @@ def measure_regions(
     with OffloadedLayers(list(layers), context):
         step()
         times = LayerTimes(layers, context.backend)
-        step()
+        for _ in range(steps):
+            step()
         times.remove()
     return [(one.costs, forward_s) for one, (forward_s, _) in zip(treatments, times.seconds(), strict=True)]
 
