@@ -130,7 +130,7 @@ def _beside_checkpointing(rows: list[Row], least_bytes: int, most: float) -> Ver
 
     best = max(own, key=lambda row: (holds(row), -row["step_s"]))
     less, ratio = alone["peak_bytes"] - best["peak_bytes"], best["step_s"] / alone["step_s"]
-    return claim, f"{less / GIB:.2f} GiB less at {ratio:.3f} of its time, k = {best['k']}", holds(best)
+    return claim, f"{less / GIB:.2f} GiB less for {ratio - 1:.2%} more time, k = {best['k']}", holds(best)
 
 
 def _hidden(rows: list[Row], most: float) -> Verdict:

@@ -90,7 +90,8 @@ def fault_picture(record: Row, name: str, page: Path) -> str:
     if not trace_path(name).exists():
         return f"{_measured(row)}\n"
     trace = Path(os.path.relpath(trace_path(name), page.parent)).as_posix()
-    alt = f"Recorded timeline of three streams and of memory. What one sees: {row['sees']}. {_recorded(row)}"
+    sees = row["sees"].replace("none of them", "no fault")  # the record's list begins with the step as it should be
+    alt = f"Recorded timeline of three streams and of memory. What one sees: {sees}. {_recorded(row)}"
     said = f"{_measured(row)} To open in [Perfetto](https://ui.perfetto.dev): {{download}}`its trace <{trace}>`."
     return f"{image(alt, picture_path(name), page)}\n{said}\n"
 

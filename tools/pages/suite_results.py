@@ -192,7 +192,6 @@ _PLAIN = (
         r"(.*?) needs ([\d.]+ GiB) less than the curve's end, which takes ([\d.]+) of its time",
         r"\1: reaches \2 less than this library, whose least memory takes \3 × its time",
     ),
-    (r"([\d.]+) of its time, k", r"\1 × its time, k"),
     (r"takes at most ([\d.]+) of the limit", r"takes at most \1 × the limit"),
     (r"([\d.]+) of the time without", r"\1 × the time without"),
 )
@@ -203,7 +202,7 @@ def _plain(text: str) -> str:
     parts = text.split("; ")
     for pattern, words in _PLAIN:
         parts = [re.sub(pattern, words, part) for part in parts]
-    return "; ".join(parts)
+    return parts[0] if len(parts) == 1 else "<br>".join(f"• {part}" for part in parts)
 
 
 def host_cost_table(record: Row) -> str:
