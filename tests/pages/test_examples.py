@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2", "pipeline", "weights_ddp"}  # they use two GPUs, or none
-TRAINED = {"hf_trainer", "lightning_trainer", "peft_lora", "trl_sft"}
+TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "peft_lora", "trl_sft"}
 TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -43,7 +43,7 @@ ON_THE_CPU = [path for path in EXAMPLES if not needs_cuda(path) and path.stem no
 
 @pytest.mark.parametrize("example", ON_THE_CPU, ids=lambda path: path.name)
 def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
-    run(example, tmp_path, NO_GPU, TRAINERS if example.stem in TRAINED else TORCH)
+    run(example, tmp_path, NO_GPU, (*TORCH, *TRAINERS) if example.stem in TRAINED else TORCH)
 
 
 @pytest.mark.parametrize("name", sorted(RANKS - {"pipeline"}))
