@@ -1,7 +1,7 @@
 """The site is built without a warning, and looks right in headless Chromium: phone, tablet and desktop, light and dark.
 
-The site is built once and served on this machine. Each page is loaded once per theme and made narrower and wider. Where
-there is no browser, only the build is tested.
+The site is built once and served on this machine. Each page is loaded once, in light, then turned dark as when the
+system's choice changes, and made narrower and wider in both. Where there is no browser, only the build is tested.
 """
 
 import functools
@@ -75,9 +75,14 @@ CHOSEN = """() => [...document.querySelectorAll("picture")].every(picture => {
   return image.complete && image.currentSrc === new URL(source ? source.srcset : image.src, location).href;
 })"""
 
+TURNED = """() => Promise.allSettled(
+  document.getAnimations().filter(one => one instanceof CSSTransition).map(one => one.finished)
+)"""
+
 # Checking colours takes seconds for thousands of elements: of those that look alike, one is enough.
 MARK_LOOKS = """() => {
   const looks = new Set();
+  for (const element of document.querySelectorAll("[data-look]")) element.removeAttribute("data-look");
   for (const element of document.querySelectorAll("article *")) {
     const text = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
     if (!text || !element.getBoundingClientRect().width) continue;
@@ -145,11 +150,11 @@ def address(site) -> Iterator[str]:
 
 
 class Reader:
-    """A browser's tab in one theme, and what went wrong in it."""
+    """A browser's tab, and what went wrong in it."""
 
-    def __init__(self, browser, theme: str, address: str) -> None:
+    def __init__(self, browser, address: str) -> None:
         self.address = address
-        self.page = browser.new_context(color_scheme=theme).new_page()
+        self.page = browser.new_page()
         self.faults: list[str] = []
         self.page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
         self.page.on("pageerror", lambda error: self.faults.append(f"script: {error}"))
@@ -161,7 +166,13 @@ class Reader:
 
     def open(self, name: str) -> None:
         self.faults.clear()
+        self.page.emulate_media(color_scheme="light")
         self.page.goto(self.address + name)
+
+    def turn(self, theme: str) -> None:
+        """Let the system's choice be this theme, and wait until the last colour has changed."""
+        self.page.emulate_media(color_scheme=theme)
+        self.page.evaluate(TURNED)
 
     def widen(self, width: int) -> None:
         self.page.set_viewport_size({"width": width, "height": 900})
@@ -176,14 +187,14 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def readers(address) -> Iterator[dict[str, Reader]]:
+def reader(address) -> Iterator[Reader]:
     if BROWSER is None:
         pytest.skip(f"needs a browser, looked for {', '.join(NAMES)}")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         # As root, as in a container, Chromium starts only without its sandbox; it reads nothing but this site.
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield {theme: Reader(browser, theme, address) for theme in THEMES}
+        yield Reader(browser, address)
         with suppress(sync_api.Error):
             browser.close()
 
@@ -195,14 +206,15 @@ def axe() -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page(readers, axe, name):
-    for theme, reader in readers.items():
-        reader.widen(WIDTHS[0])
-        reader.open(name)
+def test_page(reader, axe, name):
+    reader.widen(WIDTHS[0])
+    reader.open(name)
+    reader.page.evaluate(axe)
+    for theme in THEMES:
+        reader.turn(theme)
         for width in WIDTHS:
             reader.widen(width)
             reader.faults += [f"{width} px: {fault}" for fault in reader.page.evaluate(LOOK, SMALLEST_PX)]
-        reader.page.evaluate(axe)
         if theme == "light":  # what is said, and how one gets about, is the same in the dark
             reader.axe(AXE_RULES)
         if reader.page.evaluate(MARK_LOOKS):
@@ -210,9 +222,8 @@ def test_page(readers, axe, name):
         assert not reader.faults, f"{name}, {theme}:\n" + "\n".join(reader.faults)
 
 
-def test_a_fault_is_seen(readers, axe):
+def test_a_fault_is_seen(reader, axe):
     """A page made worse: what the checks above look for, they find."""
-    reader = readers["light"]
     reader.widen(390)
     reader.open("index.html")
     reader.page.evaluate("""() => {
@@ -232,8 +243,7 @@ def test_a_fault_is_seen(readers, axe):
         assert words in found, words
 
 
-def test_theme_switch(readers):
-    reader = readers["light"]
+def test_theme_switch(reader):
     reader.widen(1400)
     reader.open("index.html")
     ground = "() => getComputedStyle(document.body).backgroundColor"
@@ -245,8 +255,8 @@ def test_theme_switch(readers):
     assert grounds[0] == grounds[3], grounds
 
 
-def test_folded_code_opens_by_keyboard_and_without_scripts(readers, address):
-    context = readers["light"].page.context.browser.new_context(java_script_enabled=False)
+def test_folded_code_opens_by_keyboard_and_without_scripts(reader, address):
+    context = reader.page.context.browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(f"{address}notebooks/01_basic.html")
     [code] = page.locator("details.folded-code").all()
@@ -273,9 +283,8 @@ MOVE_SLIDER = """async name => {
 
 
 @pytest.mark.parametrize("preset", ["decoder", "llama_8b"])
-def test_the_planner_answers_each_move_of_a_slider(readers, preset):
+def test_the_planner_answers_each_move_of_a_slider(reader, preset):
     """With 32 layers. How long that takes is for people: ``pytest --log-cli-level=INFO`` shows it."""
-    reader = readers["light"]
     reader.open(f"index.html#planner?preset={preset}&layers=32")
     reader.page.reload()  # another preset of the same page
     for name in ("memory", "tokens"):
@@ -287,8 +296,7 @@ def test_the_planner_answers_each_move_of_a_slider(readers, preset):
 
 
 @pytest.mark.parametrize(("words", "page"), FIRST_HITS.items())
-def test_search_finds_first(readers, words, page):
-    reader = readers["light"]
+def test_search_finds_first(reader, words, page):
     reader.open(f"search.html?q={words.replace(' ', '+')}")
     first = reader.page.locator("#search-results ul.search li a").first
     first.wait_for(timeout=20_000)

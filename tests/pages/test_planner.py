@@ -57,12 +57,14 @@ def asked_of_the_page(questions):
 
 def first_difference(found, expected, where=""):
     """Where two answers differ; they are long."""
+    if found == expected:
+        return None
     if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
         pairs = [(f"{where}.{key}", found[key], expected[key]) for key in expected]
     elif isinstance(found, list) and isinstance(expected, list | tuple) and len(found) == len(expected):
         pairs = [(f"{where}[{at}]", *pair) for at, pair in enumerate(zip(found, expected, strict=True))]
     else:
-        return None if found == expected else f"{where}: {found!r} on the page, {expected!r} in Python"[:2000]
+        return f"{where}: {found!r} on the page, {expected!r} in Python"[:2000]
     return next(filter(None, (first_difference(one, other, name) for name, one, other in pairs)), None)
 
 
@@ -126,7 +128,7 @@ def random_link(draw):
 
 
 def of_timeline(found):
-    spans = [asdict(span) for span in found.spans]
+    spans = [vars(span) for span in found.spans]
     memory = [list(sample) for sample in found.memory]
     return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "spans": spans, "memory": memory}
 
