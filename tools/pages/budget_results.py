@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +95,25 @@ def _host_cost(page: Path) -> str:
 
 def _host_bound(page: Path) -> str:
     """Why plans for the Llama are not met as closely."""
-    found = _record("budget")["llama_host"]
+    record = _record("budget")
+    found = record["llama_host"]
     host, device = (found["forward_ms"][name] for name in ("host, recorded", "device, nothing recorded"))
     plans = " and ".join(
         f"{row['not_collecting']:.0f} ms in place of {row['collecting']:.0f} for {row['budget_gib']} GiB, "
         f"{100 * (row['not_collecting'] / row['predicted'] - 1):.1f}% more than predicted"
         for row in found["steps_ms"]
     )
+    budgets = [row for row in record["rows"] if row["model"] == "llama" and row["what"].startswith("budget")]
+    odd = "".join(
+        f" In the table the plan for {larger['what'][7:]} took longer than the one for {smaller['what'][7:]}, though "
+        "it was predicted to be shorter."
+        for larger, smaller in pairwise(budgets)
+        if larger["step_s"] > 1.01 * smaller["step_s"] and larger["predicted_s"] < smaller["predicted_s"]
+    )
     return (
         f"To record a forward takes the host {host} ms here, where the GPU needs {device}: the GPU waits, and for the "
-        f"garbage collector as well. With that switched off, two of these plans took {plans}.\n"
+        "garbage collector as well. With that switched off, in a run of its own, two of these plans took "
+        f"{plans}.{odd}\n"
     )
 
 
