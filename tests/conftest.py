@@ -34,18 +34,32 @@ settings.register_profile("few examples", settings.get_profile("any machine"), m
 settings.load_profile("any machine")
 
 
-# By how long they take, the longest first: processes that run side by side then end at about the same time.
+# By how long they take, the longest first: processes that run side by side then end at about the same time. All others
+# take less than a dozen seconds.
 LONG_FILES = (
-    "test_notebooks.py",
-    "test_planner.py",
     "test_browser.py",
-    "test_examples.py",
+    "test_notebooks.py",
     "test_docs.py",
+    "test_examples.py",
+    "test_planner.py",
     "test_pipelining.py",
-    "test_pipeline_benchmark.py",
-    "test_operations.py",
+    "test_compiled.py",
+    "test_treatment_schedules.py",
+    "test_groups.py",
+    "test_huggingface.py",
+    "test_types.py",
+    "test_pinned_from_outside.py",
     "test_suite.py",
     "test_results.py",
+    "test_figures.py",
+    "test_data_parallel_treatments.py",
+    "test_joined_layers.py",
+    "test_architectures.py",
+    "test_hugging_face_treatments.py",
+    "test_tiled_mlp.py",
+    "test_operations.py",
+    "test_interrupts.py",
+    "test_compiler.py",
 )
 WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 

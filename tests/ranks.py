@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scripts import NO_GPU, TORCH, run_scripts
+from scripts import NO_GPU, run_scripts
 
 
 def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[Any, Any]]:
@@ -23,7 +23,6 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
         [[str(worker), str(rank), str(world), device, str(folder)] for rank in range(world)],
         folder,
         environment | (NO_GPU if device == "cpu" else {}),
-        imported=TORCH,
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]

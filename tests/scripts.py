@@ -29,8 +29,18 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 STRICT = ["-W", "error", "-W", "ignore::SyntaxWarning"]
 
 
-TORCH = ("torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor")
-"""What training in several processes imports in any case, and much of it any optimizer."""
+TORCH = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "matplotlib.figure",
+    "pytest",
+)
+"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests.
+
+One list for all scripts, so that they are forked from one process.
+"""
 
 
 class Done(NamedTuple):
@@ -44,7 +54,7 @@ def run_scripts(
     folder: Path,
     environment: Mapping[str, str] | Sequence[Mapping[str, str]],
     *,
-    imported: Sequence[str] = ("torch",),
+    imported: Sequence[str] = TORCH,
     strict: bool = False,
     timeout_s: float = 240,
 ) -> list[Done]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from scripts import NO_GPU, TORCH, as_torchrun, run_scripts
+from scripts import NO_GPU, as_torchrun, run_scripts
 
 from benchmarks import pipeline
 from benchmarks.pipeline_case import steady_bytes_per_s
@@ -33,7 +33,7 @@ def record_path(tmp_path_factory):
     command = [str(ROOT / "benchmarks" / "pipeline.py"), "--small", "--repeats", "1", "--out", str(path)]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | NO_GPU | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    for done in run_scripts([command] * 2, path.parent, as_torchrun(environment, 2), imported=TORCH):
+    for done in run_scripts([command] * 2, path.parent, as_torchrun(environment, 2)):
         assert done.code == 0, done.output
     return path
 

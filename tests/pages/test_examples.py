@@ -50,7 +50,7 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
 def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
     """As torchrun starts them; that the script can do so itself is what the example of a pipeline shows."""
     example = ROOT / "docs" / "examples" / f"{name}.py"
-    for done in run_scripts([[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2), imported=TORCH):
+    for done in run_scripts([[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2)):
         assert done.code == 0, done.output
 
 
