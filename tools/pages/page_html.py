@@ -6,7 +6,7 @@
 - Code that only draws is folded, where a notebook's cell has the tag ``hide-input``; opening it needs no script. Where
   it does something else, the cell's metadata say what, as ``"fold": "What stands for …"``.
 - Headings have levels, and the lines of a long signature are no definitions without a term, for screen readers. Long
-  names of modules break after their dots.
+  names of modules break after their dots, and names in tables between their words, where a phone has no room for them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ FOLD_TITLE = "The code that draws this"
 
 PICTURE = re.compile(r'<img\b[^>]*\bsrc="(?P<folder>[^"]*/)(?P<name>[^"/]+)\.svg"[^>]*/?>')
 SIGNATURE_NAME = re.compile(r'<span class="sig-prename descclassname"><span class="pre">[^<]*</span></span>')
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+CODE = re.compile(r'(?<=<span class="pre">)[^<]+(?=</span>)')
+BREAK = re.compile(r"(?<=[_./(=])(?=\w)|(?<=[a-z])(?=[A-Z])")
 SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
 
 
@@ -114,6 +117,7 @@ def mend_page(app: Sphinx, page: str, template: str, context: dict[str, Any], do
         return f'<span class="figure-box"><picture>{source}{match[0]}</picture></span>'
 
     body = PICTURE.sub(with_narrow, context["body"])
+    body = CELL.sub(lambda cell: CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), cell[0]), body)
     body = SIGNATURE_NAME.sub(lambda match: match[0].replace(".", ".<wbr>"), body)  # a long name breaks there
     context["body"] = SIGNATURE_LINES.sub(_signature_lines, body)
 
