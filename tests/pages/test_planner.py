@@ -8,6 +8,7 @@ import random
 import runpy
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -327,22 +328,32 @@ def measured():
     return runpy.run_path(str(STATIC.parents[1] / "conf.py"))["_measured"]()
 
 
-@pytest.fixture
-def seen(tmp_path, measured):
-    """What Chromium shows of the planner, once its curve is complete."""
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium or Chrome in PATH")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield found
+        with suppress(sync_api.Error):
+            found.close()
+
+
+@pytest.fixture
+def seen(tmp_path, measured, browser):
+    """What Chromium shows of the planner, once its curve is complete, and the script has given it a title."""
 
     def ask(state="", script="", width=1200):
-        page = tmp_path / "page.html"
-        page.write_text(PAGE.format(static=STATIC.as_uri(), script=script, measured=json.dumps(measured)), "utf-8")
-        profile = f"--user-data-dir={tmp_path / 'profile'}"
-        words = ["--headless", "--no-sandbox", "--disable-gpu", profile, f"--window-size={width},900"]
-        words += ["--virtual-time-budget=60000", "--dump-dom", f"{page.as_uri()}{state and '#planner?'}{state}"]
-        done = subprocess.run([chromium, *words], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        return Planner(done.stdout)
+        path = tmp_path / "page.html"
+        path.write_text(PAGE.format(static=STATIC.as_uri(), script=script, measured=json.dumps(measured)), "utf-8")
+        with browser.new_context(viewport={"width": width, "height": 900}) as context:
+            page = context.new_page()
+            page.goto(f"{path.as_uri()}{state and '#planner?'}{state}")
+            done = "#planner[data-state=done]" + "[title]" * bool(script)
+            page.wait_for_selector(f"{done}, body[data-error]", state="attached")
+            return Planner(page.content())
 
     return ask
 
