@@ -16,7 +16,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
 
-# Tests of one file share what they prepare, and stay in one process. A core each, so that they do not wait for each other.
+# Tests of one file share what they prepare, and stay in one process. One thread each, as there is a process for each core.
 # They start dozens of processes, which need not compile the library anew, even where the environment asks for that.
 # Tests on a GPU measure its memory and its time: they run one after the other.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

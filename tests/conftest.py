@@ -61,6 +61,14 @@ LONG_FILES = (
     "test_interrupts.py",
     "test_compiler.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: some of them wait, for a browser, a late copy, or what they have started."""
+    return 1 + len(os.sched_getaffinity(0))
+
+
 WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
