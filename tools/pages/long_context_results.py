@@ -36,6 +36,8 @@ LIMITED = {
     "lora": "streamed, LoRA",
 }
 
+GRAIN = 4096
+"""Lengths that are tried are multiples of so many tokens, or of fewer."""
 HELD = 2 * 2 * 8_030_261_248
 """Bytes of the shape's weights and gradients."""
 STREAMED = ("streamed", "lora")
@@ -141,10 +143,12 @@ def longest_table(record: Row) -> str:
         if row is None:
             return "does not fit" if nbytes < HELD and way not in STREAMED else "not tried"
         tokens = row.get("longest_tokens", 0)
-        # Where no length failed, the search has ended for its time.
-        least = "" if row.get("shortest_failed_tokens") else "at least "
+        failed = row.get("shortest_failed_tokens")
+        longest = f"{tokens:,}"
+        if _is_open(row):
+            longest = f"at least {longest}" + (f", less than {failed:,}" if failed else "")
         about = "" if row.get("whole", True) else "about "
-        return f"{least}{tokens:,} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
+        return f"{longest} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
 
     rows = longest(record)
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
@@ -175,14 +179,17 @@ def draw(record: Row, *, narrow: bool = False) -> Figure:
         return _draw_below_each_other(rows, color)
     figure = new_figure((8.0, 3.2))
     ax = figure.subplots()
-    width = 0.8 / max(1, len(ways))
-    for index, way in enumerate(ways):
-        places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(rows))]
-        heights = [row.get(way, {}).get("longest_tokens", 0) / 1024 for row in rows.values()]
+    width = 0.92 / max(map(len, rows.values()))
+    for way in ways:
+        there = [(place, row) for place, row in enumerate(rows.values()) if way in row]
+        places = [
+            place + ([one for one in ways if one in row].index(way) - (len(row) - 1) / 2) * width
+            for place, row in there
+        ]
+        heights = [row[way].get("longest_tokens", 0) / 1024 for _, row in there]
         ax.bar(places, heights, 0.9 * width, color=color[way], label=LIMITED[way])
-        for place, height, row in zip(places, heights, rows.values(), strict=True):
-            if way in row:
-                ax.text(place, height, _thousands(row[way]), color=INK, fontsize=8, ha="center", va="bottom")
+        for place, height, (_, row) in zip(places, heights, there, strict=True):
+            ax.text(place, height, _thousands(row[way]), color=INK, fontsize=7.5, ha="center", va="bottom")
     ax.set_xticks(range(len(rows)), [f"{nbytes / GIB:.0f} GiB" for nbytes in rows])
     ax.set_ylabel("longest context, K tokens", color=INK, fontsize=9)
     ax.legend(frameon=False, fontsize=9, labelcolor=INK)
@@ -208,7 +215,13 @@ def _draw_below_each_other(rows: dict[int, dict[str, Row]], color: dict[str, str
 
 def _thousands(row: Row) -> str:
     tokens = row.get("longest_tokens", 0)
-    return f"{'≥' if tokens and not row.get('shortest_failed_tokens') else ''}{tokens / 1024:.0f}"
+    return f"{'≥' if tokens and _is_open(row) else ''}{tokens / 1024:.0f}"
+
+
+def _is_open(row: Row) -> bool:
+    """Whether the search has ended, for its time, before the next length failed."""
+    failed = row.get("shortest_failed_tokens")
+    return failed is None or failed - row["longest_tokens"] > GRAIN
 
 
 def _where(record: Row) -> str:
