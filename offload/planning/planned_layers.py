@@ -8,6 +8,7 @@ the inputs' size changes much. What is planned, those say who derive from this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -16,6 +17,7 @@ from offload.activations.context import OffloadContext
 from offload.activations.layers import OffloadedLayers
 from offload.base.autograd import before_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.tensors import is_plain
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.planning.measure import measure_link
@@ -65,7 +67,7 @@ class PlannedLayers(OffloadedLayers, ABC):
         self._link = measure_link(self._backend.device)
         self._times = LayerTimes(layers, self._backend)
         self._peak_bytes = 0
-        """The most device memory in the last round, above what there was when it began."""
+        """The most device memory in the last round, above what there was when its step began."""
         ends = [_Rounds(self), _Backwards(self)]
         self._rounds = Attachment([layers[0], layers[-1]], ends)
         self._restart(0)
@@ -88,17 +90,20 @@ class PlannedLayers(OffloadedLayers, ABC):
         self._stage = _Stage.LEARNING
         self._elements = elements
         self._start_bytes = 0
+        self._input_bytes = 0
+        """Of what there was when the round began, what its step had allocated by then."""
         self._times.remove()
         # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
         self._treatments = learning(self._layers)
         self._context.follow(frugal_schedule(len(self._layers)), self._treatments)
 
-    def begin_round(self, elements: int) -> None:
-        """A microbatch is about to enter the first layer, with so many elements in its inputs."""
+    def begin_round(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A microbatch is about to enter the first layer, which is given these."""
         if self._backend.capturing:
             self._check_capture()
             return
+        elements = sum(tensor.numel() for tensor in inputs)
         if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
@@ -113,6 +118,7 @@ class PlannedLayers(OffloadedLayers, ABC):
             self._follow(self._first_plan(frugal_profile(self._treatments, self._times)))
         elif self._stage is _Stage.FOLLOWING and self.plan is not None:
             self._follow(self._next_plan(self.plan))
+        self._input_bytes = _bytes_of(inputs, self._backend.device)
         if self._has_peak and self._stage is _Stage.FOLLOWING:
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
@@ -127,12 +133,13 @@ class PlannedLayers(OffloadedLayers, ABC):
 
     def end_backward(self) -> None:
         """A round's backward has ended: what its peak was; later the program may have the peak forgotten."""
-        if self._backend.capturing:
+        if self._backend.capturing or not self._has_peak:
             return
         if self._stage is _Stage.TIMING:
-            self._peak_bytes = self._times.most_bytes()
-        elif self._has_peak:
-            self._peak_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
+            most_bytes = self._times.most_bytes()
+        else:
+            most_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
+        self._peak_bytes = most_bytes + self._input_bytes
 
     def _follow(self, plan: Plan | None) -> None:
         """Do as a plan says from here on, if there is one."""
@@ -147,6 +154,13 @@ class PlannedLayers(OffloadedLayers, ABC):
         self._context.follow(plan.schedule, followed)
 
 
+def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
+    """What the step has allocated for the first layer's inputs, as an embedding's output: leaves outlive a step."""
+    made = (tensor for tensor in inputs if tensor.device == device and not (tensor.is_leaf and tensor.requires_grad))
+    storages = (tensor.untyped_storage() for tensor in made if is_plain(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 class _Rounds(LayerListener):
     """Tells when a microbatch enters the first layer, before anything else happens there."""
 
@@ -157,7 +171,7 @@ class _Rounds(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         if not self._planned._context.has_nothing_to_do():
-            self._planned.begin_round(sum(tensor.numel() for tensor in tensors_in(inputs)))
+            self._planned.begin_round(list(tensors_in(inputs)))
 
 
 class _Backwards(LayerListener):

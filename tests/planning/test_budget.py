@@ -139,6 +139,32 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch
             assert handle.plan.memory_budget == first.memory_budget - 1000
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["made in the step", "there before"])
+def test_what_enters_the_first_layer_counts_if_the_step_has_made_it(
+    made: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    budget = 2 * saved_bytes(layers, x, lab)
+
+    def step() -> None:
+        y = x * 1 if made else x
+        for layer in layers:
+            y = layer(y)
+        y.square().mean().backward()
+
+    with budgeted(layers, lab, budget) as handle:
+        peaks = Peaks(monkeypatch)
+        handle._has_peak = True
+        for _ in range(3):
+            step()
+        first = handle.plan.memory_budget
+        assert first == budget - round(RESERVE * budget)
+        peaks.peak_bytes = budget - 1000  # from the first layer on
+        for _ in range(2):
+            step()
+        assert handle.plan.memory_budget == first - (x.nbytes - 1000 if made else 0)
+
+
 def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
