@@ -43,9 +43,10 @@ class Round:
         self._min_bytes = min_bytes
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
-        self._first_to_stay = (
-            max(self._offloaded, default=-1) + 1 if schedule and not (sees_all or treatments_of) else math.inf
-        )
+        self._first_to_stay = math.inf
+        if schedule and not sees_all:
+            treated = (layer for layer in range(schedule.model_layers) if treatments_of and treatments_of(layer))
+            self._first_to_stay = max({*self._offloaded, *treated}, default=-1) + 1
         self._treatments_of = treatments_of
 
     @property
@@ -62,7 +63,7 @@ class Round:
         return any(one.backward_begun and backward(one.layer) not in before for one in self.sets.values())
 
     def passes_by(self, layer: int) -> bool:
-        """Whether the layer needs no hooks: it stays, and so do the one before and all later ones.
+        """Whether the layer needs no hooks: all of it is kept, and so is the one before and all later ones.
 
         The first layer that stays has hooks still: what it and the one before it both save must not travel.
         """

@@ -8,6 +8,10 @@ from lab import Lab
 from models import assert_same, build, gradients, leaves_of, loss_of
 
 import offload
+from offload.activations.activation_set import ActivationSet
+from offload.activations.context import OffloadContext
+from offload.activations.layers import OffloadedLayers
+from offload.recompute.treatments import LayerTreatments, Treatment
 
 LAYERS = 5
 SCHEDULES = {
@@ -57,3 +61,31 @@ def test_gradients(schedule: offload.Schedule, treatments: dict[str, str], order
         assert handle.stats().reloaded_bytes > 0
         assert not handle.stats().late_reloads
         assert "recompute" in handle.regions(LAYERS - 1).values()
+
+
+def test_layers_behind_the_last_one_with_treatments_have_no_hooks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the next one: what it saves of the last one's output must not be dropped."""
+    layers, x = build("gpt", LAYERS, lab.device)
+    treatments = [LayerTreatments({"*mm": Treatment.OFFLOAD, "*": Treatment.RECOMPUTE}, layer) for layer in layers[:2]]
+    schedule = offload.Schedule.default(1, LAYERS)
+    context = OffloadContext(
+        schedule, LAYERS, min_bytes=1, device=lab.device, treatments=[*treatments, *[None] * (LAYERS - 2)]
+    )
+    entered = []
+    enter = ActivationSet.enter
+    monkeypatch.setattr(ActivationSet, "enter", lambda one, inputs=None: (entered.append(one.layer), enter(one))[1])
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss_of(y).backward()
+
+    leaves = leaves_of(layers, x)
+    expected = gradients(leaves, step)
+    lab.adverse()
+    with OffloadedLayers(list(layers), context):
+        for _ in range(3):
+            entered.clear()
+            assert_same(expected, gradients(leaves, step))
+            assert entered == [0, 1, 2]
