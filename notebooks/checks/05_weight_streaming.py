@@ -29,8 +29,8 @@ assert len(timeline.lane("d2h")) > LAYERS  # gradients of all blocks, inputs of 
 if on_gpu:
     assert held_bytes + meter.peak_bytes < FRACTION * weight_bytes
 else:
-    # Ordinary memory stands for both here, and the meter has seen the optimizer's tensors and the gradients as well. So
-    # measure a forward, whose memory is the device's alone, and add the slots.
+    # Ordinary memory stands for both here, and the meter has seen optimizer's tensors and gradients.
+    # So measure a forward, whose memory is the device's alone, and add the slots.
     with offload.memory_meter(device) as meter, torch.no_grad():
         loss_of(sequence)
     # At this size, activations count for more than the weights' share.
