@@ -44,13 +44,14 @@ BUDGETS_GIB = {
 LINES_GIB = {"llama": (6, 2.8), "llama_short": (4,)}
 """Budgets that are given to ``memory_budget=`` as well."""
 COLLECTING = "nothing frozen: "
+"""Before the names of rows in which the collector visits all objects of the process."""
 COLLECTING_GIB = {"llama": (4,), "llama_short": (4,)}
-"""Budgets whose plans are run once more while Python's collector visits all objects of the process."""
+"""Budgets whose plans are run once more so."""
 PARTS = ("host", *BUDGETS_GIB)
 TURNS, TIMES, STEPS = 2, 3, 3
 """How often each row has its turn, how many times are taken in it, and of how many steps each is the mean."""
 PROFILED = 9
-"""Steps whose median is a profile's: enough for a GPU to be as warm as in the rows."""
+"""Steps whose median is a profile's."""
 TOKENS, SHORT = 7168, 4096
 """Of the Llama: the most thousands for which 2 GiB suffice; and so few that the step waits for the host."""
 HOPELESS = 1.5

@@ -8,7 +8,6 @@ import random
 import runpy
 import shutil
 import subprocess
-from contextlib import suppress
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -326,19 +325,6 @@ def measured():
     """The rows that Sphinx's settings hand to the page."""
     pytest.importorskip("sphinx")
     return runpy.run_path(str(STATIC.parents[1] / "conf.py"))["_measured"]()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no Chromium or Chrome in PATH")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield found
-        with suppress(sync_api.Error):
-            found.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, build, gradients, leaves_of, loss_of
+from models import assert_same, build, gradients, leaves_of, loss_of, step_gradients
 
 import offload
 from offload.activations.activation_set import ActivationSet
@@ -74,18 +74,11 @@ def test_layers_behind_the_last_one_with_treatments_have_no_hooks(lab: Lab, monk
     entered = []
     enter = ActivationSet.enter
     monkeypatch.setattr(ActivationSet, "enter", lambda one, inputs=None: (entered.append(one.layer), enter(one))[1])
-
-    def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss_of(y).backward()
-
-    leaves = leaves_of(layers, x)
-    expected = gradients(leaves, step)
+    expected = step_gradients(layers, x)
+    entered.clear()
     lab.adverse()
     with OffloadedLayers(list(layers), context):
         for _ in range(3):
             entered.clear()
-            assert_same(expected, gradients(leaves, step))
+            assert_same(expected, step_gradients(layers, x))
             assert entered == [0, 1, 2]

@@ -95,14 +95,16 @@ def _host_cost(page: Path) -> str:
 def _host_bound(page: Path) -> str:
     """Why plans for the short sequence are not met as closely."""
     found = _record("budget")["llama_host"]
-    plain, recorded, kernels = (
-        found["forward_ms"][name] for name in ("device, nothing recorded", "device, 13 layers recorded", "kernels")
+    forward, steps = found["forward_ms"], found["steps_ms"]
+    plans = "; ".join(
+        f"that for {budget} recorded {layers} of the 16 layers, and its forward took {forward[budget]} ms (the step "
+        f"{steps[budget]['measured']:.0f}, predicted {steps[budget]['predicted']:.0f})"
+        for budget, layers in found["layers_recorded"].items()
     )
-    step = found["step_ms"]
     return (
-        "In a run of its own, alone on a machine with 16 cores, a plan for 6 GiB recorded 13 of the 16 layers: its "
-        f"forward took {recorded} ms in place of {plain}, though the kernels took {kernels} ms as before. The step "
-        f"took {step['plan for 6 GiB']:.0f} ms, predicted {step['predicted']:.0f}.\n"
+        "Two plans in a run of their own, alone on a machine with 16 cores, where forward took "
+        f"{forward['nothing recorded']} ms with nothing recorded, and its kernels {forward['kernels']} in any case: "
+        f"{plans}.\n"
     )
 
 
