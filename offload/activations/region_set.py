@@ -112,9 +112,10 @@ class RegionSet(ActivationSet):
             wanted = dropped()
             if wanted is not None and wanted.call is not None and wanted.uses:
                 wanted.call.need()
-        for source in self._sources:
+        for number, source in enumerate(self._sources):
             if source.uses and source.given is not None:
                 self._keep(source.given, source)
+                self._treatments.sources_read.add(number)
         self._end_operation()
         self._waiting, self._sources, self._dropped = [], [], []
         self._values, self._handles, self._from_before = {}, {}, None
@@ -223,8 +224,14 @@ class RegionSet(ActivationSet):
                 value.keeper = earlier_layer(tensor, self._known.outputs, self._treatments)
             if value.keeper is not None and self._treatments.measures and not self._treatments.learned:
                 self._from_before, value.keeper = value, None
-        if not value.drawn and isinstance(decide(tensor, self._rules), type):
-            self._sources.append(value)
+        if value.drawn or not isinstance(decide(tensor, self._rules), type):
+            return
+        if len(self._sources) in self._treatments.sources_read and value.given is not None and value.keeper is None:
+            # At the forward's end its copy would be the last, which the release waits for, and the first to come back,
+            # although backward asks for it last.
+            with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
+                self._keep(value.given, value)
+        self._sources.append(value)
 
     def made(self, modules: ModuleNames, tensor: torch.Tensor, value: Value, new: bool) -> None:
         """The layer has computed a value."""

@@ -92,8 +92,13 @@ class Value:
         return self.given is not None and self.given._version != self.version
 
     def overwrite(self) -> None:
-        """The storage is about to hold another value: whoever keeps it does not keep this one any more."""
-        self.overwritten, self.keeper = True, None
+        """The storage is about to hold another value: whoever keeps it does not keep this one any more.
+
+        What a source held is kept, or was copied: its keeper can tell whether it was really changed.
+        """
+        self.overwritten = True
+        if self.call is not None or not self.held:
+            self.keeper = None
 
     @property
     def held(self) -> bool:

@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
         """An operation that is not written down is about to write into these: keep what calls have read there."""
         for tensor in written:
             value = self.holds(tensor) if is_plain(tensor) else None
-            if value is not None and value.given is not None and value.geometry is not None:
+            if value is not None and value.geometry is not None and (value.given is not None or value.held):
                 value.memory = look_into(copy_of_storage(tensor.untyped_storage()), value.geometry)
                 value.given = None
 

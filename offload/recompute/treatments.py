@@ -106,6 +106,8 @@ class LayerTreatments:
         """Those that the layer returns, and that come out the same where the next layer asks for them."""
         self.unsaved: set[Region] = set()
         """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
+        self.sources_read: set[int] = set()
+        """Of what the layer was given, counted as it is read: what recomputation has read in an earlier forward."""
         self.draws = False
         """Of a layer that is one region: whether its first forward has drawn random numbers."""
         self.costs: tuple[RegionProfile, ...] = ()
@@ -183,7 +185,7 @@ class LayerTreatments:
     def follow(self, numbered: Numbered) -> None:
         """Treat the regions by their numbers from now on."""
         self._join(numbered)
-        self.unsaved = set()
+        self.unsaved, self.sources_read = set(), set()
         self._source = KEEP
         for number, (region, cost) in enumerate(zip(self.order, self.costs, strict=True)):
             held = OFFLOAD if number in numbered.travelling else KEEP

@@ -52,6 +52,13 @@ def _in_place_now_and_then(x: torch.Tensor, w: torch.Tensor, step: int) -> torch
     return z.sigmoid() * y
 
 
+def _input_in_place_now_and_then(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
+    y = (x * 3).sin() @ w  # recomputation reads x, and autograd does not save it
+    if step % 2 and not x.is_leaf:
+        x.mul_(2)
+    return x + y
+
+
 def _another_order(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
     one, two = (x @ w).tanh(), (x * 2).tanh()
     if step % 2:
@@ -102,7 +109,8 @@ def _random_now_and_then(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.T
 FUNCTIONS: dict[str, Any] = {
     function.__name__[1:]: function
     for function in (
-        _another_way, _another_scalar, _in_place_now_and_then, _another_order, _saved_several_times, _turned_in_place,
+        _another_way, _another_scalar, _in_place_now_and_then, _input_in_place_now_and_then, _another_order,
+        _saved_several_times, _turned_in_place,
         _looked_into_in_another_way_by_data, _other_memory_by_data, _sparse, _random_now_and_then,
     )
 }  # fmt: skip
