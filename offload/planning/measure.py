@@ -28,9 +28,9 @@ from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.planning.estimate import with_workspace
 from offload.planning.link import Link
-from offload.planning.measure_regions import measure_frugally, measure_regions
+from offload.planning.measure_regions import measure_frugally, measure_regions, with_regions
 from offload.planning.measured_layer import LayerTimes, MeasuredLayer, rest_s
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
@@ -193,13 +193,7 @@ def _measure(
     if not regions:
         return profile
     found = measure_regions(modules, step, min_bytes=min_bytes, device=backend.device, steps=steps)
-    by_region = (
-        LayerProfile.from_regions(
-            costs, one.forward_s, one.backward_s, workspace_bytes=one.workspace_bytes, recorded_s=recorded_s
-        )
-        for one, (costs, recorded_s) in zip(profile.layers, found, strict=True)
-    )
-    return replace(profile, layers=tuple(by_region))
+    return replace(profile, layers=with_regions(profile.layers, found))
 
 
 def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +16,18 @@ from offload.planning.estimate import with_workspace
 from offload.planning.measured_layer import LayerTimes, rest_s
 from offload.planning.passes import LayerTreatment
 from offload.planning.profile import LayerProfile, Profile
-from offload.recompute.costs import RegionProfile, ways
+from offload.recompute.costs import RegionProfile, Treated, ways
 from offload.recompute.treatments import LayerTreatments, Treatment, join
 from offload.schedule.schedule import Schedule
+
+
+class Recomputed(NamedTuple):
+    """What is found of a layer in steps in which everything is recorded and computed again."""
+
+    regions: tuple[RegionProfile, ...]
+    """In the order of forward, each with the seconds that its operation takes alone."""
+    forward_s: float
+    backward_s: float
 
 
 def measure_regions(
@@ -26,7 +37,7 @@ def measure_regions(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     steps: int = 1,
-) -> list[tuple[tuple[RegionProfile, ...], float]]:
+) -> list[Recomputed]:
     """Run a step in which each operation is run once more, compared and timed, and steps that are timed as they are.
 
     Args:
@@ -37,7 +48,7 @@ def measure_regions(
         steps: How many steps are timed: a host that is slow to record is not as slow in each.
 
     Returns:
-        Of each layer, its regions in the order of forward, and the median of the seconds of forwards that are recorded.
+        Of each layer its regions, and the medians of the seconds of its forwards and of its backwards.
     """
     treatments = learning(layers)
     context = OffloadContext(
@@ -49,7 +60,28 @@ def measure_regions(
         for _ in range(steps):
             step()
         times.remove()
-    return [(one.costs, forward_s) for one, (forward_s, _) in zip(treatments, times.seconds(), strict=True)]
+    return [Recomputed(one.costs, *seconds) for one, seconds in zip(treatments, times.seconds(), strict=True)]
+
+
+def with_regions(layers: Sequence[LayerProfile], found: Sequence[Recomputed]) -> tuple[LayerProfile, ...]:
+    """The profiles of layers as they are, with their regions.
+
+    The regions' seconds are those that they take in backward: by how much longer that is if all is computed again, as
+    each of them would share it. An operation that is timed alone, behind a pause, finds a faster device.
+    """
+    alone_s = math.fsum(Treated(one.regions, frozenset()).recompute_s for one in found)
+    longer_s = math.fsum(one.backward_s - layer.backward_s for one, layer in zip(found, layers, strict=True))
+    ratio = longer_s / alone_s if alone_s > 0 and longer_s > 0 else 1.0  # steps vary by more than little work takes
+    return tuple(
+        LayerProfile.from_regions(
+            (replace(region, seconds=ratio * region.seconds) for region in one.regions),
+            layer.forward_s,
+            layer.backward_s,
+            workspace_bytes=layer.workspace_bytes,
+            recorded_s=one.forward_s,
+        )
+        for layer, one in zip(layers, found, strict=True)
+    )
 
 
 def measure_frugally(

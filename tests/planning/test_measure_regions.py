@@ -16,7 +16,8 @@ import offload
 from benchmarks.workloads import DecoderBlock
 from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.planning.link import Link
-from offload.planning.measure_regions import measure_frugally, measure_regions
+from offload.planning.measure_regions import Recomputed, measure_frugally, measure_regions, with_regions
+from offload.planning.profile import LayerProfile
 from offload.recompute.costs import RegionProfile, Treated, ways
 from offload.schedule.schedule import Schedule
 
@@ -60,7 +61,7 @@ def test_regions_of_a_decoder(frugally: bool, lab: Lab) -> None:
         profile = measure_frugally(layers, step, min_bytes=0, device=lab.device)
         found = [layer.regions for layer in profile.layers]
     else:
-        found = [regions for regions, _ in measure_regions(layers, step, min_bytes=0, device=lab.device)]
+        found = [layer.regions for layer in measure_regions(layers, step, min_bytes=0, device=lab.device)]
     assert len(found) == LAYERS
     for regions in found[1:]:
         by_name = {region.name: region for region in regions}
@@ -80,8 +81,19 @@ def test_regions_of_a_decoder(frugally: bool, lab: Lab) -> None:
 
 def regions_of(layers: torch.nn.ModuleList, x: torch.Tensor, lab: Lab) -> list[tuple[RegionProfile, ...]]:
     measured = measure_regions(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device)
-    assert all(recorded_s > 0 for _, recorded_s in measured)
-    return [regions for regions, _ in measured]
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in measured)
+    return [layer.regions for layer in measured]
+
+
+@pytest.mark.parametrize(("longer_s", "expected"), [(0.006, 2.0), (0.0015, 0.5), (-0.001, 1.0)])
+def test_regions_take_what_backward_is_longer_by(longer_s: float, expected: float) -> None:
+    """If everything is computed again; but for a backward that seems to be shorter then."""
+    regions = (RegionProfile("input", 8, 0.0, recomputable=False), RegionProfile("mm", 8, 0.003, (0,)))
+    regions += (RegionProfile("add", 8, 0.001, (1,), saved=False),)  # that nobody asks for
+    plain = LayerProfile.from_regions(regions, 0.005, 0.010, workspace_bytes=7)
+    (found,) = with_regions([plain], [Recomputed(regions, 0.006, 0.010 + longer_s)])
+    assert [region.seconds for region in found.regions] == pytest.approx([0.0, 0.003 * expected, 0.001 * expected])
+    assert found == replace(plain, regions=found.regions, recorded_s=0.006)
 
 
 def planned(found: list[tuple[RegionProfile, ...]], rung: int, num_layers: int) -> Planned:
