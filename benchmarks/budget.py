@@ -56,7 +56,7 @@ TOKENS, SHORT = 7168, 4096
 """Of the Llama: the most thousands for which 2 GiB suffice; and so few that the step waits for the host."""
 HOPELESS = 1.5
 """So many times the step, whole layers are not worth measuring: checkpointing takes 1.25 times."""
-WARM_UP_S = 6.0
+WARM_UP_S = 20.0
 """A GPU that has rested is faster than it is at its power limit, by some percent."""
 
 Row = dict[str, Any]

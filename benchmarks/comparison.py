@@ -147,15 +147,18 @@ class Comparison:
             row["bit_identical"] = all(map(torch.equal, self._expected, found))
 
     def _take_turns(self, rows: dict[Contender, Row], save: Callable[[], object]) -> None:
-        """Each contender in turn runs for the same time, in several rounds."""
+        """Each contender in turn runs for the same time, in several rounds; every second one is in reverse.
+
+        A step's time depends on the steps before it: a GPU at its power limit runs faster for a while after copies.
+        """
         turn_s = self._case.turns_s / (ROUNDS * max(1, len(rows)))
         steps = {
             contender: min(MOST_STEPS, max(1, round(turn_s / min(row["times_s"])) - 1))
             for contender, row in rows.items()
         }
         times: dict[Contender, list[float]] = {contender: [] for contender in rows}
-        for _ in range(ROUNDS):
-            for contender, row in rows.items():
+        for number in range(ROUNDS):
+            for contender, row in reversed(rows.items()) if number % 2 else rows.items():
                 attempt(row, partial(self._turn, contender, row, times[contender], steps[contender]))
             save()
 
