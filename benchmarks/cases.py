@@ -60,7 +60,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
     decoder, mlp = reference_decoder(), norm_mlp()
     llama = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 16, "num_attention_heads": 32}
     if "decoder" in wanted:
-        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 10, 14, 18), (18, 19), (5, 18), turns_s=60)
+        yield Case("decoder", lambda on: Stack(decoder, on), (2, 5, 10, 14, 18), (18, 19), (5, 18), turns_s=45)
     if "long" in wanted:
         yield long_sequence(device, link, host_bytes)
     if "compiled" in wanted:
@@ -83,7 +83,7 @@ def cases(wanted: Collection[str], device: torch.device, link: Link, host_bytes:
             turns_s=15,
         )
     if "norm_mlp" in wanted:
-        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 10, 18), (18, 19), (5, 18), turns_s=40)
+        yield Case("LayerNorm-MLP", lambda on: Stack(mlp, on), (2, 5, 10, 18), (18, 19), (5, 18), turns_s=30)
 
 
 def small_cases(wanted: Collection[str]) -> Iterator[Case]:
