@@ -304,7 +304,8 @@ def main() -> None:
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:
             found = Case(name, build, device, small=arguments.small).measure(link)
-            rows += [row | {"commit": record["commit"], "date": record["date"]} for row in found]
+            here = {"commit": record["commit"], "date": record["date"], "cpu_count": record["hardware"]["cpu_count"]}
+            rows += [row | here for row in found]
             write(arguments.out, record)
     write(arguments.out, record)
     print(table([shown(row, rows) for row in rows]))

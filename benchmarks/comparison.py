@@ -149,7 +149,7 @@ class Comparison:
     def _take_turns(self, rows: dict[Contender, Row], save: Callable[[], object]) -> None:
         """Each contender in turn runs for the same time, in several rounds; every second one is in reverse.
 
-        A step's time depends on the steps before it: a GPU at its power limit runs faster for a while after copies.
+        How fast a GPU at its power limit runs depends on what ran before, by some percent.
         """
         turn_s = self._case.turns_s / (ROUNDS * max(1, len(rows)))
         steps = {

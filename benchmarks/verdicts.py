@@ -130,7 +130,8 @@ def _beside_checkpointing(rows: list[Row], least_bytes: int, most: float) -> Ver
 
     best = max(own, key=lambda row: (holds(row), -row["step_s"]))
     less, ratio = alone["peak_bytes"] - best["peak_bytes"], best["step_s"] / alone["step_s"]
-    return claim, f"{less / GIB:.2f} GiB less for {ratio - 1:.2%} more time, k = {best['k']}", holds(best)
+    change = f"{abs(ratio - 1):.2%} {'more' if ratio > 1 else 'less'} time"
+    return claim, f"{less / GIB:.2f} GiB less for {change}, k = {best['k']}", holds(best)
 
 
 def _hidden(rows: list[Row], most: float) -> Verdict:

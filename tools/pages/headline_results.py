@@ -70,9 +70,11 @@ def headline(page: Path) -> str:
         f"**One sequence of {tokens:,} tokens**: {gib(kept['peak_bytes'], 1)} → **{gib(whole['peak_bytes'], 1)} GiB "
         f"for {longer}**, with {whole['k']} of {layers} layers on the host."
     )
+    share = inputs["step_s"] / checkpoints["step_s"] - 1
+    cost = f"for {share:+.1%}" if share > 0 else "in the same time"  # less is how far one step is from the next
     around = (
         f"**A model that checkpoints already**: {gib(checkpoints['peak_bytes'])} → **{gib(inputs['peak_bytes'])} GiB "
-        f"for {100 * (inputs['step_s'] / checkpoints['step_s'] - 1):+.1f}%**, with the checkpoints on the host."
+        f"{cost}**, with the checkpoints on the host."
     )
     limited = {row["row"]: row["longest_tokens"] for row in read("long_context.json")["rows"] if "limit_bytes" in row}
     streamed = (
