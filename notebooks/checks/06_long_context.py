@@ -1,3 +1,7 @@
+# %% after long-plan-5
+assert handle.plan is not None
+assert not on_gpu or meter.peak_bytes <= budget
+
 # %% after long-29
 assert gains["as it is"] < gains["loss without logits"] < gains["checkpointing"] < gains["MLPs in tiles"]
 assert gains["MLPs in tiles"] <= gains["weights streamed"]
