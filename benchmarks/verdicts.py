@@ -28,8 +28,8 @@ def measured(row: Row) -> bool:
 def with_ratios(rows: list[Row], links: Mapping[str, Row]) -> list[Row]:
     """The rows with their median, their spread, and their ratio to the limit.
 
-    The limit is the larger of two times: that of the same step with nothing moved, and that in which the link
-    moves the row's bytes to the host and, after that, back.
+    The limit is the larger of two times: the shortest in the workload for at least the row's compute, and that in which
+    the link moves the row's bytes to the host and, after that, back.
 
     Args:
         rows: What was measured.
@@ -45,12 +45,19 @@ def with_ratios(rows: list[Row], links: Mapping[str, Row]) -> list[Row]:
 
 
 def _with_limit(row: Row, rows: list[Row], links: Mapping[str, Row]) -> Row:
-    base = _find(rows, row["workload"], BASE.get(row["family"], "nothing"))
-    if not measured(row) or base is None or row.get("copied_bytes") is None:
+    base = BASE.get(row["family"], "nothing")
+    computing_s = [
+        other["step_s"]
+        for other in rows
+        if other["workload"] == row["workload"]
+        and measured(other)
+        and base in ("nothing", BASE.get(other["family"], other["family"]))
+    ]
+    if not measured(row) or _find(rows, row["workload"], base) is None or row.get("copied_bytes") is None:
         return row
     link = links[row["workload"]]
     link_s = row["copied_bytes"] * (1 / link["d2h_bytes_per_s"] + 1 / link["h2d_bytes_per_s"])
-    limit_s = max(base["step_s"], link_s)
+    limit_s = max(min(computing_s), link_s)
     return {**row, "link_s": link_s, "limit_s": limit_s, "ratio_to_limit": row["step_s"] / limit_s}
 
 

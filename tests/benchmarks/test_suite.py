@@ -417,6 +417,15 @@ def test_the_limit_is_compute_or_link():
     assert rows["offload_checkpoint 18"]["limit_s"] == 1.25  # recomputing is part of its compute
 
 
+def test_no_row_is_below_its_limit():
+    """A GPU at its power limit may be faster while some layers travel than with nothing moved."""
+    faster = [row("offload", 0.98, 17, k=2, copied_gib=0.1), row("offload_checkpoint", 1.24, 2, k=3)]
+    rows = {row["contender"]: row for row in with_ratios([*GOOD[:7], *faster], LINKS)}
+    assert rows["offload 2"]["ratio_to_limit"] == rows["offload_checkpoint 3"]["ratio_to_limit"] == 1
+    assert rows["nothing 0"]["limit_s"] == rows["offload 5"]["limit_s"] == 0.98
+    assert rows["checkpoint"]["limit_s"] == 1.24
+
+
 def test_each_workload_has_the_link_of_its_own_run():
     rows = [{**row, "workload": "long sequence"} for row in GOOD[:6]]
     assert {row["contender"]: row for row in with_ratios(rows, LINKS)}["offload 18"]["link_s"] == 1.5
