@@ -53,6 +53,8 @@ class _CheckedNotebook(NotebookClient):
 
     async def async_execute_cell(self, cell: nbformat.NotebookNode, *arguments: Any, **options: Any) -> Any:
         cell = await super().async_execute_cell(cell, *arguments, **options)
+        if cell.cell_type == "code":  # a progress bar that is over has left blanks
+            cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text.strip()]
         if cell.id in self.checks:
             code = self.checks[cell.id]
             reply = await self.kc.execute(code, silent=True, reply=True)  # silent: not counted as a cell
@@ -101,6 +103,7 @@ def execute(
         resources={"metadata": {"path": str(path.parent.resolve())}},
         timeout=cell_timeout_s,
         record_timing=False,  # would be a difference in every cell of a committed notebook
+        coalesce_streams=True,  # a progress bar leaves what a terminal would show in the end
         on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
         on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
     )

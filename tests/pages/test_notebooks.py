@@ -48,6 +48,8 @@ def test_is_committed_as_executed(path):
     assert not errors(notebook)
     counts = [cell.execution_count for cell in code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1)), "restart the kernel, run all cells and save"
+    streams = [one.text for cell in code_cells(notebook) for one in cell.outputs if one.output_type == "stream"]
+    assert all(text.strip() and "\r" not in text for text in streams), "a progress bar is in the outputs"
 
 
 @each_notebook
@@ -62,8 +64,8 @@ def test_shows_what_teaches(path):
             assert inside <= {"offload.pipelining"}, cell.id
 
 
-def small_notebook(tmp_path, checks):
-    cells = [nbformat.v4.new_code_cell("a = 1\na", id="one"), nbformat.v4.new_code_cell("a + 1", id="two")]
+def small_notebook(tmp_path, checks, two="a + 1"):
+    cells = [nbformat.v4.new_code_cell("a = 1\na", id="one"), nbformat.v4.new_code_cell(two, id="two")]
     path = tmp_path / "small.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     (tmp_path / "checks").mkdir()
@@ -76,6 +78,12 @@ def test_what_is_checked_leaves_no_trace(tmp_path):
     one, two = execute(path, cell_timeout_s=60).cells
     assert [one.execution_count, two.execution_count] == [1, 2]
     assert [[output["data"]["text/plain"] for output in cell.outputs] for cell in (one, two)] == [["1"], ["2"]]
+
+
+def test_a_progress_bar_leaves_no_trace(tmp_path):
+    bar = "import sys\nfor text in ('\\r50%', '\\r99%', '\\r   \\r'):\n    sys.stderr.write(text)\nprint('done')"
+    _, two = execute(small_notebook(tmp_path, "", bar), cell_timeout_s=60).cells
+    assert [(one.name, one.text) for one in two.outputs] == [("stdout", "done\n")]
 
 
 def test_what_does_not_hold_is_an_error(tmp_path):
