@@ -16,9 +16,9 @@ TIME_POINTS, PEAK_POINTS = 5.0, 3.0
 """How far the derived step and the derived peak may be from the measured ones, in % of those without offloading."""
 
 LARGE_WORKSPACE = {(2, "1F1B", "4096", 0, HALF): 5.0, (2, "1F1B", "4096", 0, FREE): 3.1}
-"""Two peaks that the records do not tell closer. Without offloading the peak is where backward begins; with these
-plans it is in the middle of one, where the gradients of a block's MLP are larger. The records hold peaks only; the same
-plans on small blocks on the CPU save what was measured."""
+"""Two peaks that the simulator does not tell closer. Without offloading the peak is where a backward begins; with these
+plans it is within one, where the gradients of a block's MLP are larger; and what two parts of a chunk save is on the
+device for longer, as it moves with the later one. The same plans on small blocks on the CPU save what was measured."""
 
 
 @pytest.fixture(scope="module", params=RECORDS, ids=lambda record: f"{record['options']['ranks']} GPUs")
