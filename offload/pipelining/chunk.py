@@ -16,6 +16,7 @@ from offload.activations.handles import Handle
 from offload.activations.microbatch import Round
 from offload.activations.what_moves import storages_of
 from offload.base.autograd import pop_hooks, push_hooks
+from offload.pipelining.probe import BackwardMemory, DeviceMemory
 
 
 class PackedTensor(NamedTuple):
@@ -55,7 +56,24 @@ class ChunkParts:
     def __exit__(self, *_: object) -> None:
         """It has returned or raised."""
 
+    @property
+    def rises(self) -> Sequence[float]:
+        """For each of these tensors, how far memory rose in backward, where that is measured."""
+        return ()
+
+    def begin_backward(self) -> None:
+        """Backward begins, or the half of it for the weights."""
+        self._come_to(self.parts - 1)
+
     def reach(self, part: int) -> None:
+        """Backward asks for something of ``part``."""
+        self._come_to(part)
+
+    def end_backward(self) -> None:
+        """It has ended, also where it asked for nothing of some parts."""
+        self._come_to(0)
+
+    def _come_to(self, part: int) -> None:
         """Backward has come to ``part``, and so past all later ones."""
         while self._reached > part:
             self._reached -= 1
@@ -112,6 +130,43 @@ class ChunkPass(ChunkParts):
         self._set.close(in_operation=in_operation)
         self._part += 1
         self._set = self._round.begin_forward(self._first_layer + self._part, self._held)
+
+
+class MeasuredChunk(ChunkPass):
+    """A chunk of the step that measures: it is one part, and its backward tells how far memory rises.
+
+    Args:
+        microbatch: As for any chunk, and so are ``number`` and ``held``.
+        memory: That of the device.
+    """
+
+    def __init__(self, microbatch: Round, number: int, held: Iterable[torch.Tensor], memory: DeviceMemory) -> None:
+        super().__init__(microbatch, number, 1, 0.0, held)
+        self._memory = memory
+        self._backward: BackwardMemory | None = None
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """The pack hook, which notes the number of the set's next tensor in place of the part that it would be in."""
+        number = len(self._tensors)
+        return super().pack(tensor)._replace(part=number)
+
+    @property
+    def rises(self) -> Sequence[float]:
+        return () if self._backward is None else self._backward.rises
+
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self._backward = BackwardMemory(self._memory, len(self._tensors))
+
+    def reach(self, part: int) -> None:
+        if self._backward is not None:
+            self._backward.ask(part)
+        super().reach(0)
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        if self._backward is not None:
+            self._backward.note()
 
 
 def unpack(packed: PackedTensor) -> torch.Tensor:

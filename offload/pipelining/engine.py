@@ -29,9 +29,10 @@ from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
-from offload.pipelining.chunk import ChunkParts, ChunkPass
+from offload.pipelining.chunk import ChunkParts, ChunkPass, MeasuredChunk
+from offload.pipelining.probe import Probe
 from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
-from offload.pipelining.stages import Probe, Wrapper, held_by, known_order, skips_inputs, stages_of
+from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
 from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
@@ -81,7 +82,8 @@ def attach(
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
-        memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
+        memory_budget: Bytes of activation sets on this rank's device at once, with what backward needs beside them as
+            far as the first step showed it, or a text such as ``"20GiB"``.
         fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
         lookahead: Start each reload so many actions of the rank before its backward; as many as its copy needs, if
             left out.
@@ -261,11 +263,13 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         treated = self._regions.stages.get(stage.stage_index)
         if treated is not None:
             return LayeredChunk(microbatch, number, self._regions.parts, treated, held)
-        parts, part_bytes = 1, 0.0
         if self.plan is not None:
             parts = self.plan.parts
             part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
-        return ChunkPass(microbatch, number, parts, part_bytes, held)
+            return ChunkPass(microbatch, number, parts, part_bytes, held)
+        if self._probe is not None and self._probe.memory is not None:
+            return MeasuredChunk(microbatch, number, held, self._probe.memory)
+        return ChunkPass(microbatch, number, 1, 0.0, held)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -281,9 +285,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             return call()
         if kind == "W" and skips_inputs(stage):
             kind = "B"
-        passing.reach(passing.parts - 1)
+        passing.begin_backward()
         result = self._watched(Action(chunk.stage, kind, chunk.microbatch), call)
-        passing.reach(0)
+        passing.end_backward()
+        if self._probe is not None and kind != "W":
+            self._probe.count_rises(chunk.stage, passing.rises)
         if kind != "I":
             del self._passes[chunk]
         return result

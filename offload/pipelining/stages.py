@@ -1,10 +1,8 @@
-"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves, and what they cost."""
+"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,9 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from offload.base.autograd import tensors_in
 from offload.base.layer_events import replace_attribute
-from offload.device.backend import Backend, Event
 from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-from offload.planning.profile import StageProfile
 
 
 def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
@@ -62,57 +58,6 @@ def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterat
     yield from tensors_in((args, kwargs))
     for info in stage.args_recv_info.get(microbatch, ()):
         yield from tensors_in(getattr(info, "buffer", None))
-
-
-class Probe:
-    """Measures one step of a rank: the seconds of each action, and what each stage's chunks save."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._tensors: dict[int, tuple[int, ...]] = {}
-        self._kept_bytes: dict[int, int] = {}
-        self._weight_bytes: dict[int, int] = {}
-        self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
-
-    @contextmanager
-    def watch(self, action: Action) -> Iterator[None]:
-        """Measure the block as ``action``."""
-        before_bytes = self._allocated_bytes()
-        start = self._backend.mark()
-        yield
-        self._marks[action.stage, action.kind].append((start, self._backend.mark()))
-        if action.kind == "I":
-            more_bytes = self._allocated_bytes() - before_bytes
-            self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes.get(action.stage, 0))
-
-    def count(self, stage: int, tensors: Sequence[int], kept_bytes: int = 0) -> None:
-        """Note the bytes of what one of the stage's chunks has saved: of what may travel, and of what is kept."""
-        self._kept_bytes[stage] = max(kept_bytes, self._kept_bytes.get(stage, 0))
-        if sum(tensors) >= sum(self._tensors.get(stage, ())):
-            self._tensors[stage] = tuple(tensors)
-
-    def profile(self) -> dict[int, StageProfile]:
-        """What was measured; of several chunks the fastest counts, as the first ones also load kernels."""
-        return {
-            stage: StageProfile(
-                self._fastest_s(stage, "F"),
-                self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
-                self._fastest_s(stage, "W"),
-                sum(tensors),
-                tensors,
-                self._weight_bytes.get(stage, 0),
-                self._kept_bytes[stage],
-            )
-            for stage, tensors in self._tensors.items()
-        }
-
-    def _allocated_bytes(self) -> int:
-        """Device memory in use, in host time, as tensors come and go; the CPU does not say."""
-        device = self._backend.device
-        return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-
-    def _fastest_s(self, stage: int, kind: str) -> float:
-        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)
 
 
 class Wrapper:

@@ -33,6 +33,7 @@ class Walk:
         # Layers are the parts of all chunks, numbered in the order of forwards.
         stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
         layers_of = {stage: _parts_as_layers(costs, parts) for stage, costs in profile.items()}
+        workspace_of = {stage: costs.workspace_of(parts) for stage, costs in profile.items()}
         self.parts = parts
         self.layers = [layer for chunk in chunks for layer in layers_of[chunk.stage]]
         self.nbytes = [
@@ -53,7 +54,7 @@ class Walk:
         """Layer → index of its backward in the order."""
         freed_at = [0] * len(stages)
         held_at: list[tuple[int, float]] = []
-        """(Index of a point, bytes that are held from there on, or no longer, for the half for the weights)."""
+        """(Index of a point, bytes beside the sets that are held from there on, or no longer)."""
         for action in actions:
             first = chunks[action.chunk] * parts
             layers = range(first, first + parts)
@@ -70,20 +71,19 @@ class Walk:
                 freed_at[layer] = len(self.order)  # the chunk's last action overwrites what earlier ones say
             again_bytes = profile[action.stage].again_bytes
             weight_bytes = profile[action.stage].weight_bytes + again_bytes
-            if action.kind == "B":
-                for layer in layers:
-                    at = self.backward_at[layer]
-                    held_at += [(at, again_bytes / parts), (at + 1, -again_bytes / parts)]
-            elif action.kind == "I":
+            for layer, nbytes in zip(layers, workspace_of[action.stage], strict=True) if action.kind in "BI" else ():
+                needed = nbytes + (again_bytes / parts if action.kind == "B" else 0.0)
+                held_at += [(self.backward_at[layer], needed), (self.backward_at[layer] + 1, -needed)]
+            if action.kind == "I":
                 held_at += [(self.backward_at[layer], weight_bytes / parts) for layer in layers]
             elif action.kind == "W":
                 held_at.append((len(self.order), -weight_bytes))
             self.action_steps.append(self.steps[before:])
         self._changes_without = [0.0] * len(self.start_s)
         """Point → bytes that come or go before it if nothing moves."""
-        for stage, nbytes, made, freed in zip(stages, self.nbytes, self.forward_at, freed_at, strict=True):
-            self._changes_without[made] += nbytes + stage.kept_bytes / parts
-            self._changes_without[freed] -= nbytes + stage.kept_bytes / parts
+        for stage, saved, made, freed in zip(stages, self.nbytes, self.forward_at, freed_at, strict=True):
+            self._changes_without[made] += saved + stage.kept_bytes / parts
+            self._changes_without[freed] -= saved + stage.kept_bytes / parts
         for index, change in held_at:
             self._changes_without[index] += change
 

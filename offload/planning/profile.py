@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
@@ -243,9 +243,12 @@ class StageProfile:
         kept_bytes: What it keeps on the device until backward, beside the set.
         again_bytes: What its backward computes again, one part after the other.
         layers: The stage's layers, with their regions, where these are known.
+        workspace: For each tensor, the most bytes that backward needs beside it and those before it, while it is the
+            earliest that backward has asked for: gradients, and what kernels allocate. Nothing if left out.
 
     Raises:
-        ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
+        ValueError: A value is negative or not finite, the tensors do not add up to ``saved_bytes``, or there is not one
+            workspace for each of them.
     """
 
     forward_s: float = 1.0
@@ -257,15 +260,20 @@ class StageProfile:
     kept_bytes: int = 0
     again_bytes: int = 0
     layers: tuple[LayerProfile, ...] = ()
+    workspace: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))
-        object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("tensors", "layers", "workspace"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, value in vars(self).items():
-            for one in () if name == "layers" else value if name == "tensors" else (value,):
+            for one in () if name == "layers" else value if isinstance(value, tuple) else (value,):
                 check_number(name, one)
         if self.tensors and sum(self.tensors) != self.saved_bytes:
             raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
+        if self.workspace and len(self.workspace) != len(self.tensors):
+            raise ValueError(
+                f"workspace must have one entry for each of the {len(self.tensors)} tensors, got {len(self.workspace)}"
+            )
 
     @classmethod
     def of_layers(cls, layers: Iterable[LayerProfile], *, weight_s: float = 0.0, weight_bytes: int = 0) -> StageProfile:
@@ -299,14 +307,28 @@ class StageProfile:
         if not self.tensors:
             edges = [round(self.saved_bytes * part / parts) for part in range(parts + 1)]
             return [(end - start,) for start, end in pairwise(edges)]
-        cut: list[list[int]] = [[] for _ in range(parts)]
+        return self._by_part(self.tensors, parts)
+
+    def workspace_of(self, parts: int) -> list[int]:
+        """The most bytes that the backward of each part needs beside the part and those before it, as it was cut."""
+        found = []
+        workspace = self._by_part(self.workspace or (0,) * len(self.tensors), parts)
+        for tensors, needed in zip(self._by_part(self.tensors, parts), workspace, strict=True):
+            # Of the part's own tensors, backward has freed those that it asked for before.
+            together = [left + more for left, more in zip(accumulate(tensors), needed, strict=True)]
+            found.append(max(0, max(together, default=0) - sum(tensors)))
+        return found
+
+    def _by_part(self, values: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+        """A value of each tensor, sorted into the parts that the tensors belong to."""
+        found: list[list[int]] = [[] for _ in range(parts)]
         part, so_far = 0, 0
-        for nbytes in self.tensors:
-            cut[part].append(nbytes)
+        for value, nbytes in zip(values, self.tensors, strict=True):
+            found[part].append(value)
             so_far += nbytes
             while part < parts - 1 and so_far >= (part + 1) * self.saved_bytes / parts:
                 part += 1
-        return [tuple(part) for part in cut]
+        return [tuple(part) for part in found]
 
 
 def _growth(name: str, ratio: float) -> float:
