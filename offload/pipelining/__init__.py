@@ -8,8 +8,8 @@ from offload.pipelining.engine import PipelineOffload, attach, measure_shared_li
 from offload.planning.pipeline_plan import PipelinePlan, plan_pipeline
 from offload.planning.pipeline_regions import RegionPlan, plan_regions
 from offload.planning.pipeline_simulation import PipelineStep, simulate_pipeline
-from offload.planning.profile import StageProfile
 from offload.planning.shared_link import SharedLink
+from offload.planning.stage_profile import StageProfile
 
 __all__ = [
     "PipelineOffload",

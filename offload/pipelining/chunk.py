@@ -16,7 +16,7 @@ from offload.activations.handles import Handle
 from offload.activations.microbatch import Round
 from offload.activations.what_moves import storages_of
 from offload.base.autograd import pop_hooks, push_hooks
-from offload.pipelining.probe import BackwardMemory, DeviceMemory
+from offload.pipelining.probe import BackwardMemory, DeviceMemory, Saved
 
 
 class PackedTensor(NamedTuple):
@@ -45,9 +45,9 @@ class ChunkParts:
         self._reached = parts
 
     @property
-    def saved(self) -> tuple[Sequence[int], int]:
-        """The bytes of each tensor saved so far that may travel, and those of all that is kept."""
-        return (), 0
+    def saved(self) -> Saved:
+        """What the chunk has saved so far."""
+        return Saved()
 
     def __enter__(self) -> Self:
         """The forward begins."""
@@ -93,9 +93,11 @@ class ChunkPass(ChunkParts):
     ) -> None:
         super().__init__(microbatch, number, parts, held)
         self._tensors: list[int] = []
+        self._last_saved: list[int] = []
         self._saved_bytes = 0
         self._part_bytes = part_bytes
-        self._counted: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        """Which of the tensors each storage is."""
         self._part = 0
         self._set = self._round.begin_forward(self._first_layer, self._held)
 
@@ -103,17 +105,20 @@ class ChunkPass(ChunkParts):
         """The pack hook."""
         packed = PackedTensor(self, self._part, self._set.pack(tensor))
         for storage in packed.handle.storages():
-            if id(storage) not in self._counted:
-                self._counted.add(id(storage))
+            count = len(self._tensors)
+            number = self._numbers.setdefault(id(storage), count)
+            if number == count:
                 self._tensors.append(storage.nbytes)
+                self._last_saved.append(count)
                 self._saved_bytes += storage.nbytes
+            self._last_saved[number] = count
         while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
             self._next_part(in_operation=True)
         return packed
 
     @property
-    def saved(self) -> tuple[Sequence[int], int]:
-        return self._tensors, 0
+    def saved(self) -> Saved:
+        return Saved(self._tensors, self._last_saved)
 
     def __enter__(self) -> Self:
         push_hooks(self.pack, unpack)
@@ -124,7 +129,7 @@ class ChunkPass(ChunkParts):
         while self._part < self.parts - 1:
             self._next_part(in_operation=False)
         self._set.close()
-        self._counted.clear()
+        self._numbers.clear()
 
     def _next_part(self, *, in_operation: bool) -> None:
         self._set.close(in_operation=in_operation)

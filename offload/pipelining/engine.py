@@ -38,7 +38,7 @@ from offload.planning.measure import measure_link
 from offload.planning.pipeline_order import Action, Chunk, read_actions
 from offload.planning.pipeline_plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.planning.pipeline_regions import RegionPlan, plan_regions
-from offload.planning.profile import StageProfile
+from offload.planning.stage_profile import StageProfile
 from offload.recompute.treatments import Treatment, parse_treatments
 from offload.schedule.schedule import Schedule
 
@@ -256,7 +256,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             raise
         self._passes[action.chunk] = passing
         if self._probe is not None:
-            self._probe.count(stage.stage_index, *passing.saved)
+            self._probe.count(stage.stage_index, passing.saved)
         return result
 
     def _pass_of(self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:

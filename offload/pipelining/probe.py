@@ -6,13 +6,24 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from offload.device.backend import Backend, Event
 from offload.planning.pipeline_order import Action
-from offload.planning.profile import StageProfile
+from offload.planning.stage_profile import StageProfile
+
+
+class Saved(NamedTuple):
+    """What a chunk has saved, in the terms of :class:`~offload.pipelining.StageProfile`."""
+
+    tensors: Sequence[int] = ()
+    """The bytes of each tensor that may travel, in the order of saving."""
+    last_saved: Sequence[int] = ()
+    kept_bytes: int = 0
 
 
 class DeviceMemory:
@@ -67,11 +78,10 @@ class Probe:
         self.memory = None if backend.device.type == "cpu" else DeviceMemory(backend.device)
         """What tells how much memory is in use; the CPU does not."""
         self._backend = backend
-        self._tensors: dict[int, tuple[int, ...]] = {}
+        self._saved: dict[int, Saved] = {}
         self._kept_bytes: dict[int, int] = {}
         self._weight_bytes: dict[int, int] = {}
         self._rises: dict[int, list[float]] = {}
-        self._splits: set[int] = set()
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
     @contextmanager
@@ -83,14 +93,13 @@ class Probe:
         self._marks[action.stage, action.kind].append((start, self._backend.mark()))
         if action.kind == "I":
             more_bytes = self._allocated_bytes() - before_bytes
-            self._splits.add(action.stage)
             self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes.get(action.stage, 0))
 
-    def count(self, stage: int, tensors: Sequence[int], kept_bytes: int = 0) -> None:
-        """Note the bytes of what one of the stage's chunks has saved: of what may travel, and of what is kept."""
-        self._kept_bytes[stage] = max(kept_bytes, self._kept_bytes.get(stage, 0))
-        if sum(tensors) >= sum(self._tensors.get(stage, ())):
-            self._tensors[stage] = tuple(tensors)
+    def count(self, stage: int, saved: Saved) -> None:
+        """Note what one of the stage's chunks has saved."""
+        self._kept_bytes[stage] = max(saved.kept_bytes, self._kept_bytes.get(stage, 0))
+        if sum(saved.tensors) >= sum(self._saved.get(stage, Saved()).tensors):
+            self._saved[stage] = saved
 
     def count_rises(self, stage: int, rises: Sequence[float]) -> None:
         """Note how far memory rose in the backward of one of the stage's chunks.
@@ -102,33 +111,33 @@ class Probe:
 
     def profile(self) -> dict[int, StageProfile]:
         """What was measured; of several chunks the fastest counts, as the first ones also load kernels."""
-        return {
-            stage: StageProfile(
+        found = {}
+        for stage, saved in self._saved.items():
+            costs = StageProfile(
                 self._fastest_s(stage, "F"),
                 self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
                 self._fastest_s(stage, "W"),
-                sum(tensors),
-                tensors,
+                sum(saved.tensors),
+                tuple(saved.tensors),
                 self._weight_bytes.get(stage, 0),
                 self._kept_bytes[stage],
-                workspace=self._workspace(stage),
+                last_saved=tuple(saved.last_saved),
             )
-            for stage, tensors in self._tensors.items()
-        }
+            found[stage] = replace(costs, workspace=self._workspace(costs, self._rises.get(stage, ())))
+        return found
 
-    def _workspace(self, stage: int) -> tuple[int, ...]:
-        """What backward needs beside what the profile counts anyway: the set, as far as it is still there."""
-        tensors, rises = self._tensors[stage], self._rises.get(stage, ())
-        if len(tensors) != len(rises) or not tensors:
+    def _workspace(self, costs: StageProfile, rises: Sequence[float]) -> tuple[int, ...]:
+        """What backward needs beside what the profile counts anyway."""
+        if len(costs.tensors) != len(rises):
             return ()
-        total_bytes = sum(tensors)
-        until = list(accumulate(tensors))
-        if stage in self._splits:  # the set stays for the half for the weights, and more comes for it meanwhile
-            handed_over = self._weight_bytes[stage] / total_bytes
-            counted = [handed_over * (total_bytes - end + nbytes) for end, nbytes in zip(until, tensors, strict=True)]
-        else:
-            counted = [float(end - total_bytes) for end in until]
-        return tuple(round(max(0.0, rise - known)) for rise, known in zip(rises, counted, strict=True))
+        known = []
+        for so_far, nbytes in zip(accumulate(costs.due_bytes()), costs.due_bytes(), strict=True):
+            behind_bytes = costs.saved_bytes - so_far
+            if costs.weight_bytes:  # the set stays for the half for the weights, and more comes for that meanwhile
+                known.append(costs.weight_bytes * (behind_bytes + nbytes) / costs.saved_bytes)
+            else:
+                known.append(-behind_bytes)
+        return tuple(round(max(0.0, rise - counted)) for rise, counted in zip(rises, known, strict=True))
 
     def _allocated_bytes(self) -> int:
         return 0 if self.memory is None else self.memory.allocated_bytes()

@@ -6,7 +6,7 @@ stage saves outside of its layers stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -19,10 +19,12 @@ from offload.base.autograd import pop_hooks, push_hooks
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
+from offload.pipelining.probe import Saved
 from offload.planning.passes import LayerTreatment
 from offload.planning.pipeline_order import Chunk
 from offload.planning.pipeline_regions import everything_again, treated
-from offload.planning.profile import LayerProfile, StageProfile
+from offload.planning.profile import LayerProfile
+from offload.planning.stage_profile import StageProfile
 from offload.recompute.treatments import OFFLOAD, RECOMPUTE, LayerTreatments, Treatment
 
 Layers = Callable[[nn.Module], Iterable[nn.Module]]
@@ -71,8 +73,8 @@ class StageRegions:
         return len(self.treatments)
 
     @property
-    def saved(self) -> tuple[list[int], int]:
-        """What the first forward saved: the bytes of each tensor that may travel, and of all that is kept."""
+    def saved(self) -> Saved:
+        """What the first forward saved."""
         travelling, kept_bytes = [], 0
         for layer in self.treatments:
             for cost, region in zip(layer.costs, layer.order, strict=True):
@@ -83,7 +85,7 @@ class StageRegions:
                     travelling.append(cost.nbytes)
                 else:
                     kept_bytes += cost.nbytes
-        return travelling, kept_bytes
+        return Saved(travelling, kept_bytes=kept_bytes)
 
     def remove(self) -> None:
         """Take the hooks off the layers."""
@@ -184,7 +186,7 @@ class LayeredChunk(ChunkParts):
         return PackedTensor(self, self._part, opened.pack(tensor))
 
     @property
-    def saved(self) -> tuple[Sequence[int], int]:
+    def saved(self) -> Saved:
         return self._stage.saved
 
     def __exit__(self, *_: object) -> None:

@@ -32,8 +32,8 @@ from offload.observe.timeline import Timeline
 from offload.planning.link import Link, check_link
 from offload.planning.pipeline_order import Action, Chunk, number_chunks, read_actions
 from offload.planning.pipeline_walk import Stay, Walk
-from offload.planning.profile import StageProfile
 from offload.planning.simulate import Simulation
+from offload.planning.stage_profile import StageProfile
 from offload.schedule.points import Move
 from offload.schedule.schedule import Schedule
 

@@ -19,7 +19,8 @@ from offload.planning.passes import LayerTreatment, passes_of
 from offload.planning.pipeline_order import read_actions
 from offload.planning.pipeline_plan import ROUNDING, PipelinePlan, derive, warn_of_budget
 from offload.planning.pipeline_walk import Walk
-from offload.planning.profile import LayerProfile, Profile, StageProfile
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.stage_profile import StageProfile
 
 StageTreatments = Mapping[int, tuple[LayerTreatment, ...]]
 """Stage → what happens to the regions of each of its layers."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, number_chunks
-from offload.planning.profile import LayerProfile, StageProfile
+from offload.planning.profile import LayerProfile
 from offload.planning.simulate import Interlude
+from offload.planning.stage_profile import StageProfile
 from offload.schedule.points import Point, backward, forward
 
 

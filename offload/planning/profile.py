@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
@@ -224,111 +224,6 @@ class Profile(Stored):
             lines.append(f"{index:>5}{times}{saved}")
         lines.append(f"step {format_s(self.compute_s)}, saved {format_bytes(self.saved_bytes)}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class StageProfile:
-    """What one chunk of a stage costs.
-
-    The defaults stand for stages of which only the order is known: a backward takes two forwards, and the copies of a
-    set one forward in each direction.
-
-    Args:
-        forward_s: Compute seconds of its forward.
-        backward_s: Compute seconds of its backward, or of the half for the inputs.
-        weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
-        saved_bytes: Size of its activation set, as far as it can travel.
-        tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
-        weight_bytes: What the half for the inputs leaves on the device for that for the weights, beside the set.
-        kept_bytes: What it keeps on the device until backward, beside the set.
-        again_bytes: What its backward computes again, one part after the other.
-        layers: The stage's layers, with their regions, where these are known.
-        workspace: For each tensor, the most bytes that backward needs beside it and those before it, while it is the
-            earliest that backward has asked for: gradients, and what kernels allocate. Nothing if left out.
-
-    Raises:
-        ValueError: A value is negative or not finite, the tensors do not add up to ``saved_bytes``, or there is not one
-            workspace for each of them.
-    """
-
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    weight_s: float = 0.0
-    saved_bytes: int = 1
-    tensors: tuple[int, ...] = ()
-    weight_bytes: int = 0
-    kept_bytes: int = 0
-    again_bytes: int = 0
-    layers: tuple[LayerProfile, ...] = ()
-    workspace: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("tensors", "layers", "workspace"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, value in vars(self).items():
-            for one in () if name == "layers" else value if isinstance(value, tuple) else (value,):
-                check_number(name, one)
-        if self.tensors and sum(self.tensors) != self.saved_bytes:
-            raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
-        if self.workspace and len(self.workspace) != len(self.tensors):
-            raise ValueError(
-                f"workspace must have one entry for each of the {len(self.tensors)} tensors, got {len(self.workspace)}"
-            )
-
-    @classmethod
-    def of_layers(cls, layers: Iterable[LayerProfile], *, weight_s: float = 0.0, weight_bytes: int = 0) -> StageProfile:
-        """What a chunk costs of a stage that consists of these layers."""
-        found = tuple(layers)
-        tensors = tuple(nbytes for layer in found for nbytes in layer.pieces())
-        return cls(
-            sum(layer.forward_s for layer in found),
-            sum(layer.backward_s for layer in found),
-            weight_s,
-            sum(tensors),
-            tensors,
-            weight_bytes,
-            layers=found,
-        )
-
-    def stretched(self, ratio: float) -> StageProfile:
-        """The same with ``ratio`` times the seconds."""
-        return replace(
-            self,
-            forward_s=ratio * self.forward_s,
-            backward_s=ratio * self.backward_s,
-            weight_s=ratio * self.weight_s,
-        )
-
-    def cut(self, parts: int) -> list[tuple[int, ...]]:
-        """The tensors of each part if the set is cut into that many: a part ends with the tensor that fills it.
-
-        Without a list of tensors, each part is one, of equal size.
-        """
-        if not self.tensors:
-            edges = [round(self.saved_bytes * part / parts) for part in range(parts + 1)]
-            return [(end - start,) for start, end in pairwise(edges)]
-        return self._by_part(self.tensors, parts)
-
-    def workspace_of(self, parts: int) -> list[int]:
-        """The most bytes that the backward of each part needs beside the part and those before it, as it was cut."""
-        found = []
-        workspace = self._by_part(self.workspace or (0,) * len(self.tensors), parts)
-        for tensors, needed in zip(self._by_part(self.tensors, parts), workspace, strict=True):
-            # Of the part's own tensors, backward has freed those that it asked for before.
-            together = [left + more for left, more in zip(accumulate(tensors), needed, strict=True)]
-            found.append(max(0, max(together, default=0) - sum(tensors)))
-        return found
-
-    def _by_part(self, values: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-        """A value of each tensor, sorted into the parts that the tensors belong to."""
-        found: list[list[int]] = [[] for _ in range(parts)]
-        part, so_far = 0, 0
-        for value, nbytes in zip(values, self.tensors, strict=True):
-            found[part].append(value)
-            so_far += nbytes
-            while part < parts - 1 and so_far >= (part + 1) * self.saved_bytes / parts:
-                part += 1
-        return [tuple(part) for part in found]
 
 
 def _growth(name: str, ratio: float) -> float:

@@ -18,7 +18,7 @@ from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline
 from offload.planning.link import Link
 from offload.planning.pipeline_order import one_f_one_b_order
-from offload.planning.profile import StageProfile
+from offload.planning.stage_profile import StageProfile
 
 pytestmark = pytest.mark.slow
 

@@ -63,6 +63,7 @@ class Job:
         stage = PipelineStage(self.blocks, 0, 1, device)
         self.schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
         self.inputs = torch.randn(2 * MICROBATCHES, wide, wide, device=device)
+        self.step()  # cuBLAS allocates its own workspace, which stays
 
     def step(self) -> None:
         self.schedule.step(self.inputs, target=self.inputs, return_outputs=False)

@@ -21,7 +21,7 @@ from offload.device.select import get_backend
 from offload.planning.link import Link
 from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.planning.pipeline_plan import INSTANT_LINK, plan_pipeline
-from offload.planning.profile import StageProfile
+from offload.planning.stage_profile import StageProfile
 
 WORKER = Path(pipeline_worker.__file__)
 FAST_LINK = pipeline_worker.FAST_LINK

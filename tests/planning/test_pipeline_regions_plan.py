@@ -6,7 +6,8 @@ from offload.planning.link import Link
 from offload.planning.pipeline_order import gpipe_order, one_f_one_b_order
 from offload.planning.pipeline_plan import plan_pipeline
 from offload.planning.pipeline_regions import everything_again, plan_regions, treated
-from offload.planning.profile import LayerProfile, StageProfile
+from offload.planning.profile import LayerProfile
+from offload.planning.stage_profile import StageProfile
 from offload.recompute.costs import RegionProfile
 
 KB = 1000

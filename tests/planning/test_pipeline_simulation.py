@@ -6,8 +6,8 @@ from offload.planning.link import Link
 from offload.planning.pipeline_order import gpipe_order, one_f_one_b_order
 from offload.planning.pipeline_plan import plan_pipeline
 from offload.planning.pipeline_simulation import simulate_pipeline
-from offload.planning.profile import StageProfile
 from offload.planning.shared_link import SharedLink
+from offload.planning.stage_profile import StageProfile
 
 LINK = Link(1.0, 1.0, 2.0)
 COSTS = StageProfile(1.0, 2.0, saved_bytes=2)
@@ -186,7 +186,23 @@ def test_a_budget_is_met_with_the_workspace():
 
 
 def test_each_tensor_has_a_workspace_or_none_has():
-    with pytest.raises(ValueError, match="workspace must have one entry for each of the 2 tensors, got 1"):
+    with pytest.raises(ValueError, match=r"workspace must have an entry for each of the 2 tensors, got \(1,\)"):
         StageProfile(saved_bytes=3, tensors=(1, 2), workspace=(1,))
     with pytest.raises(ValueError, match="workspace must be a finite number, at least 0, got -1"):
         StageProfile(saved_bytes=3, tensors=(1, 2), workspace=(1, -1))
+
+
+def test_what_is_saved_again_belongs_to_the_later_part():
+    costs = StageProfile(saved_bytes=100, tensors=(10, 50, 20, 20), last_saved=(2, 1, 4, 3), workspace=(0, 5, 9, 7))
+    assert costs.cut(4) == [(50,), (), (10,), (20, 20)]
+    assert costs.due_bytes() == [0, 50, 10, 20]
+    assert costs.workspace_of(4) == [5, 0, 9, 0], "of the last part, one is never asked for first"
+    assert costs.cut(1) == [(10, 50, 20, 20)]
+
+
+def test_a_tensor_is_saved_for_the_last_time_after_the_first():
+    for last, message in (((0, 0), "from 1 to 2 for tensor 1, got 0"), ((3, 1), "from 0 to 2 for tensor 0, got 3")):
+        with pytest.raises(ValueError, match=f"last_saved must be {message}"):
+            StageProfile(saved_bytes=3, tensors=(1, 2), last_saved=last)
+    with pytest.raises(ValueError, match="last_saved must have an entry for each of the 2 tensors"):
+        StageProfile(saved_bytes=3, tensors=(1, 2), last_saved=(1,))
