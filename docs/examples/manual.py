@@ -12,7 +12,7 @@ LAYERS, MICROBATCHES, IN_FLIGHT = 6, 8, 3
 OFFLOADED = range(LAYERS - 1)  # the last layer's backward follows its forward too soon
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-hidden, tokens, dtype = (128, 2048, torch.float32) if device.type == "cpu" else (4096, 8192, torch.bfloat16)
+hidden, tokens, dtype = (64, 2048, torch.float32) if device.type == "cpu" else (4096, 8192, torch.bfloat16)
 
 torch.manual_seed(0)
 with torch.device(device):
