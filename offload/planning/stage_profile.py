@@ -108,11 +108,16 @@ class StageProfile:
 
     def workspace_of(self, parts: int) -> list[int]:
         """The most bytes that the backward of each part needs beside the part and those before it, as it was cut."""
-        sizes = [sum(part) for part in self.cut(parts)]
         found, left = [0] * parts, [0] * parts
-        for part, nbytes, needed in zip(self._at_work(parts), self.due_bytes(), self.workspace, strict=False):
+        if not self.workspace:
+            return found
+        sizes = [sum(part) for part in self.cut(parts)]
+        at_work = self._at_work(parts)[:-1]
+        for part, nbytes, needed in zip(at_work, self.due_bytes(), self.workspace, strict=True):
             left[part] += nbytes  # of the part; backward has freed what it asked for before
             found[part] = max(found[part], left[part] + needed - sizes[part])
+        for part in range(at_work[-1] + 1, parts):  # backward begins in the last part, also if nothing is in it
+            found[part] = max(0, self.workspace[-1] - sum(sizes[at_work[-1] + 1 : part + 1]))
         return found
 
     def due_bytes(self) -> list[int]:

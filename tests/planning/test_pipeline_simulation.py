@@ -168,6 +168,9 @@ def test_what_backward_needs_beside_a_part_is_on_the_device_meanwhile():
     assert StageProfile(saved_bytes=100, tensors=(60, 40), workspace=(5, 0)).workspace_of(1) == [0], (
         "less than was freed"
     )
+    ends_early = StageProfile(saved_bytes=100, tensors=(10, 90), workspace=(1, 2))
+    assert ends_early.cut(3) == [(10, 90), (), ()]
+    assert ends_early.workspace_of(3) == [2, 2, 2], "backward begins in the last part, though nothing is in it"
     assert StageProfile(saved_bytes=100, tensors=(60, 40)).workspace_of(2) == [0, 0]
     assert StageProfile(saved_bytes=100).workspace_of(2) == [0, 0]
     plan = plan_pipeline(["0F0", "0B0"], {0: costs}, LINK, parts=4, fraction=0.0)
@@ -197,6 +200,9 @@ def test_what_is_saved_again_belongs_to_the_later_part():
     assert costs.cut(4) == [(50,), (), (10,), (20, 20)]
     assert costs.due_bytes() == [0, 50, 10, 20]
     assert costs.workspace_of(4) == [5, 0, 9, 0], "of the last part, one is never asked for first"
+    late = StageProfile(saved_bytes=100, tensors=(10, 90), last_saved=(2, 1), workspace=(1, 12))
+    assert late.cut(3) == [(90,), (), (10,)]
+    assert late.workspace_of(3) == [12, 12, 2], "the last part is beside the others while backward begins"
     assert costs.cut(1) == [(10, 50, 20, 20)]
 
 
