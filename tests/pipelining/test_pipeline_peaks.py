@@ -109,7 +109,7 @@ def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> Non
         job.step()
         peak_bytes = job.peak_bytes()
     assert peak_bytes < nothing_bytes
-    assert as_derived(plan) == pytest.approx(nothing_bytes - peak_bytes, abs=0.01 * nothing_bytes)
+    assert as_derived(plan) == pytest.approx(nothing_bytes - peak_bytes, abs=0.015 * nothing_bytes)
 
 
 def test_without_offloading_all_is_known_but_what_stays_anyway(device: torch.device) -> None:
