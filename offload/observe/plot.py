@@ -7,6 +7,7 @@ layers have numbers, stalls have hatching.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 
 
 def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
-    """Label boxes of one kind alike: as ``F12``, else as ``12``, else as ``F12`` upright, else not at all."""
+    """Label boxes of one kind alike: as ``F12``, else as ``12``, else upright if that is no higher, else not at all."""
     numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
     letters = [
         "" if box.layer is None else {"forward": "F", "backward": "B", "recompute": "R"}.get(box.kind, "")
@@ -145,10 +146,13 @@ def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     ]
     names = [letter + number for letter, number in zip(letters, numbers, strict=True)]
     longest_name, longest_number = (0.66 * max(map(len, texts), default=0) for texts in (names, numbers))
-    points_per_unit = ax.get_window_extent().width / ax.figure.dpi * 72 / end
+    area = ax.get_window_extent()
+    wide, high = (points * 72 / ax.figure.dpi / LABEL_POINTS for points in (area.width, area.height))
+    room_upright = BOX_HEIGHT * high / len(LANES)
     for box, name, number in zip(boxes, names, numbers, strict=True):
-        room = box.duration_s * points_per_unit / LABEL_POINTS
-        for text, needed, rotation in ((name, longest_name, 0), (number, longest_number, 0), (name, 0.75, 90)):
+        room = box.duration_s / end * wide
+        upright = 0.75 if 0.66 * len(name) <= room_upright else math.inf
+        for text, needed, rotation in ((name, longest_name, 0), (number, longest_number, 0), (name, upright, 90)):
             if room >= needed:
                 ax.text(
                     (box.start_s + box.end_s) / 2,

@@ -34,8 +34,8 @@ def timeline() -> Timeline:
     )
 
 
-def busy_timeline(num_layers: int = 3, model_layers: int = 5) -> Timeline:
-    profile = Profile((LayerProfile(0.01, 0.02, 1 << 30),) * model_layers, loss_s=0.005)
+def busy_timeline(num_layers: int = 3, model_layers: int = 5, other_s: float = 0.0) -> Timeline:
+    profile = Profile((LayerProfile(0.01, 0.02, 1 << 30),) * model_layers, loss_s=0.005, other_s=other_s)
     return simulate(Schedule.default(num_layers, model_layers), profile, Link(60e9, 60e9, 110e9))
 
 
@@ -181,6 +181,15 @@ class TestPlot:
         texts = [text.get_text() for text in busy_timeline(4, 20).plot().axes[0].texts]
         backwards = [text for text in texts if text[0] == "B"]
         assert len(backwards) in (0, 20)
+
+    @pytest.mark.parametrize("rest_s", [0.01, 0.02, 0.5])
+    def test_no_label_is_higher_than_its_box(self, rest_s):
+        figure = busy_timeline(2, 20, rest_s).plot()
+        streams = figure.axes[0]
+        figure.draw_without_rendering()
+        high = max(box.get_window_extent().height for box in streams.patches)
+        assert [text.get_text() for text in streams.texts if text.get_window_extent().height > high] == []
+        assert any(text.get_text() == "rest of the step" for text in streams.texts) is (rest_s == 0.5)
 
     def test_memory_curve_below(self, timeline):
         _, memory = timeline.plot().axes
