@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import functools
+import gc
 import importlib
 import json
 import os
@@ -195,4 +196,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    # A fork that looked through all this, if only to end, would copy it: a second each.
+    gc.collect()
+    gc.freeze()
     _become(_serve(answers))

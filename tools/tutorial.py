@@ -103,6 +103,7 @@ def execute(
         resources={"metadata": {"path": str(path.parent.resolve())}},
         timeout=cell_timeout_s,
         record_timing=False,  # would be a difference in every cell of a committed notebook
+        shutdown_kernel="immediate",  # taking apart what it has imported takes seconds
         coalesce_streams=True,  # a progress bar leaves what a terminal would show in the end
         on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
         on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
