@@ -258,8 +258,9 @@ def _setting(records: list[Row]) -> str:
         f"{model['batch']} × {model['tokens']:,} tokens per microbatch"
         for width, model in first["models"].items()
     )
+    days = " and ".join(sorted({day_of(record) for record in records}))
     return (
-        f"{first['hardware']['gpu']}, {torch_of(first)}, {day_of(first)}: "
+        f"{first['hardware']['gpu']}, {torch_of(first)}, {days}: "
         f"decoder blocks in bfloat16 without recomputation, {options['microbatches']} microbatches, median of "
         f"{options['repeats']} steps, which take turns with those without offloading. {models[0].upper()}{models[1:]}."
     )
