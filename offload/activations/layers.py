@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.stats import OffloadStats, total
+from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import check_int
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, compute_device
@@ -28,6 +29,7 @@ class OffloadedLayers(Handle):
     def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
         self._kinds = " and ".join(sorted({type(layer).__name__ for layer in layers}))
         self._context = context
+        exclude_parameters(layers)
         listeners = [_OffloadedLayer(context, number) for number in range(len(layers))]
         self._attachment = Attachment(layers, listeners, self)
 

@@ -1,8 +1,9 @@
 """What moves: the one decision whether a saved tensor travels, and why it does not.
 
 Parameters stay: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
-autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that
-whatever else looks into the same memory is recognised too.
+autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that whatever
+else looks into the same memory is recognised too: those of layers that are known from the start, as a layer may
+save nothing but ``weight.detach()``.
 
 Tensor subclasses travel by their inner tensors, each at its own size. Two protocols say what a subclass is made of.
 Transformer Engine's takes the tensors out of an object (``prepare_for_saving``) and puts them back
@@ -67,6 +68,14 @@ def exclude(tensor: torch.Tensor, reason: str) -> str:
         if storage._cdata not in _excluded:
             _excluded.add(storage, reason)
     return reason
+
+
+def exclude_parameters(modules: Iterable[torch.nn.Module]) -> None:
+    """Remember the storages of all parameters that ``modules`` have now."""
+    for module in modules:
+        for parameter in module.parameters():
+            if not torch.nn.parameter.is_lazy(parameter):
+                exclude(parameter, "parameter")
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:

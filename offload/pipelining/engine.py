@@ -25,6 +25,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.microbatch import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.transfers import Transfers
+from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
@@ -187,6 +188,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         min_bytes: int,
         regions: RankRegions,
     ) -> None:
+        exclude_parameters(stage.submod for stage in stages)
         self.plan = plan
         """What moves when; ``None`` until the second step, if neither a profile nor a fraction was given."""
         self.profile = profile

@@ -1,12 +1,13 @@
 """What does not travel is remembered by its storage, for as long as that lives."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload import mark_not_offload
+from offload import mark_not_offload, offload_layers
 from offload.activations import what_moves as exclusions
 from offload.activations.what_moves import Parts, Rules, decide
 
@@ -67,6 +68,49 @@ def test_whatever_looks_into_a_known_parameter_stays() -> None:
     assert why(alias) is None
     assert why(parameter) == "parameter"
     assert why(alias) == "parameter"
+
+
+class Detached(torch.autograd.Function):
+    """A product that saves its weight as a tensor of its own, as some checkpointing does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.detach().t())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, transposed = ctx.saved_tensors
+        return gradient @ transposed.t(), gradient.t() @ x
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Detached.apply(x, self.weight)
+        return result
+
+
+def test_parameters_of_offloaded_layers_are_known_before_one_is_saved() -> None:
+    layers = nn.ModuleList(Product() for _ in range(4))
+    x = torch.randn(4, 8, requires_grad=True)
+    with offload_layers(layers, 2, min_bytes=0, device="cpu") as handle:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.sum().backward()
+        stats = handle.stats()
+    assert stats.skipped["parameter"] == 2
+    assert stats.offloaded_bytes == 4 * 8 * 4, "the second layer's input; the first one's is a leaf"
+
+
+def test_parameters_without_a_shape_yet_are_passed_over() -> None:
+    layers = nn.ModuleList(nn.LazyLinear(8) for _ in range(3))
+    with offload_layers(layers, 1, min_bytes=0, device="cpu"):
+        nn.Sequential(*layers)(torch.randn(4, 8, requires_grad=True) * 2).sum().backward()
 
 
 def test_casts_of_activations_travel() -> None:

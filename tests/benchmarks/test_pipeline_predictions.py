@@ -17,6 +17,7 @@ RECORDS = [json.loads((RESULTS / f"pipeline_{gpus}.json").read_text("utf-8")) fo
 TIME_POINTS, PEAK_POINTS = 5.0, 3.0
 """How far the derived step and the derived peak may be from the measured ones, in % of those without offloading."""
 
+
 @pytest.fixture(scope="module", params=RECORDS, ids=lambda record: f"{record['options']['ranks']} GPUs")
 def rows(request):
     record = request.param
