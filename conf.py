@@ -146,23 +146,13 @@ copybutton_prompt_is_regexp = True
 # --- The planner on the start page ----------------------------------------------------------------
 
 
-def _measured() -> dict[str, dict[str, Any]]:
-    """The rows that the planner draws beside what it computes, by its presets' names."""
-    found = {}
-    for name, record in (("decoder", "budget"), ("llama_8b", "llama_8b")):
-        values = json.loads((ROOT / "results" / f"{record}.json").read_text("utf-8"))
-        rows = [row for row in values["rows"] if row.get("model", name) == name and "error" not in row]
-        kept = ("what", "peak_bytes", "step_s")
-        points = [{key: row[key] for key in kept} for row in rows]
-        found[name] = {"gpu": values["hardware"]["gpu"].removeprefix("NVIDIA "), "rows": points}
-    return found
-
-
 def _add_planner(app: Any, page: str, _template: str, _context: object, _doctree: object) -> None:
     """Its scripts and style, on this page alone."""
     if page == root_doc:
+        from planner_rows import planner_rows
+
         app.add_css_file("planner.css")
-        app.add_js_file(None, body=f"globalThis.offloadMeasured = {json.dumps(_measured())};")
+        app.add_js_file(None, body=f"globalThis.offloadMeasured = {json.dumps(planner_rows())};")
         app.add_js_file("planner_core.js")
         app.add_js_file("planner.js")
 

@@ -28,6 +28,18 @@ def pytest_report_header() -> str:
     return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside/ and of test_faults.py"
 
 
+# What is imported until all tests are collected stays; to look through it again and again takes a second.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 # A busy machine is no fault of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few examples", settings.get_profile("any machine"), max_examples=10)
@@ -41,24 +53,27 @@ LONG_FILES = (
     "test_notebooks.py",
     "test_docs.py",
     "test_examples.py",
-    "test_planner.py",
     "test_pipelining.py",
+    "test_planner.py",
     "test_compiled.py",
-    "test_treatment_schedules.py",
-    "test_groups.py",
-    "test_huggingface.py",
-    "test_types.py",
-    "test_pinned_from_outside.py",
-    "test_suite.py",
     "test_results.py",
+    "test_huggingface.py",
+    "test_groups.py",
+    "test_types.py",
+    "test_pipeline_benchmark.py",
+    "test_treatment_schedules.py",
+    "test_pinned_from_outside.py",
     "test_figures.py",
-    "test_data_parallel_treatments.py",
-    "test_joined_layers.py",
     "test_architectures.py",
+    "test_operations.py",
+    "test_data_parallel_treatments.py",
+    "test_suite.py",
+    "test_joined_layers.py",
+    "test_data_parallel.py",
+    "test_interrupts.py",
     "test_hugging_face_treatments.py",
     "test_tiled_mlp.py",
-    "test_operations.py",
-    "test_interrupts.py",
+    "test_subclasses.py",
     "test_compiler.py",
 )
 

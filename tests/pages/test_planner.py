@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import random
-import runpy
 import shutil
 import subprocess
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from planner_rows import planner_rows
 from strategies import default
 
 from offload.base.checks import format_bytes, format_s
@@ -323,8 +323,7 @@ class Planner(HTMLParser):
 @pytest.fixture(scope="module")
 def measured():
     """The rows that Sphinx's settings hand to the page."""
-    pytest.importorskip("sphinx")
-    return runpy.run_path(str(STATIC.parents[1] / "conf.py"))["_measured"]()
+    return planner_rows()
 
 
 @pytest.fixture
