@@ -49,15 +49,15 @@ settings.load_profile("any machine")
 # By how long they take, the longest first: processes that run side by side then end at about the same time. All others
 # take less than a dozen seconds.
 LONG_FILES = (
-    "test_browser.py",
-    "test_notebooks.py",
     "test_docs.py",
     "test_examples.py",
+    "test_huggingface.py",
+    "test_browser.py",
+    "test_notebooks.py",
     "test_pipelining.py",
     "test_planner.py",
     "test_compiled.py",
     "test_results.py",
-    "test_huggingface.py",
     "test_groups.py",
     "test_types.py",
     "test_pipeline_benchmark.py",
@@ -76,6 +76,23 @@ LONG_FILES = (
     "test_subclasses.py",
     "test_compiler.py",
 )
+
+
+FORKED = ("test_docs.py", "test_examples.py", "test_huggingface.py")
+"""Whose scripts are forked from processes that have imported the trainers: one process, if one worker runs them all."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """As ``--dist loadfile`` does, but for files that belong together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "forked" if file.endswith(FORKED) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)

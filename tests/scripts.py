@@ -42,6 +42,8 @@ TORCH = (
 
 One list for all scripts, so that they are forked from one process.
 """
+TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
+"""What trainers bring, beside that."""
 
 
 class Done(NamedTuple):

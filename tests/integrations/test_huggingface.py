@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 from llama import LAYERS, llama
-from scripts import NO_GPU, as_torchrun, run_scripts
+from scripts import NO_GPU, TORCH, TRAINERS, as_torchrun, run_scripts
 from torch import nn
 
 import offload
@@ -167,6 +167,7 @@ def test_trains_streamed_weights_on_two_ranks(tmp_path, device):
         [[worker, device, str(tmp_path)]] * 2,
         tmp_path,
         as_torchrun(environment | (NO_GPU if device == "cpu" else {}), 2),
+        imported=(*TORCH, *TRAINERS),
     )
     assert [rank.code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
     for rank in range(2):

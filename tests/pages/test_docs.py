@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 if __name__ != "__main__":
-    from scripts import NO_GPU, run_scripts
+    from scripts import NO_GPU, TORCH, TRAINERS, run_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "index.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -134,8 +134,10 @@ PAGES_WITH_CODE = [page for page in PAGES if has_code(page)]
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, tmp_path):
     environment = os.environ | NO_GPU | {"MPLBACKEND": "agg"}
+    code = "".join(block.code for block in read_blocks(page.read_text("utf-8")) if block.run)
+    imported = (*TORCH, *TRAINERS) if "from transformers" in code else TORCH
     # In a folder of its own: a block may write files.
-    [done] = run_scripts([[__file__, str(page)]], tmp_path, environment, strict=True)
+    [done] = run_scripts([[__file__, str(page)]], tmp_path, environment, imported=imported, strict=True)
     assert done.code == 0, done.output
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from scripts import NO_GPU, TORCH, as_torchrun, run_scripts
+from scripts import NO_GPU, TORCH, TRAINERS, as_torchrun, run_scripts
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2", "pipeline", "weights_ddp"}  # they use two GPUs, or none
 TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "peft_lora", "trl_sft"}
-TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
