@@ -31,7 +31,7 @@ if torch.cuda.device_count() >= ranks:
 else:
     device = torch.device("cpu")
     dist.init_process_group("gloo")
-    hidden, rows, dtype = 128, 512, torch.float32
+    hidden, rows, dtype = 64, 1024, torch.float32
 
 torch.manual_seed(rank)
 with device:
