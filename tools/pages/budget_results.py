@@ -92,6 +92,19 @@ def _host_cost(page: Path) -> str:
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 
+def _clock(page: Path) -> str:
+    """Why whole layers are faster than predicted where forward waits."""
+    found = _record("budget")["whole_layers_clock"]
+    kept, waited = found["nothing"], found["whole layers"]
+    begins = found["backward_begins_ms"]
+    return (
+        f"In a run of its own the plan of whole layers for {found['budget_gib']} GiB began backward after "
+        f"{begins['recorded']:.1f} ms, predicted {begins['predicted']:.1f}. Backward took {waited['backward_ms']:.0f} ms, "
+        f"where the profile had {kept['backward_ms']:.0f}. The median clock of such steps was "
+        f"{waited['clock_mhz']:,} MHz, that of steps with nothing offloaded {kept['clock_mhz']:,}.\n"
+    )
+
+
 def _host_bound(page: Path) -> str:
     """Why plans for the short sequence are not met as closely."""
     found = _record("budget")["llama_host"]
@@ -163,6 +176,7 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets_llama_short"): partial(_budgets, "llama_short"),
     ("table", "llama_8b"): _llama_8b,
     ("table", "budget_host_cost"): _host_cost,
+    ("table", "budget_clock"): _clock,
     ("table", "budget_host_bound"): _host_bound,
     ("picture", "budgets"): partial(_picture, "decoder", PICTURE),
     ("picture", "budgets_llama"): partial(_picture, "llama", LLAMA_PICTURE),
