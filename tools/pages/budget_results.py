@@ -99,9 +99,10 @@ def _clock(page: Path) -> str:
     begins = found["backward_begins_ms"]
     return (
         f"In a run of its own the plan of whole layers for {found['budget_gib']} GiB began backward after "
-        f"{begins['recorded']:.1f} ms, predicted {begins['predicted']:.1f}. Backward took {waited['backward_ms']:.0f} ms, "
-        f"where the profile had {kept['backward_ms']:.0f}. The median clock of such steps was "
-        f"{waited['clock_mhz']:,} MHz, that of steps with nothing offloaded {kept['clock_mhz']:,}.\n"
+        f"{begins['recorded']:.1f} ms, predicted {begins['predicted']:.1f}. "
+        f"Backward took {waited['backward_ms']:.0f} ms, where the profile had {kept['backward_ms']:.0f}. "
+        f"The median clock of such steps was {waited['clock_mhz']:,} MHz, "
+        f"that of steps with nothing offloaded {kept['clock_mhz']:,}.\n"
     )
 
 
