@@ -49,7 +49,7 @@ def _empty_pool(lab: Lab) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [0, 5 * MIB, 11 * MIB, 1 << 30])
 def test_no_more_is_pinned_than_is_asked(limit: int, treatments: dict[str, str] | None, lab: Lab) -> None:
     """Neither in the first step nor later, with inputs of several sizes, and what the pool says is what there is."""
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(6))
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256)) for _ in range(6))
     layers.to(lab.device)
     before = seen_from_outside()
     options = {"treatments": treatments, "max_host_bytes": limit, "min_bytes": 1 << 12, "device": lab.device}
