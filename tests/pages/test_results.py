@@ -14,6 +14,7 @@ import activation_results
 import drawing
 import figures
 import graph_results
+import suite_picture
 import suite_results
 
 import results
@@ -315,12 +316,12 @@ def test_what_a_tensor_costs_is_shown():
 
 def test_every_contender_is_in_the_picture_of_a_workload(tmp_path):
     path = tmp_path / "suite.svg"
-    drawing.save(lambda: suite_results.draw(SUITE), path)
+    drawing.save(lambda: suite_picture.draw(SUITE), path)
     said = {text for text, _, _ in drawing.texts(path)}
-    labels = {suite_results.LOOKS[row["family"]].label for row in SUITE_ROWS if "error" not in row}
+    labels = {suite_picture.LOOKS[row["family"]].label for row in SUITE_ROWS if "error" not in row}
     assert labels | {"decoder", "long sequence", "18", "k = 5", "4 ×"} <= said
     assert not {"TRL", "LayerNorm-MLP"} & said
-    alt = suite_results.curves_picture(SUITE, results.ROOT / "docs" / "benchmarks.md")
+    alt = suite_picture.curves_picture(SUITE, results.ROOT / "docs" / "benchmarks.md")
     assert "decoder: 400 ms at 20.0 GiB to 500 ms at 2.0 GiB; long sequence: 5,000 ms" in alt
     assert alt.endswith("](_static/results/suite.svg)\n")
 
@@ -380,7 +381,7 @@ def test_graphs_are_drawn_a_bar_each(tmp_path):
 
 
 def test_every_family_looks_different():
-    looks = [(look.line, look.hollow) for look in suite_results.LOOKS.values()]
+    looks = [(look.line, look.hollow) for look in suite_picture.LOOKS.values()]
     assert len(set(looks)) == len(looks)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from page_text import GIB, gib, image, ms
-from suite_results import LOOKS, Row, points_of, read_record
+from suite_picture import LOOKS, Row, points_of
+from suite_results import read_record
 
 from offload.observe.plot import INK, new_figure, style_axes
 
