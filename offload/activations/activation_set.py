@@ -30,7 +30,7 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
     Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
     then, without a change of its version. So nothing is copied, and no ready event recorded, while the operation that
     saved may still have kernels to queue. It is over when a later one saves, when the layer's forward ends, or when the
-    program asks.
+    program asks. Only the first that a layer saves goes at once if another operation has computed it.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,9 @@ class ActivationSet:
     that layer's set, which backward needs first; a storage's ``layer`` says with which. ``known`` is what the whole
     microbatch has saved so far. A set that ``stays`` never leaves the device.
     """
+
+    _first_goes = True
+    """Whether what it saves first may leave before the operation that saves it is over."""
 
     def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
         self.layer = layer
@@ -144,6 +147,10 @@ class ActivationSet:
         if storage.state is not LEAVING and storage.state is not AWAY:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
             self._await_operation(storage)
+            if self._first_goes and len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
+                # An input of the operation: written before it. Around a checkpoint that is all that the layer saves,
+                # and its copy would only begin when the layer ends.
+                self._end_operation()
         return MovedHandle(tensor, token, storage)
 
     def _pack_parts(self, tensor: torch.Tensor, parts: Parts, token: Token, changes: int) -> SubclassHandle:

@@ -48,6 +48,8 @@ class RegionSet(ActivationSet):
         stays: Whether the set never leaves the device.
     """
 
+    _first_goes = False  # only after it is packed is it known what it is
+
     def __init__(self, *args: Any, treatments: LayerTreatments, stays: bool) -> None:
         super().__init__(*args, stays=stays)
         self._treatments = treatments

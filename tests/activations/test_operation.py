@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from lab import Lab
 from models import NOTHING, Offloading, assert_same, gradients, leaves_of, loss_of, offloading, save
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule
 from offload.activations.storage import SavedStorage
@@ -116,6 +118,22 @@ def test_a_copy_begins_when_the_next_operation_saves(lab: Lab) -> None:
     y = offloaded.layer(layer, torch.ones(1, device=lab.device, requires_grad=True))
     assert [*copied, offloaded.stats.offloaded_bytes] == [0, 1, 3, 7]
     del y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoints_input_leaves_while_the_layer_computes(reentrant: bool, lab: Lab) -> None:
+    offloaded = offloading(2, 4, lab.device)
+    copied: list[int] = []
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        copied.append(offloaded.stats.offloaded_bytes)
+        return y.sin()
+
+    x = torch.ones(8, device=lab.device, requires_grad=True) * 1
+    y = offloaded.forward([partial(checkpoint, layer, use_reentrant=reentrant)] * 2 + [torch.neg] * 2, x)
+    # One that calls backward anew is itself the operation, and saves when it ends.
+    assert copied == ([0, 32] if reentrant else [32, 64])
+    y.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:a whole round of")
