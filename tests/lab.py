@@ -76,7 +76,7 @@ class Lab:
             return slow_copy
 
         for name, copy in self._copies.items():
-            self._monkeypatch.setattr(self.backend, name, slowed(copy))
+            self._monkeypatch.setattr(self.backend, name, slowed(copy) if d2h_s or h2d_s else copy)
 
     def write_late(self, tensor: torch.Tensor, value: float, delay_s: float = 0.05) -> None:
         """Let the compute stream fill ``tensor`` only after a while, behind the work queued so far."""

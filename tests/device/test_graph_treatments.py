@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_cuda_graphs import LAYERS, capture, eager_gradients, forward, gradients, make_input, make_layers
+from test_cuda_graphs import LAYERS, MIN_BYTES, capture, eager_gradients, forward, gradients, make_input, make_layers
 from torch import nn
 
 import offload
@@ -37,10 +37,10 @@ def test_replays_with_other_training_in_between(treatments: dict[str, str], num_
     layers, other = make_layers(), make_layers()
     static = make_input(0).clone()
     options = {"treatments": treatments, "layers_per_input": size}
-    with offload.offload_layers(layers, num_layers, min_bytes=1, **options) as handle:
+    with offload.offload_layers(layers, num_layers, min_bytes=MIN_BYTES, **options) as handle:
         graph = capture(layers, static)
         assert "recompute" in handle.regions(0).values()
-    with offload.offload_layers(other, 2, min_bytes=1, treatments=treatments):
+    with offload.offload_layers(other, 2, min_bytes=MIN_BYTES, treatments=treatments):
         for seed in range(20):
             x = make_input(seed)
             static.copy_(x)
@@ -54,7 +54,7 @@ def test_replays_with_other_training_in_between(treatments: dict[str, str], num_
 def test_a_captured_step_needs_less_memory() -> None:
     def peak_bytes(treatments: dict[str, str]) -> int:
         layers, static = make_layers(), torch.randn(8, 512, 256, device="cuda")
-        with offload.offload_layers(layers, 0, min_bytes=1, treatments=treatments):
+        with offload.offload_layers(layers, 0, min_bytes=MIN_BYTES, treatments=treatments):
             capture(layers, static)  # warms up, too
             with offload.memory_meter() as meter, torch.cuda.graph(torch.cuda.CUDAGraph()):
                 forward(layers, static).backward()
@@ -82,7 +82,7 @@ def test_what_draws_random_numbers_is_kept_in_a_capture(compiled: bool) -> None:
         for layer in [*plain, *treated]:
             layer.compile(backend="aot_eager")
     expected = capture(plain, static)
-    with offload.offload_layers(treated, 3, min_bytes=1, treatments={"*": "recompute"}):
+    with offload.offload_layers(treated, 3, min_bytes=MIN_BYTES, treatments={"*": "recompute"}):
         found = capture(treated, static)
     before: list[torch.Tensor] = []
     for seed in range(10):
@@ -102,7 +102,7 @@ def test_compiled_layers() -> None:
     layers, static = make_layers(), make_input(0).clone()
     for layer in layers:
         layer.compile(backend="aot_eager")
-    with offload.offload_layers(layers, 3, min_bytes=1, treatments={"*": "recompute"}) as handle:
+    with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, treatments={"*": "recompute"}) as handle:
         graph = capture(layers, static)
         assert handle.regions(0) == {"compiled forward": "recompute"}
     for seed in range(5):
@@ -116,7 +116,7 @@ def test_compiled_layers() -> None:
 def test_capture_without_warm_up_says_what_to_do() -> None:
     layers, x = make_layers(), make_input(0)
     expected = eager_gradients(layers, x)
-    with offload.offload_layers(layers, 0, min_bytes=1, treatments={"*": "recompute"}):
+    with offload.offload_layers(layers, 0, min_bytes=MIN_BYTES, treatments={"*": "recompute"}):
         refused = pytest.raises(offload.CaptureError, match="warm up with a step before the capture")
         with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
             forward(layers, x)
@@ -131,9 +131,11 @@ def test_capture_without_warm_up_says_what_to_do() -> None:
 def test_a_plan_in_a_graph() -> None:
     layers, static = make_layers(), make_input(0).clone()
     # Attention's seeds have 8 bytes, and are on the GPU only inside of a capture: no warm-up pins memory for them.
-    profile = offload.profile_layers(layers, lambda: forward(layers, static).backward(), min_bytes=16, regions=True)
+    profile = offload.profile_layers(
+        layers, lambda: forward(layers, static).backward(), min_bytes=MIN_BYTES, regions=True
+    )
     plan = offload.plan(profile, profile.saved_bytes // 2, offload.measure_link(), max_host_bytes="1GiB")
-    with offload.offload_layers(layers, plan=plan, min_bytes=16):
+    with offload.offload_layers(layers, plan=plan, min_bytes=MIN_BYTES):
         graph = capture(layers, static)
     for seed in range(5):
         x = make_input(seed)
