@@ -26,6 +26,7 @@ release = version = installed_version("offload")
 
 root_doc = "index"
 include_patterns = ["index.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb"]
+exclude_patterns = [".*", "build"]  # or all of .venv is looked through for them
 
 extensions = [
     "myst_parser",

@@ -1,5 +1,5 @@
 # pyright: standard
-"""A user's script, which test_types.py has checked by mypy and pyright, and runs."""
+"""A user's script, which mypy (`make types`) and pyright (test_types.py) check, and which runs."""
 
 from __future__ import annotations
 
