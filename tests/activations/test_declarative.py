@@ -75,6 +75,7 @@ def step(model, microbatches, context=None, sync=lambda x: x, check=lambda _: No
     return found
 
 
+@pytest.mark.slow
 def test_gradients_are_those_without_offloading(model, microbatches):
     expected = step(model, microbatches)
     context, sync = declarative()

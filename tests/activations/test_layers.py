@@ -40,6 +40,7 @@ def hooks_are_gone() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.Sequential(*layers), list, iter])
 def test_containers(container: Callable[[Any], Any], device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)

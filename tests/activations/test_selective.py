@@ -117,6 +117,7 @@ def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
             assert handle.stats().offloaded_bytes > 0
 
 
+@pytest.mark.slow
 def test_everything_is_kept(lab: Lab) -> None:
     """Views, numbers and several results of one operation among it."""
 

@@ -74,6 +74,7 @@ def test_every_k(block: str, k: int, device: torch.device) -> None:
     assert (offloaded.stats.offloaded_bytes > 0) == (k > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2", "F0 B0 F1 B1"],

@@ -82,6 +82,7 @@ def around_the_loop_without_sync(offloaded: Offloading, layers: Iterable[nn.Modu
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("forward", [without_sync, sync_at_the_end, around_the_loop_without_sync])
 def test_sync_is_forgotten(
@@ -102,6 +103,7 @@ def test_the_loop_enters_fewer_layers(model_layers: int, layers: nn.ModuleList, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("model_layers", [2, 3, 4, 5])
 def test_the_loop_enters_more_layers(
@@ -125,6 +127,7 @@ def test_the_context_is_around_the_loop(layers: nn.ModuleList, x: torch.Tensor) 
     assert "enter it around each layer, not around all of them" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "called"),
     [
@@ -218,6 +221,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("forward", RIGHT, ids=lambda forward: forward.__name__)
 def test_nothing_is_said_of(

@@ -46,6 +46,7 @@ def is_as_it_was(layers: nn.ModuleList) -> bool:
     return not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("use", KINDS)
 def test_a_lost_handle(use: Callable[[nn.ModuleList], Any], steps: int) -> None:
@@ -64,6 +65,7 @@ def test_a_lost_handle(use: Callable[[nn.ModuleList], Any], steps: int) -> None:
     offload.remove(layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", KINDS)
 def test_given_as_the_model_or_as_one_of_its_layers(use: Callable[[nn.ModuleList], Any]) -> None:
     layers, _ = with_buffer()

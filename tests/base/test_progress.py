@@ -109,6 +109,7 @@ def test_an_error_closes_the_bar(terminal):
     assert long._bar.disable  # closed
 
 
+@pytest.mark.slow
 def test_the_library_imports_no_tqdm_by_itself():
     code = """if True:
         import sys, torch

@@ -101,6 +101,7 @@ class TestFork:
         assert self.in_child(is_right)
         assert is_right()
 
+    @pytest.mark.slow
     def test_streamed_weights(self) -> None:
         layers, x = build("gpt", 4, CPU)
 

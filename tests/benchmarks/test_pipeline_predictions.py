@@ -29,6 +29,7 @@ def rows(request):
     return found
 
 
+@pytest.mark.slow
 def test_every_row_has_a_prediction(rows):
     (gpus,) = {gpus for gpus, *_ in rows}
     assert {rank for _, _, _, rank, _ in rows} == set(range(gpus))
@@ -38,6 +39,7 @@ def test_every_row_has_a_prediction(rows):
     assert all({"predicted_slowdown", "predicted_peak_saved"} <= set(row) for row in rows.values())
 
 
+@pytest.mark.slow
 def test_steps_take_as_long_as_derived(rows):
     off = {place: 100 * (row["predicted_slowdown"] - row["slowdown"]) for place, row in rows.items()}
     assert {place: points for place, points in off.items() if abs(points) > TIME_POINTS} == {}

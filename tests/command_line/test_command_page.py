@@ -31,6 +31,7 @@ def form(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
 def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch, capsys):
     allocator = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

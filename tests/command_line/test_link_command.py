@@ -53,12 +53,14 @@ def test_says_that_it_is_the_cpu(capsys):
     assert "promised  unknown" in text
 
 
+@pytest.mark.slow
 def test_runs_as_a_module():
     command = [sys.executable, "-m", "offload", "link", "--device", "cpu", "--piece", "64KiB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["offload"] == "link"
 
 
+@pytest.mark.slow
 def test_importing_the_library_imports_no_command():
     code = "import sys, offload; assert 'offload.command_line' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

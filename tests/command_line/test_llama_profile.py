@@ -99,6 +99,7 @@ def test_an_mlp_without_a_gate(dtype, tmp_path):
     assert shape.layers * shape.layer_parameters == sum(each.numel() for each in model.model.layers.parameters())
 
 
+@pytest.mark.slow
 def test_comes_near_to_the_recorded_rows_of_an_h200():
     """A decoder whose norms are one operation each, by region and in whole layers, from 20 GiB to 2."""
     record = json.loads((ROOT / "results" / "budget.json").read_text("utf-8"))

@@ -38,6 +38,7 @@ def test_keeps_all_where_it_fits(capsys):
     assert found["fixed_bytes"] == parameters * (2 + 2 + 4) + 4096 * 32000 * 14
 
 
+@pytest.mark.slow
 def test_goes_from_way_to_way_as_memory_shrinks(capsys):
     kept = asked(capsys, *SIZES, "--memory=80GiB")
     peak = by_name(kept)["keep all"]["peak_bytes"]
@@ -81,6 +82,7 @@ def test_the_loss_can_do_without_logits_and_the_optimizer_without_state(capsys):
     assert whole["fixed_bytes"] - found["fixed_bytes"] == 4096 * 32000 * 14 + 4 * found["parameters"]
 
 
+@pytest.mark.slow
 def test_a_slower_link_and_device_take_longer(capsys):
     kept = asked(capsys, *SIZES, "--memory=80GiB")
     memory = f"--memory={int((kept['fixed_bytes'] + 0.3 * by_name(kept)['keep all']['peak_bytes']) / 0.92)}"

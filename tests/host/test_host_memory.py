@@ -124,6 +124,7 @@ class Exhausted:
         return self._function(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 40_000, 200_000, 400_000])
 @pytest.mark.parametrize("when_full", ["keep", "pageable", "raise"])
 def test_memory_that_ends_in_the_middle_of_a_step(

@@ -44,6 +44,7 @@ def _empty_pool(lab: Lab) -> Iterator[None]:
     offload.empty_host_cache(lab.device)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of pinned host memory are missing", "ignore:a whole round of")
 @pytest.mark.parametrize("treatments", [None, {"*": "recompute"}, {"*addmm": "offload", "*": "recompute"}])
 @pytest.mark.parametrize("limit", [0, 5 * MIB, 11 * MIB, 1 << 30])

@@ -41,6 +41,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(11)}])
 def test_the_loss_and_its_gradients_are_the_models_own(options: dict[str, Any]) -> None:
     model, batch = model_and_batch()

@@ -46,6 +46,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name].cpu(), gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5, 8, 23])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_tiles_give_the_gradients_of_the_whole(tokens: int, checkpointing: bool | None) -> None:
@@ -223,6 +224,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ways",
     [
@@ -297,6 +299,7 @@ def test_copies_are_their_own_and_remove_puts_all_back() -> None:
     step()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_compiled_layers() -> None:
     torch.manual_seed(0)

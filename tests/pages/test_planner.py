@@ -175,6 +175,7 @@ def answered(profile, link, budget, host):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_are_equal(seed):
     """Plans, free layers, checkpointing, and every span of their timelines, for 500 random profiles and links."""
@@ -238,6 +239,7 @@ def random_command(draw):
     return words, asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_those_of_the_command(seed, capsys):
     """The counted layer, and all that `python -m offload plan` says of it, for 80 random models and machines."""
@@ -429,6 +431,7 @@ def test_nonsense_in_the_address_is_not_taken(seen):
     assert seen(state).answer == seen().answer
 
 
+@pytest.mark.slow
 def test_plans_of_many_layers_are_equal():
     draw = random.Random(0)
     cases = []
@@ -440,6 +443,7 @@ def test_plans_of_many_layers_are_equal():
         assert first_difference(found["plan"], planned(*case)) is None, case
 
 
+@pytest.mark.slow
 def test_the_curve_of_plans_is_that_of_plan():
     draw = random.Random(1)
     shape = Shape(layers=12, hidden=2048, intermediate=8192, heads=16, kv_heads=4)

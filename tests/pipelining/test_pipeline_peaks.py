@@ -94,6 +94,7 @@ def as_derived(plan: PipelinePlan) -> int:
     return plan.peak_bytes_without - plan.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.3, 0.6, 1.0])
 def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> None:
     job = Job(device)

@@ -64,6 +64,7 @@ def attach(schedule, **options):
     return offload.pipelining.attach(schedule, **{"link": FAST_LINK, "min_bytes": 1024} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize(
     "treatments",
@@ -222,6 +223,7 @@ def test_options_that_are_refused(options, message):
     attach(schedule).detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "share"), [(ScheduleGPipe, 2.0), (ScheduleGPipe, 0.5), (ScheduleGPipe, 0.3), (Schedule1F1B, 0.6)]
 )

@@ -512,6 +512,7 @@ def test_refuses():
         attach(schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_group")
 def test_measures_the_link_that_all_ranks_share():
     for stream in get_backend("cpu").copy_streams:

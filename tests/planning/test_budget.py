@@ -34,6 +34,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return Lab(get_backend("cpu"), monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
 def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offload.planning.budget")
@@ -65,6 +66,7 @@ def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+@pytest.mark.slow
 def test_other_shapes_are_measured_anew(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     longer = torch.cat([x, x, x]).detach().requires_grad_()
@@ -116,6 +118,7 @@ class Peaks:
         monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
 
 
+@pytest.mark.slow
 def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     whole = saved_bytes(layers, x, lab)
@@ -139,6 +142,7 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch
             assert handle.plan.memory_budget == first.memory_budget - 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [True, False], ids=["made in the step", "there before"])
 def test_what_enters_the_first_layer_counts_if_the_step_has_made_it(
     made: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +186,7 @@ def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.Monkey
         assert handle.plan is plan
 
 
+@pytest.mark.slow
 def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
@@ -259,6 +264,7 @@ def test_auto_keeps_within_the_limit_of_the_process(
     assert _left_bytes(torch.device("cuda")) == left
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offload.planning.budget")
     layers, x = build("decoder", LAYERS, lab.device)

@@ -179,6 +179,7 @@ def measured(lab: Lab, layers: nn.ModuleList, x: torch.Tensor, between: nn.Modul
     return offload.profile_layers(layers, step, min_bytes=1 << 14, regions=True, device=lab.device)
 
 
+@pytest.mark.slow
 def test_a_profile_knows_which_inputs_can_be_computed_again(lab: Lab) -> None:
     layers, _ = build("decoder", 4, lab.device)
     x = torch.randn(1, 512, WIDTH, device=lab.device, requires_grad=True)
@@ -188,6 +189,7 @@ def test_a_profile_knows_which_inputs_can_be_computed_again(lab: Lab) -> None:
         assert found == [["input"] * many for many in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_inputs", [0, 1, 3])
 def test_a_plan_of_groups_is_carried_out(host_inputs: int, lab: Lab) -> None:
     """With the same bits, on the host no more than is asked, and less on the device than without, as was predicted."""
@@ -221,6 +223,7 @@ def test_a_plan_of_groups_is_carried_out(host_inputs: int, lab: Lab) -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a whole round of", "ignore:.*of pinned host memory are missing")
 def test_a_memory_budget_that_only_groups_meet(lab: Lab) -> None:
     layers, _ = build("decoder", 12, lab.device)

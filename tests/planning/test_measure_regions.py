@@ -107,6 +107,7 @@ def planned(found: list[tuple[RegionProfile, ...]], rung: int, num_layers: int) 
     return Planned(Schedule.default(num_layers, LAYERS), treatments, profile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [0, 2])
 @pytest.mark.parametrize("rung", [0, 2, 5, 99])
 def test_each_rung_is_carried_out(rung: int, num_layers: int, lab: Lab) -> None:

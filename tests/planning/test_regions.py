@@ -312,6 +312,7 @@ class TestPlan:
             with pytest.raises(ValueError, match=f"^memory_budget must be at least {least} bytes"):
                 plan(profile, least - 1, link)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("budget", ["2GiB", "4GiB", "8GiB", "16GiB"])
     def test_decoder_takes_much_less_time_than_simple_ways(self, budget):
         found = plan(REFERENCE, budget, PCIE)
@@ -380,6 +381,7 @@ class TestPlan:
         # All of a dear one is kept, and of a cheap one the input alone, but for the last.
         assert found.treatments == (None, LayerTreatment(frozenset({0}))) * 7 + (None, None)
 
+    @pytest.mark.slow
     def test_no_simulation_but_that_of_the_result(self, monkeypatch):
         """100 layers are planned in well under a second: the search only adds up, and not too often."""
         counts = dict.fromkeys(("simulate", "step_s", "peak_bytes"), 0)
@@ -401,6 +403,7 @@ class TestPlan:
         assert counts["peak_bytes"] < 10000 * len(found)
         assert all(one.peak_bytes <= one.memory_budget for one in found)
 
+    @pytest.mark.slow
     def test_brute_force_finds_little_more(self):
         """Four layers; those that travel are treated alike, and so are those that stay, in any of all ways."""
         layer = LayerProfile.from_regions(

@@ -42,6 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[EarlierLayer]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:num_layers = model_layers - 1", "ignore:a whole round of")
 @pytest.mark.parametrize("num_layers", [0, 5])
 @pytest.mark.parametrize("size", [2, 3])
@@ -72,6 +73,7 @@ def inputs_alive(layers: nn.ModuleList, x: torch.Tensor) -> list[int]:
     return alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_one_input_of_each_group_is_held(block: str, lab: Lab) -> None:
     layers, x = build(block, LAYERS, lab.device)
@@ -81,6 +83,7 @@ def test_one_input_of_each_group_is_held(block: str, lab: Lab) -> None:
                 assert inputs_alive(layers, x) == list(range(0, LAYERS, size))
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_falls(lab: Lab) -> None:
     """By the inputs that are not held, less those of one group, which are there while it runs backward."""
     tokens, count = 1024, 16

@@ -138,6 +138,7 @@ TREATMENTS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=list(TREATMENTS))
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])

@@ -32,6 +32,7 @@ TREATMENTS = {
 ORDERS = ["F0 B0 F1 B1", "F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())

@@ -17,6 +17,8 @@ from torch import nn
 
 from offload import stream_weights
 
+pytestmark = pytest.mark.slow
+
 Found = list[dict[str, Any]]
 
 

@@ -204,6 +204,7 @@ def scaled_step_of_a_fused_optimizer(loop: Loop) -> None:
 FORWARD = "must not run between a backward that has stepped layers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differ", "make", "message"),
     [
@@ -362,6 +363,7 @@ def hooks_of_the_step(loop: Loop) -> None:
     assert seen == 4 * [len(loop.parameters)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "make"),
     [

@@ -178,6 +178,7 @@ def test_every_optimizer(name: str, device: torch.device) -> None:
     assert beside[2].stats().early_steps == STEPS * SMALL[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_microbatches(in_backward: bool, device: torch.device) -> None:
     make = ADAM

@@ -177,6 +177,7 @@ def hooked(kind: str, layers: nn.ModuleList) -> tuple[list[Any], list[Any]]:
     return seen, [parameter.register_post_accumulate_grad_hook(note) for parameter in layers.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalised", [False, True])
 @pytest.mark.parametrize("when", ["before streaming", "after", "between forward and backward"])
 @pytest.mark.parametrize("kind", ["tensor", "accumulated"])
@@ -261,6 +262,7 @@ def test_backward_of_some_inputs(device: torch.device) -> None:
 # Frozen while graphs are in flight.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["together", "first", "last"])
 def test_frozen_for_a_second_forward(order: str, device: torch.device) -> None:
     def step(layers: nn.ModuleList, x: torch.Tensor) -> None:

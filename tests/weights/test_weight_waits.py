@@ -283,6 +283,7 @@ def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: WeightWait) -> None
     monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize("wait", WeightWait, ids=lambda wait: wait.name)
 def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

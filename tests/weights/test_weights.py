@@ -103,6 +103,7 @@ def test_every_block(block: str, num_slots: int, device: torch.device) -> None:
     assert stats.staging_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
 def test_microbatches(block: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -435,6 +436,7 @@ def shared_layers(device: torch.device) -> tuple[nn.ModuleList, torch.Tensor]:
     return layers, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch.device) -> None:
