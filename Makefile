@@ -32,6 +32,7 @@ tutorial: $(VENV)/tutorial.stamp
 
 # That the site builds is one of the tests.
 test: $(VENV)/develop.stamp
+	tools/get_browser.sh
 	$(MAKE) --jobs --output-sync=target lint types pytest
 
 check: lint types
