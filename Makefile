@@ -17,9 +17,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
 
 # Tests of one file share what they prepare, and stay in one process. One thread each, as there is a process for each core.
-# They start dozens of processes, which need not compile the library anew, even where the environment asks for that.
+# They start dozens of processes, which need not compile the library anew, even where the environment asks for that,
+# and which need no processes of their own to compile kernels in.
 # Tests on a GPU measure its memory and its time: they run one after the other.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help tutorial test check lint types pytest docs format clean
