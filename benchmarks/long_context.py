@@ -139,10 +139,11 @@ class Benchmark:
                 row |= self.step(int(size), way)
         except (torch.OutOfMemoryError, ValueError, offload.HostMemoryError) as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
-        row["row_s"] = time.perf_counter() - begin
+        here = environment(self.device)
+        row |= {"row_s": time.perf_counter() - begin, "commit": here["commit"], "date": here["date"]}
         print(row, flush=True)
         others = [one for one in self.record["rows"] if one["row"] != spec]
-        self.record |= environment(self.device) | {"small": self.small, "rows": [*others, row]}
+        self.record |= here | {"small": self.small, "rows": [*others, row]}
         return row
 
     # A number of tokens.

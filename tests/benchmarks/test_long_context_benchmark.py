@@ -21,9 +21,10 @@ LONG = ["256:inputs", "256:hand", "256:plan", "256:recompute", "64:equal"]
 LIMITED = [f"1GiB:{way}" for way in long_context.LIMITED]
 
 
-def run(path: Path, *arguments: str) -> dict[str, Any]:
+def run(path: Path, commit: str, *arguments: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["long_context", "--small", "--seconds", "0", "--out", str(path), *arguments])
+        patch.setenv("OFFLOAD_COMMIT", commit)
         patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
         long_context.main()
     record: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -34,8 +35,8 @@ def run(path: Path, *arguments: str) -> dict[str, Any]:
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of two runs at a small size on the CPU; the second makes a row of the first again."""
     path: Path = tmp_path_factory.mktemp("long") / "long_context.json"
-    run(path, "--rows", *LONG)
-    return run(path, "--rows", "256:plan", *LIMITED)
+    run(path, "the first", "--rows", *LONG)
+    return run(path, "the second", "--rows", "256:plan", *LIMITED)
 
 
 def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -47,6 +48,9 @@ def test_runs_are_merged(record: dict[str, Any]) -> None:
     assert not [row for row in record["rows"] if "error" in row]
     assert record["profiled"] == 64
     assert "profiled_in_s" not in rows(record)["256:plan"]  # the profile of the first run was there
+    assert {row["commit"] for row in record["rows"]} == {"the first", "the second"}
+    assert rows(record)["256:plan"]["commit"] == "the second"
+    assert all("date" in row for row in record["rows"])
 
 
 def test_lengths_have_what_the_table_shows(record: dict[str, Any]) -> None:
