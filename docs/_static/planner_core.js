@@ -167,12 +167,7 @@ globalThis.offloadPlanner = (() => {
       else stretches.push([piece.awaits, seconds]);
     }
     return {
-      forward, backward, travelling, workspace_bytes, recompute_s, held_bytes,
-      // In arrays of numbers, as the search goes through them thousands of times.
-      ready_s: Float64Array.from(sends, ([seconds]) => seconds),
-      sent_bytes: Float64Array.from(sends, ([, nbytes]) => nbytes),
-      awaits: Int32Array.from(stretches, ([awaited]) => awaited ?? -1),
-      stretch_s: Float64Array.from(stretches, ([, seconds]) => seconds),
+      forward, backward, travelling, sends, stretches, workspace_bytes, recompute_s, held_bytes,
       forward_s: fsum(forward.map((piece) => piece.seconds)),
       backward_s: fsum(backward.map((piece) => piece.seconds)) + recompute_s,
       travelling_bytes: sum(travelling),
@@ -290,36 +285,40 @@ globalThis.offloadPlanner = (() => {
     return most;
   }
 
-  function stepS(layers, numLayers, link, between_s) {
-    const resident = layers.length - numLayers, sent_s = [], back_s = [];
+  /** A layer's copies on one link: each ends at the later of two times, that before, and of a start so much on. */
+  function tripsOf(layer, link) {
+    const { sends, stretches, travelling } = layer, back_after_s = new Float64Array(travelling.length);
+    let send_s = 0, reload_s = 0, backward_s = 0, sent_after_s = -Infinity, done_after_s = -Infinity;
+    for (const [ready_s, nbytes] of [...sends].reverse()) {
+      send_s += nbytes / link.d2h_bytes_per_s;
+      sent_after_s = Math.max(sent_after_s, ready_s + send_s);
+    }
+    for (let at = travelling.length - 1; at >= 0; at--) back_after_s[at] = reload_s += travelling[at] / link.h2d_bytes_per_s;
+    for (const [awaits, seconds] of [...stretches].reverse()) {
+      backward_s += seconds;
+      if (awaits !== null) done_after_s = Math.max(done_after_s, back_after_s[awaits] + backward_s);
+    }
+    return { forward_s: layer.forward_s, backward_s: layer.backward_s, send_s, sent_after_s, reload_s, done_after_s };
+  }
+
+  function stepS(layers, numLayers, between_s) {
+    const resident = layers.length - numLayers, sent_s = new Float64Array(layers.length), reloads_s = new Float64Array(layers.length);
     let now = 0, copied = 0;
     for (let number = 0; number < layers.length; number++) {
-      const { ready_s, sent_bytes, forward_s } = layers[number];
+      const { forward_s, send_s, sent_after_s } = layers[number];
       if (number >= resident) now = Math.max(now, sent_s[number - resident]);
-      for (let at = 0; at < ready_s.length; at++) {
-        copied = Math.max(copied, now + ready_s[at]) + sent_bytes[at] / link.d2h_bytes_per_s;
-      }
-      sent_s.push(ready_s.length ? copied : 0);
+      sent_s[number] = copied = Math.max(copied + send_s, now + sent_after_s);
       now += forward_s;
     }
     now += between_s;
     for (let number = layers.length - 1; number >= 0; number--) {
-      const reloaded = number - resident + 1;
+      const { backward_s, done_after_s } = layers[number], reloaded = number - resident + 1;
       if (reloaded >= 0 && reloaded < numLayers) {
-        copied = Math.max(copied, now);
-        const { travelling } = layers[reloaded], arrivals = new Float64Array(travelling.length);
-        for (let at = travelling.length - 1; at >= 0; at--) arrivals[at] = copied += travelling[at] / link.h2d_bytes_per_s;
-        back_s[reloaded] = arrivals;
+        reloads_s[reloaded] = copied = Math.max(copied, now);
+        copied += layers[reloaded].reload_s;
       }
-      if (number >= numLayers) {
-        now += layers[number].backward_s;
-        continue;
-      }
-      const { awaits, stretch_s } = layers[number], here_s = back_s[number];
-      for (let at = 0; at < awaits.length; at++) {
-        if (awaits[at] >= 0 && here_s[awaits[at]] > now) now = here_s[awaits[at]];
-        now += stretch_s[at];
-      }
+      now += backward_s;
+      if (number < numLayers) now = Math.max(now, reloads_s[number] + done_after_s);
     }
     return now;
   }
@@ -417,7 +416,12 @@ globalThis.offloadPlanner = (() => {
 
     passesAt(number, rung, travels) {
       const alike = this.alike[number], key = (rung * this.count + alike) * 2 + (travels ? 1 : 0);
-      return (this.known[key] ??= passesOf(this.profile.layers[alike], this.treatment(alike, rung, travels), travels));
+      return (this.known[key] ??= this.made(this.profile.layers[alike], this.treatment(alike, rung, travels), travels));
+    }
+
+    made(layer, treatment, travels) {
+      const passes = passesOf(layer, treatment, travels);
+      return { ...passes, trips: tripsOf(passes, this.link) };
     }
 
     /** The choice with one layer on another rung. */
@@ -445,7 +449,8 @@ globalThis.offloadPlanner = (() => {
     }
 
     stepS(choice) {
-      return stepS(this.passes(choice), choice.numLayers, this.link, this.profile.loss_s) + this.profile.other_s;
+      const trips = this.passes(choice).map((layer) => layer.trips);
+      return stepS(trips, choice.numLayers, this.profile.loss_s) + this.profile.other_s;
     }
 
     treatment(number, rung, travels) {

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from offload.planning.estimate import peak_bytes, step_s
+from offload.planning.estimate import Trips, peak_bytes, step_s, trips_of
 from offload.planning.ladder import ladder_of
 from offload.planning.link import Link
 from offload.planning.passes import LayerTreatment, Passes, passes_of
 from offload.planning.profile import Profile
+
+Way = tuple[int, int, bool]
+"""The number of a layer, its rung, and whether it travels."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,9 @@ class Choices:
         layers = zip(profile.layers, self.groups, strict=True)
         self._alike = [first.setdefault(layer, number) for number, layer in enumerate(layers)]
         """Of each layer, the first one that costs the same."""
-        self._passes: dict[tuple[int, int, bool], Passes] = {}
-        self._last: tuple[Choice | None, list[Passes]] = (None, [])
+        self._passes: dict[Way, Passes] = {}
+        self._trips: dict[Way, Trips] = {}
+        self._last: tuple[Choice | None, list[Way], list[Passes]] = (None, [], [])
         """The choice that was asked for last, as it is asked for several times."""
         self._peak: tuple[Choice | None, int] = (None, 0)
         """Its peak."""
@@ -107,12 +111,12 @@ class Choices:
         """Forward and backward of each layer."""
         if choice is not self._last[0]:
             known, travelling = self._passes, choice.num_layers
-            keys = [
+            ways = [
                 (alike, rung, number < travelling)
                 for number, (alike, rung) in enumerate(zip(self._alike, choice.rungs, strict=True))
             ]
-            self._last = (choice, [known.get(key) or self._new(*key) for key in keys])
-        return self._last[1]
+            self._last = (choice, ways, [known.get(way) or self._new(way) for way in ways])
+        return self._last[2]
 
     def host_bytes(self, choice: Choice) -> int:
         """What travels; all of it is on the host at once."""
@@ -132,12 +136,14 @@ class Choices:
     def step_s(self, choice: Choice) -> float:
         """Seconds of the step."""
         between_s, other_s = self.profile.loss_s, self.profile.other_s
-        return step_s(self.passes(choice), choice.num_layers, self.link, between_s) + other_s
+        self.passes(choice)
+        return step_s([self._trips[way] for way in self._last[1]], choice.num_layers, between_s) + other_s
 
-    def _new(self, number: int, rung: int, travels: bool) -> Passes:
+    def _new(self, way: Way) -> Passes:
+        number, rung, travels = way
         treatment = self._treatment(number, rung, travels=travels)
         passes = passes_of(self.profile.layers[number], treatment, travels=travels)
-        self._passes[number, rung, travels] = passes
+        self._passes[way], self._trips[way] = passes, trips_of(passes, self.link)
         return passes
 
     def _treatment(self, number: int, rung: int, *, travels: bool) -> LayerTreatment | None:

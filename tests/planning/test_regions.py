@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import default, links
 
 from offload.observe.timeline import Timeline
-from offload.planning.estimate import peak_bytes, step_s
+from offload.planning.estimate import peak_bytes, step_s, trips_of
 from offload.planning.link import Link
 from offload.planning.passes import LayerTreatment, passes_of
 from offload.planning.plan import Plan, plan
@@ -175,7 +175,8 @@ class TestSimulation:
         passes = [passes_of(*layer, travels=number < num_layers) for number, layer in enumerate(layers)]
         timeline = simulate(schedule, profile, link, treatments=treatments)
         assert peak_bytes(passes, num_layers, profile.loss_bytes) == timeline.peak_bytes
-        predicted_s = step_s(passes, num_layers, link, profile.loss_s) + profile.other_s
+        trips = [trips_of(layer, link) for layer in passes]
+        predicted_s = step_s(trips, num_layers, profile.loss_s) + profile.other_s
         assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
     @given(treated_steps())
@@ -424,12 +425,12 @@ class TestPlan:
             for some in chain.from_iterable(combinations(range(5), size) for size in range(6))
         ]
         passes = {(one, travels): passes_of(layer, one, travels=travels) for one in kept for travels in (False, True)}
+        trips = {way: trips_of(one, link) for way, one in passes.items()}
         found = []
         for num_layers, away, stays, last in product(range(4), kept, kept, kept):
-            layers = (
-                [passes[away, True]] * num_layers + [passes[stays, False]] * (3 - num_layers) + [passes[last, False]]
-            )
-            found.append((peak_bytes(layers, num_layers), step_s(layers, num_layers, link)))
+            ways = [(away, True)] * num_layers + [(stays, False)] * (3 - num_layers) + [(last, False)]
+            step = step_s([trips[way] for way in ways], num_layers)
+            found.append((peak_bytes([passes[way] for way in ways], num_layers), step))
         for budget in range(450 * MIB, 1600 * MIB, 100 * MIB):
             fastest_s = min(seconds for peak, seconds in found if peak <= budget)
             assert plan(profile, budget, link).step_s <= 1.03 * fastest_s
