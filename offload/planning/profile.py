@@ -20,6 +20,9 @@ from offload.recompute.costs import RegionProfile
 UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
 
+HOST_BOUND = 1.1
+"""A recorded forward of more than so many times its seconds waits for the host; by less, steps differ anyway."""
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -137,7 +140,7 @@ class LayerProfile:
             round(self.workspace_bytes * ratio),
             regions=regions,
             # If the device waits for the host, tokens do not change that.
-            recorded_s=self.recorded_s if self.recorded_s > self.forward_s else 0.0,
+            recorded_s=self.recorded_s * (1.0 if self.recorded_s > HOST_BOUND * self.forward_s else growth),
         )
 
     def pieces(self) -> tuple[int, ...]:
@@ -192,7 +195,9 @@ class Profile(Stored):
 
         Bytes and seconds grow with the tokens, and those of a region that has ``attention`` in its name with their
         square: all tokens are taken to be one sequence. A layer's backward grows as its forward does. ``other_s``
-        stays, since it is the optimizer's in the main.
+        stays, since it is the optimizer's in the main, and so does ``recorded_s`` where it is more than a tenth above
+        ``forward_s``: the device waits for the host then. With a profile of many tokens, nothing tells what recording a
+        few takes the host.
 
         Raises:
             ValueError: ``tokens_ratio`` is not a positive, finite number.

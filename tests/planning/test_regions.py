@@ -562,6 +562,11 @@ class TestProfile:
         profile = Profile((LayerProfile(1.0, 2.0, 30, recorded_s=recorded_s),))
         assert profile.scaled(2.0).layers[0].recorded_s == expected_s
 
+    @pytest.mark.parametrize(("recorded_s", "expected_s"), [(1.0, 0.25), (1.04, 0.26), (3.0, 3.0)])
+    def test_a_device_that_does_not_wait_for_the_host_is_sooner_done_with_fewer_tokens(self, recorded_s, expected_s):
+        profile = Profile((LayerProfile(1.0, 2.0, 32, recorded_s=recorded_s),))
+        assert profile.scaled(0.25).layers[0].recorded_s == pytest.approx(expected_s)
+
     def test_a_layer_that_is_not_treated_is_not_recorded(self):
         layer = replace(DECODER, recorded_s=2 * DECODER.forward_s)
         held = frozenset(number for number, one in enumerate(layer.regions) if one.saved)
