@@ -1,4 +1,4 @@
-"""The tables and the curve of memory budgets, from ``results/budget.json`` and ``results/llama_8b.json``."""
+"""The tables and the curve of memory budgets, from ``results/budget*.json`` and ``results/llama_8b.json``."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _tabulated(rows: list[Row]) -> str:
     return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True)
 
 
-def _budgets(model: str, page: Path) -> str:
-    record = _record("budget")
+def _budgets(model: str, page: Path, name: str = "budget") -> str:
+    record = _record(name)
     rows = [row for row in record["rows"] if row["model"] == model and "error" not in row]
     shown = [
         {
@@ -173,6 +173,7 @@ def draw(model: str = "decoder", *, narrow: bool = False) -> Figure:
 
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets"): partial(_budgets, "decoder"),
+    ("table", "budgets_h100"): partial(_budgets, "decoder", name="budget_h100"),
     ("table", "budgets_llama"): partial(_budgets, "llama"),
     ("table", "budgets_llama_short"): partial(_budgets, "llama_short"),
     ("table", "llama_8b"): _llama_8b,
