@@ -60,7 +60,7 @@ class Choices:
         """Of each layer, the first one that costs the same."""
         self._passes: dict[Way, Passes] = {}
         self._trips: dict[Way, Trips] = {}
-        self._last: tuple[Choice | None, list[Way], list[Passes]] = (None, [], [])
+        self._last: tuple[Choice | None, list[Way]] = (None, [])
         """The choice that was asked for last, as it is asked for several times."""
         self._peak: tuple[Choice | None, int] = (None, 0)
         """Its peak."""
@@ -109,14 +109,7 @@ class Choices:
 
     def passes(self, choice: Choice) -> list[Passes]:
         """Forward and backward of each layer."""
-        if choice is not self._last[0]:
-            known, travelling = self._passes, choice.num_layers
-            ways = [
-                (alike, rung, number < travelling)
-                for number, (alike, rung) in enumerate(zip(self._alike, choice.rungs, strict=True))
-            ]
-            self._last = (choice, ways, [known.get(way) or self._new(way) for way in ways])
-        return self._last[2]
+        return [self._passes[way] for way in self._ways(choice)]
 
     def host_bytes(self, choice: Choice) -> int:
         """What travels; all of it is on the host at once."""
@@ -136,15 +129,24 @@ class Choices:
     def step_s(self, choice: Choice) -> float:
         """Seconds of the step."""
         between_s, other_s = self.profile.loss_s, self.profile.other_s
-        self.passes(choice)
-        return step_s([self._trips[way] for way in self._last[1]], choice.num_layers, between_s) + other_s
+        return step_s([self._trips[way] for way in self._ways(choice)], choice.num_layers, between_s) + other_s
 
-    def _new(self, way: Way) -> Passes:
-        number, rung, travels = way
-        treatment = self._treatment(number, rung, travels=travels)
-        passes = passes_of(self.profile.layers[number], treatment, travels=travels)
-        self._passes[way], self._trips[way] = passes, trips_of(passes, self.link)
-        return passes
+    def _ways(self, choice: Choice) -> list[Way]:
+        """The way of each layer, whose passes and trips are known from then on."""
+        if choice is not self._last[0]:
+            travelling = choice.num_layers
+            ways = [
+                (alike, rung, number < travelling)
+                for number, (alike, rung) in enumerate(zip(self._alike, choice.rungs, strict=True))
+            ]
+            for way in ways:
+                if way not in self._passes:
+                    number, rung, travels = way
+                    treatment = self._treatment(number, rung, travels=travels)
+                    self._passes[way] = passes_of(self.profile.layers[number], treatment, travels=travels)
+                    self._trips[way] = trips_of(self._passes[way], self.link)
+            self._last = (choice, ways)
+        return self._last[1]
 
     def _treatment(self, number: int, rung: int, *, travels: bool) -> LayerTreatment | None:
         treatment = self.ladder.rungs[self.ladder.kinds[number]][rung]
