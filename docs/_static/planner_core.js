@@ -285,18 +285,18 @@ globalThis.offloadPlanner = (() => {
     return most;
   }
 
-  /** A layer's copies on one link: each ends at the later of two times, that before, and of a start so much on. */
+  /** What a layer's passes and copies come to on one link; see Trips. */
   function tripsOf(layer, link) {
     const { sends, stretches, travelling } = layer, back_after_s = new Float64Array(travelling.length);
-    let send_s = 0, reload_s = 0, backward_s = 0, sent_after_s = -Infinity, done_after_s = -Infinity;
+    let send_s = 0, reload_s = 0, rest_s = 0, sent_after_s = -Infinity, done_after_s = -Infinity;
     for (const [ready_s, nbytes] of [...sends].reverse()) {
       send_s += nbytes / link.d2h_bytes_per_s;
       sent_after_s = Math.max(sent_after_s, ready_s + send_s);
     }
     for (let at = travelling.length - 1; at >= 0; at--) back_after_s[at] = reload_s += travelling[at] / link.h2d_bytes_per_s;
     for (const [awaits, seconds] of [...stretches].reverse()) {
-      backward_s += seconds;
-      if (awaits !== null) done_after_s = Math.max(done_after_s, back_after_s[awaits] + backward_s);
+      rest_s += seconds;
+      if (awaits !== null) done_after_s = Math.max(done_after_s, back_after_s[awaits] + rest_s);
     }
     return { forward_s: layer.forward_s, backward_s: layer.backward_s, send_s, sent_after_s, reload_s, done_after_s };
   }

@@ -61,7 +61,11 @@ def peaks_of(layers: Sequence[Passes], num_layers: int) -> Peaks:
 
 
 class Trips(NamedTuple):
-    """A layer's passes and copies on one link. Each ends at the later of two times, one of them from a start."""
+    """What a layer's passes and copies come to on one link.
+
+    Its pieces wait for the layer's start or for the link, and then for each other. So the last one ends at the later of
+    two times: when the link was free and all their seconds, or at the start and the longest way from there.
+    """
 
     forward_s: float
     backward_s: float
@@ -77,7 +81,7 @@ class Trips(NamedTuple):
 
 def trips_of(layer: Passes, link: Link) -> Trips:
     """What a layer's pieces come to, whenever they start."""
-    send_s = reload_s = backward_s = 0.0
+    send_s = reload_s = rest_s = 0.0
     sent_after_s = done_after_s = -math.inf
     for ready_s, nbytes in reversed(layer.sends):
         send_s += nbytes / link.d2h_bytes_per_s
@@ -87,9 +91,9 @@ def trips_of(layer: Passes, link: Link) -> Trips:
         reload_s += nbytes / link.h2d_bytes_per_s
         back_after_s.append(reload_s)
     for awaits, seconds in reversed(layer.stretches):
-        backward_s += seconds
+        rest_s += seconds
         if awaits is not None:
-            done_after_s = max(done_after_s, back_after_s[-1 - awaits] + backward_s)
+            done_after_s = max(done_after_s, back_after_s[-1 - awaits] + rest_s)
     return Trips(layer.forward_s, layer.backward_s, send_s, sent_after_s, reload_s, done_after_s)
 
 
@@ -104,7 +108,7 @@ def step_s(layers: Sequence[Trips], num_layers: int, between_s: float = 0.0) -> 
     resident = len(layers) - num_layers
     now_s = copied_s = 0.0
     sent_s: list[float] = []
-    """When the copies of each layer to the host are done."""
+    """When the copies to the host are done of each layer and those before it."""
     for number, layer in enumerate(layers):
         if number >= resident:
             now_s = max(now_s, sent_s[number - resident])

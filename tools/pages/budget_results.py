@@ -63,6 +63,23 @@ def _percent(row: Row, predicted: str, measured: str) -> str:
     return f"{100 * (row[predicted] / row[measured] - 1):+.1f}%" if predicted in row else ""
 
 
+def _h100(page: Path) -> str:
+    """How the H100's rows are beside the H200's of the same names."""
+    here, there = (
+        {row["what"]: row for row in _record(name)["rows"] if row["model"] == "decoder"}
+        for name in ("budget_h100", "budget")
+    )
+    slower = [100 * (row["step_s"] / there[what]["step_s"] - 1) for what, row in here.items()]
+    plans = [what for what in here if what.startswith("budget")]
+    dearer = max(100 * (here[what]["ratio"] - there[what]["ratio"]) for what in plans)
+    off = max(abs(100 * (here[what]["predicted_s"] / here[what]["step_s"] - 1)) for what in plans)
+    return (
+        f"Steps are {min(slower):.1f} to {max(slower):.1f}% longer than an H200's, that without offloading "
+        f"{slower[0]:.1f}%. A budget costs up to {dearer:.1f} points more of the step, and plans are off by at most "
+        f"{off:.1f}%.\n"
+    )
+
+
 def _llama_8b(page: Path) -> str:
     record = _record("llama_8b")
     first = record["rows"][0]
@@ -174,6 +191,7 @@ def draw(model: str = "decoder", *, narrow: bool = False) -> Figure:
 BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "budgets"): partial(_budgets, "decoder"),
     ("table", "budgets_h100"): partial(_budgets, "decoder", name="budget_h100"),
+    ("table", "h100_beside"): _h100,
     ("table", "budgets_llama"): partial(_budgets, "llama"),
     ("table", "budgets_llama_short"): partial(_budgets, "llama_short"),
     ("table", "llama_8b"): _llama_8b,
