@@ -42,7 +42,7 @@ extensions = [
 # --- Reference ------------------------------------------------------------------------------------
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["lightning", "transformers"]  # of the integrations: slow to import, and may be missing
+autodoc_mock_imports = ["lightning", "transformers"]  # of the callbacks: slow to import, and may be missing
 autodoc_typehints = "description"  # signatures stay short; types stand beside the arguments, as links
 autodoc_typehints_description_target = "documented"
 python_maximum_signature_line_length = 88  # longer ones get a line for each argument
@@ -52,8 +52,8 @@ nitpick_ignore_regex = [
     ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
-    ("py:class", "LayerTreatments"),  # what the library makes of ``treatments``; nobody gives it by hand
-    ("py:class", r"offload\.recompute\.treatments\.Treatment"),  # ``offload.Treatment``, which is documented
+    ("py:class", "LayerPolicies"),  # what the library makes of ``policies``; nobody gives it by hand
+    ("py:class", r"offload\.recompute\.policies\.Policy"),  # ``offload.Policy``, which is documented
     ("py:class", r"(offload\.device\.backend\.)?Stream"),  # a protocol: PyTorch's streams are such
 ]
 

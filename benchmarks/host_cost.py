@@ -43,7 +43,7 @@ def host_cost(device: torch.device, operations: int = 100, repeats: int = 50) ->
                 everything = {"*": "recompute"}
                 stack.enter_context(
                     offload.offload_layers(
-                        [layer, torch.nn.Identity()], 0, treatments=everything, min_bytes=1, device=device
+                        [layer, torch.nn.Identity()], 0, policies=everything, min_bytes=1, device=device
                     )
                 )
             least = [math.inf, math.inf]

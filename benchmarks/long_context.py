@@ -213,7 +213,7 @@ class Benchmark:
                 stack.enter_context(model.checkpointing())
             elif way != "plan":
                 travels = {"*dot_product*": "offload"} if way == "hand" else {}
-                options["treatments"] = travels | {"*": "recompute"}
+                options["policies"] = travels | {"*": "recompute"}
             offload.reserve_host_memory(min(pinned, self.host), self.device)  # once, and not piece by piece
             yield stack.enter_context(offload.offload_layers(model.layers, **options))
 
@@ -327,7 +327,7 @@ class Benchmark:
                 if way == "inputs":
                     stack.enter_context(model.checkpointing())
                 else:
-                    options["treatments"] = {"*": "recompute"}
+                    options["policies"] = {"*": "recompute"}
                 stack.enter_context(offload.offload_layers(model.layers, len(model.layers) - 2, **options))
             elif way == "hf_offload" and self.device.type == "cpu":  # which has no pinned memory
                 stack.enter_context(save_on_cpu())

@@ -32,9 +32,9 @@ from benchmarks.pipeline_report import BOUND, HALF, NOTHING, summary
 from benchmarks.pipeline_widths import predictions
 from benchmarks.report import environment, write
 from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.measuring.profile_layers import measure_link
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.planning.link import Link
-from offload.planning.measure import measure_link
 
 AIM = 0.43
 """What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""

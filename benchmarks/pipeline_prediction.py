@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import PipelinePlan, PipelineStep, SharedLink, StageProfile, simulate_pipeline
+from offload.pipelining.order import read_actions
+from offload.pipelining.walk import Walk
 from offload.planning.link import Link
-from offload.planning.pipeline_order import read_actions
-from offload.planning.pipeline_walk import Walk
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 

@@ -2,7 +2,6 @@
 
 from offload.activations.context import OffloadContext, start_offload
 from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offload_context
-from offload.activations.layers import OffloadedLayers, offload_layers
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
@@ -12,20 +11,19 @@ from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
 from offload.long_context.tile_by_tile import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
+from offload.measuring.profile_layers import measure_link, profile_layers
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
-from offload.planning.budget import BudgetedLayers
+from offload.offload_layers import OffloadedLayers, offload_layers
 from offload.planning.link import Link
-from offload.planning.measure import measure_link, profile_layers
-from offload.planning.passes import LayerTreatment
-from offload.planning.pipeline_plan import plan_pipeline
+from offload.planning.passes import LayerPolicy
 from offload.planning.plan import Plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
-from offload.recompute.treatments import Treatment
+from offload.recompute.policies import Policy
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 from offload.weights.stats import WeightStats
@@ -33,17 +31,14 @@ from offload.weights.streamed import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
 
-Schedule.derive = plan_pipeline
-
 leave_to_interpreter(__name__)
 
 __all__ = [
-    "BudgetedLayers",
     "CaptureError",
     "HostMemory",
     "HostMemoryError",
+    "LayerPolicy",
     "LayerProfile",
-    "LayerTreatment",
     "Link",
     "ManualOffloadSynchronizer",
     "MemoryMeter",
@@ -55,13 +50,13 @@ __all__ = [
     "OffloadedLayers",
     "Plan",
     "Point",
+    "Policy",
     "Profile",
     "RegionProfile",
     "Schedule",
     "Span",
     "StreamedWeights",
     "Timeline",
-    "Treatment",
     "Undoable",
     "WeightStats",
     "chunked_cross_entropy",

@@ -134,15 +134,15 @@ globalThis.offloadPlanner = (() => {
 
   // --- planning/passes.py: a layer's forward and backward in pieces -----------------------------------------------
 
-  function passesOf(layer, treatment, travels) {
+  function passesOf(layer, policy, travels) {
     if (!layer.regions.length) return finished(ofTensors(layer, travels), layer.workspace_bytes);
     let forward_s = layer.recorded_s;
-    if (!treatment) {
+    if (!policy) {
       const saved = savedOf(layer.regions);
-      [treatment, forward_s] = [{ kept: saved, travelling: saved }, layer.forward_s];
+      [policy, forward_s] = [{ kept: saved, travelling: saved }, layer.forward_s];
     }
-    const travelling = travels ? treatment.travelling : new Set();
-    const made = ofRegions(layer, treat(layer.regions, treatment.kept), travelling, forward_s);
+    const travelling = travels ? policy.travelling : new Set();
+    const made = ofRegions(layer, treat(layer.regions, policy.kept), travelling, forward_s);
     return finished(made, layer.workspace_bytes);
   }
 
@@ -416,11 +416,11 @@ globalThis.offloadPlanner = (() => {
 
     passesAt(number, rung, travels) {
       const alike = this.alike[number], key = (rung * this.count + alike) * 2 + (travels ? 1 : 0);
-      return (this.known[key] ??= this.made(this.profile.layers[alike], this.treatment(alike, rung, travels), travels));
+      return (this.known[key] ??= this.made(this.profile.layers[alike], this.policy(alike, rung, travels), travels));
     }
 
-    made(layer, treatment, travels) {
-      const passes = passesOf(layer, treatment, travels);
+    made(layer, policy, travels) {
+      const passes = passesOf(layer, policy, travels);
       return { ...passes, trips: tripsOf(passes, this.link) };
     }
 
@@ -453,13 +453,13 @@ globalThis.offloadPlanner = (() => {
       return stepS(trips, choice.numLayers, this.profile.loss_s) + this.profile.other_s;
     }
 
-    treatment(number, rung, travels) {
-      const treatment = this.ladder.rungs[this.ladder.kinds[number]][rung];
-      return travels || !treatment ? treatment : { kept: treatment.kept, travelling: new Set() };
+    policy(number, rung, travels) {
+      const policy = this.ladder.rungs[this.ladder.kinds[number]][rung];
+      return travels || !policy ? policy : { kept: policy.kept, travelling: new Set() };
     }
 
-    treatments(choice) {
-      return choice.rungs.map((rung, number) => this.treatment(number, rung, number < choice.numLayers));
+    policies(choice) {
+      return choice.rungs.map((rung, number) => this.policy(number, rung, number < choice.numLayers));
     }
   }
 
@@ -630,9 +630,9 @@ globalThis.offloadPlanner = (() => {
   }
 
   function planned(choices, choice) {
-    const treatments = choices.treatments(choice);
+    const policies = choices.policies(choice);
     return {
-      num_layers: choice.numLayers, treatments, choice, profile: choices.profile, link: choices.link,
+      num_layers: choice.numLayers, policies, choice, profile: choices.profile, link: choices.link,
       host_bytes: choices.hostBytes(choice),
       recompute_s: fsum(choices.passes(choice).map((layer) => layer.recompute_s)),
     };
@@ -644,7 +644,7 @@ globalThis.offloadPlanner = (() => {
     const choice = profile.layers.some((layer) => layer.regions.length) ? search.best() : search.fewest();
     if (!choice) return { least_bytes: search.leastPeak()[0] };
     const found = planned(choices, choice);
-    return { ...found, ...simulate(profile, choice.numLayers, link, found.treatments) };
+    return { ...found, ...simulate(profile, choice.numLayers, link, found.policies) };
   }
 
   /** Peak and step of the plan for a budget; null if nothing meets it. */
@@ -684,13 +684,13 @@ globalThis.offloadPlanner = (() => {
 
   // --- planning/simulate.py, for the default schedule -------------------------------------------------------------
 
-  function simulate(profile, numLayers, link, treatments) {
+  function simulate(profile, numLayers, link, policies) {
     const resident = profile.layers.length - numLayers, made = new Map();
     const passes = profile.layers.map((layer, number) => {
-      const travels = number < numLayers, treatment = treatments[number];
+      const travels = number < numLayers, policy = policies[number];
       const known = made.get(layer) ?? made.set(layer, []).get(layer);
-      let found = known.find((one) => one.treatment === treatment && one.travels === travels);
-      if (!found) known.push((found = { treatment, travels, passes: passesOf(layer, treatment, travels) }));
+      let found = known.find((one) => one.policy === policy && one.travels === travels);
+      if (!found) known.push((found = { policy, travels, passes: passesOf(layer, policy, travels) }));
       return found.passes;
     });
     const tasks = { compute: [], d2h: [], h2d: [] }, copies = profile.layers.map(() => []);

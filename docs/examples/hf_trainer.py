@@ -12,7 +12,7 @@ if "LOCAL_RANK" not in os.environ:  # without torchrun: one GPU, where Trainer w
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from offload.integrations.huggingface import OffloadCallback
+from offload.callbacks.huggingface import OffloadCallback
 
 LAYERS, OFFLOADED, STEPS = 8, 6, 3
 

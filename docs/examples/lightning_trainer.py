@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from offload.integrations.lightning import OffloadCallback
+from offload.callbacks.lightning import OffloadCallback
 
 LAYERS, OFFLOADED = 8, 6
 

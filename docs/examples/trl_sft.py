@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from offload.integrations.huggingface import OffloadCallback
+from offload.callbacks.huggingface import OffloadCallback
 
 LAYERS, OFFLOADED, STEPS = 8, 6, 3
 

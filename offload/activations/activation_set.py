@@ -7,11 +7,11 @@ from operator import attrgetter
 
 import torch
 
+from offload.activations.copies import Reload, Transfers
 from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token, unpack
 from offload.activations.joined import Outputs
+from offload.activations.saved_storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
 from offload.activations.states import OffloadState, next_state
-from offload.activations.storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
-from offload.activations.transfers import Reload, Transfers
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
 from offload.base.autograd import next_node, pop_hooks, push_hooks

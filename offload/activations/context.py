@@ -15,10 +15,10 @@ import torch
 
 from offload.activations import selective
 from offload.activations.activation_set import ActivationSet
-from offload.activations.microbatch import Round
+from offload.activations.copies import Transfers
+from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
-from offload.activations.transfers import Transfers
 from offload.activations.usage import Usage
 from offload.activations.what_moves import given_tensors
 from offload.base import autograd, trace
@@ -28,7 +28,7 @@ from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
-from offload.recompute.treatments import LayerTreatments
+from offload.recompute.policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
 Output = TypeVar("Output")
@@ -61,7 +61,7 @@ class OffloadContext(ContextDecorator):
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
-        treatments: What happens to the regions of each layer; where there is none, the same to all.
+        policies: What happens to the regions of each layer; where there is none, the same to all.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class OffloadContext(ContextDecorator):
         device: torch.device | str | int | None = None,
         copy_stream: Stream | None = None,
         host: HostMemory | None = None,
-        treatments: Sequence[LayerTreatments | None] = (),
+        policies: Sequence[LayerPolicies | None] = (),
     ) -> None:
         backend = get_backend(device)
         streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
         self.schedule = schedule
-        self.treatments = treatments
+        self.policies = policies
         self.model_layers = model_layers
         self._min_bytes = parse_min_bytes(min_bytes)
         self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
@@ -254,9 +254,9 @@ class OffloadContext(ContextDecorator):
         self.abort()
         self._give_up_round()
 
-    def follow(self, schedule: Schedule, treatments: Sequence[LayerTreatments | None]) -> None:
+    def follow(self, schedule: Schedule, policies: Sequence[LayerPolicies | None]) -> None:
         """Do something else from the next round on, which begins now. Graphs that exist stay valid."""
-        self.schedule, self.treatments = schedule, treatments
+        self.schedule, self.policies = schedule, policies
         self._round, self._closed = self._new_round(), None
 
     @property
@@ -288,8 +288,8 @@ class OffloadContext(ContextDecorator):
         self._closed = None
 
     def _new_round(self) -> Round:
-        treatments_of = self.treatments.__getitem__ if self.treatments else None
-        return Round(self.schedule, self._transfers, self._min_bytes, treatments_of=treatments_of)
+        policies_of = self.policies.__getitem__ if self.policies else None
+        return Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
 
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters

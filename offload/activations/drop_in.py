@@ -46,7 +46,7 @@ class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
 
     def __init__(self) -> None:
         self.schedule = None
-        self.treatments = ()
+        self.policies = ()
         self.model_layers = 0
         self.microbatch = -1
         self.skipped = True

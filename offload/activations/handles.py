@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.storage import AWAY, DROPPED, SavedStorage, probing, version_counter
+from offload.activations.saved_storage import AWAY, DROPPED, SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 from offload.base.tensors import Geometry, geometry_of, look_into
 

@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.activations.storage import shares_versions, version_counter
+from offload.activations.saved_storage import shares_versions, version_counter
 from offload.base.autograd import tensors_in
 from offload.base.layer_events import compute_device
 from offload.base.tensors import copy_of_storage, is_plain
 from offload.device.backend import Backend
+from offload.recompute.policies import LayerPolicies, region_of
 from offload.recompute.proof import Original, differing, same_bits
 from offload.recompute.record import Value
 from offload.recompute.recorder import Recorder
 from offload.recompute.replay import make_meanwhile, running
-from offload.recompute.treatments import LayerTreatments, region_of
 
 _logger = logging.getLogger(__name__)
 
@@ -102,19 +102,19 @@ def memory_of(sources: Iterable[Value]) -> Memory:
 
 
 def outputs_of(
-    output: object, treatments: LayerTreatments, backend: Backend, recorder: Recorder, inputs: Memory
+    output: object, policies: LayerPolicies, backend: Backend, recorder: Recorder, inputs: Memory
 ) -> Outputs:
     """What a layer has returned and can compute again; in a first forward, after a proof of that.
 
     Args:
         output: What it has returned.
-        treatments: The layer's.
+        policies: The layer's.
         backend: Where it computes; nothing can be compared there while a CUDA graph is captured.
         recorder: It has seen the layer's forward.
         inputs: What the layer was given, where a proof may be needed.
     """
     found: Outputs = {}
-    layer = treatments.layer
+    layer = policies.layer
     if layer is not None and compute_device([layer]) is not None:
         _logger.info("the layer's weights are streamed, and away in the next one's backward: its output is held")
         return found
@@ -124,10 +124,10 @@ def outputs_of(
         if value is None or region is None or value.empty or value.overwritten:
             continue
         memory, proof = tensor.untyped_storage(), None
-        if region not in treatments.proven_outputs:
+        if region not in policies.proven_outputs:
             if backend.capturing or differing([value], _originals(value, memory, inputs)):
                 continue
-            treatments.proven_outputs.add(region)
+            policies.proven_outputs.add(region)
             proof = copy_of_storage(memory)
         found[memory._cdata] = Returned(value, tensor._version, version_counter(tensor), StorageWeakRef(memory), proof)
     return found
@@ -147,7 +147,7 @@ def _originals(value: Value, memory: torch.UntypedStorage, inputs: Memory) -> Or
     return original
 
 
-def earlier_layer(tensor: torch.Tensor, outputs: Outputs, treatments: LayerTreatments) -> EarlierLayer | None:
+def earlier_layer(tensor: torch.Tensor, outputs: Outputs, policies: LayerPolicies) -> EarlierLayer | None:
     """What computes again what a layer reads for the first time; ``None`` if the layer before has not made it so."""
     memory = tensor.untyped_storage()
     output = outputs.get(memory._cdata)
@@ -156,7 +156,7 @@ def earlier_layer(tensor: torch.Tensor, outputs: Outputs, treatments: LayerTreat
     if output.version and not shares_versions(output.versions, tensor):
         return None
     if output.proof is not None and not same_bits(output.proof, memory):
-        treatments.joined = False  # somebody writes there in a way that no version tells, and may do so in each step
+        policies.joined = False  # somebody writes there in a way that no version tells, and may do so in each step
         return None
     return EarlierLayer(output.value) if _is_sound(output.value) else None
 

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from offload.activations.handles import Token, bring_back
-from offload.activations.storage import DROPPED, GIVEN_UP, SavedStorage
+from offload.activations.saved_storage import DROPPED, GIVEN_UP, SavedStorage
 
 
 class Keeper:

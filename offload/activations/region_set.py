@@ -19,19 +19,19 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle, MovedHandle
 from offload.activations.joined import EarlierLayer, Memory, earlier_layer, memory_of, outputs_of
 from offload.activations.keeper import Keeper
+from offload.activations.saved_storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
 from offload.activations.states import OffloadState
-from offload.activations.storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
 from offload.activations.what_moves import decide
 from offload.base.autograd import leave_modes, next_node
 from offload.base.tensors import counting_versions, geometry_of
 from offload.device.capture import CaptureError
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames
+from offload.recompute.policies import KEEP, RECOMPUTE, SOURCE, LayerPolicies, Region, region_of
 from offload.recompute.proof import Original, calls_for, differing, seconds_of
 from offload.recompute.record import Value
 from offload.recompute.recorder import Recorder
 from offload.recompute.replay import make_again, make_meanwhile
-from offload.recompute.treatments import KEEP, RECOMPUTE, SOURCE, LayerTreatments, Region, region_of
 
 _logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class RegionSet(ActivationSet):
 
     Args:
         args: As an :class:`ActivationSet` takes them.
-        treatments: What happens to the layer's regions.
+        policies: What happens to the layer's regions.
         stays: Whether the set never leaves the device.
     """
 
     _first_goes = False  # only after it is packed is it known what it is
 
-    def __init__(self, *args: Any, treatments: LayerTreatments, stays: bool) -> None:
+    def __init__(self, *args: Any, policies: LayerPolicies, stays: bool) -> None:
         super().__init__(*args, stays=stays)
-        self._treatments = treatments
+        self._policies = policies
         self._over: tuple[Recorder, Memory] | None = None
         """What has seen a forward that is over, and what a first one was given, until the layer's output is known."""
         self._recorder: Recorder | None = None
@@ -75,23 +75,23 @@ class RegionSet(ActivationSet):
     def enter(self, inputs: object = None) -> None:
         leave_modes(Recorder)  # of a forward that an interrupt has kept from leaving it
         self._begin_learning()
-        learned = self._treatments.learned
-        modules = ModuleNames(None if learned else self._treatments.layer)
-        wanted = not learned or self._treatments.unsaved
+        learned = self._policies.learned
+        modules = ModuleNames(None if learned else self._policies.layer)
+        wanted = not learned or self._policies.unsaved
         self._recorder = Recorder(self.given, partial(self.made, modules) if wanted else None)
         self._recorder.__enter__()
         super().enter()
 
     def _begin_learning(self) -> None:
         """A first forward begins, if it does; nothing can be compared while a CUDA graph is captured."""
-        if self._treatments.learned:
+        if self._policies.learned:
             return
         if self.transfers.backend.capturing:
             raise CaptureError(
-                f"layer {self.layer} has treatments, and must run outside of a capture first, to prove what can be "
+                f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
                 "computed again; warm up with a step before the capture."
             )
-        self._treatments.begin()
+        self._policies.begin()
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
@@ -101,9 +101,9 @@ class RegionSet(ActivationSet):
             return
         leave_modes(Recorder)
         self._end_operation()
-        if self._treatments.joins and not failed:
-            self._over = recorder, {} if self._treatments.proven_outputs else memory_of(self._sources)
-        first = not self._treatments.learned
+        if self._policies.joins and not failed:
+            self._over = recorder, {} if self._policies.proven_outputs else memory_of(self._sources)
+        first = not self._policies.learned
         if (first or self._waiting) and not (failed or self.transfers.backend.capturing):
             self._learn()
         for reference, value in self._waiting:
@@ -117,7 +117,7 @@ class RegionSet(ActivationSet):
         for number, source in enumerate(self._sources):
             if source.uses and source.given is not None:
                 self._keep(source.given, source)
-                self._treatments.sources_read.add(number)
+                self._policies.sources_read.add(number)
         self._end_operation()
         self._waiting, self._sources, self._dropped = [], [], []
         self._values, self._handles, self._from_before = {}, {}, None
@@ -125,7 +125,7 @@ class RegionSet(ActivationSet):
     def returned(self, output: object) -> None:
         over, self._over = self._over, None
         if over:
-            self._known.outputs = outputs_of(output, self._treatments, self.transfers.backend, *over)
+            self._known.outputs = outputs_of(output, self._policies, self.transfers.backend, *over)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
         recorder = self._recorder
@@ -134,7 +134,7 @@ class RegionSet(ActivationSet):
         if (self._dropping or self._known.operation) and next_node() != self._known.node:
             self._end_operation()
         value = None if changes or tensor.layout is not torch.strided else recorder.holds(tensor)
-        if value is not None and self._treatments.drops(value):
+        if value is not None and self._policies.drops(value):
             handle = self._pack_to_drop(tensor, value)
             if handle is not None:
                 return handle
@@ -201,34 +201,34 @@ class RegionSet(ActivationSet):
         value = self._values.get(storage.original)  # it stays there: one operation may save a storage several times
         if value is None:
             super()._follow(storage)
-        elif not self._treatments.learned or self._treatments.awaits_proof(region_of(value)):
+        elif not self._policies.learned or self._policies.awaits_proof(region_of(value)):
             self._waiting.append((weakref.ref(storage), value))
         elif self._moves(storage, value):
             super()._follow(storage)
 
     def _moves(self, storage: SavedStorage, value: Value) -> bool:
-        """Drop a storage if that is its treatment; whether it is left to move with the set."""
+        """Drop a storage if that is its policy; whether it is left to move with the set."""
         if isinstance(value.keeper, EarlierLayer):
             return not (value.hold() and self._drop(storage, value))
-        if self._treatments.drops(value) and not value.empty and not value.overwritten:
+        if self._policies.drops(value) and not value.empty and not value.overwritten:
             self._drop(storage, value)
             return False
         region = region_of(value)
         # A captured step has the host memory that its warm-up has needed: what was recomputed there stays here.
-        if value.drawn or (self.transfers.backend.capturing and self._treatments.awaits_proof(region)):
+        if value.drawn or (self.transfers.backend.capturing and self._policies.awaits_proof(region)):
             return False
-        return self._treatments.of(region) is not KEEP
+        return self._policies.of(region) is not KEEP
 
     def given(self, tensor: torch.Tensor, value: Value) -> None:
         """The layer has read a source."""
-        if self._treatments.joined and self._known.outputs:
+        if self._policies.joined and self._known.outputs:
             with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
-                value.keeper = earlier_layer(tensor, self._known.outputs, self._treatments)
-            if value.keeper is not None and self._treatments.measures and not self._treatments.learned:
+                value.keeper = earlier_layer(tensor, self._known.outputs, self._policies)
+            if value.keeper is not None and self._policies.measures and not self._policies.learned:
                 self._from_before, value.keeper = value, None
         if value.drawn or not isinstance(decide(tensor, self._rules), type):
             return
-        if len(self._sources) in self._treatments.sources_read and value.given is not None and value.keeper is None:
+        if len(self._sources) in self._policies.sources_read and value.given is not None and value.keeper is None:
             # At the forward's end its copy would be the last, which the release waits for, and the first to come back,
             # although backward asks for it last.
             with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
@@ -240,9 +240,9 @@ class RegionSet(ActivationSet):
         region = region_of(value)
         if region is None:
             return
-        if not self._treatments.learned:
-            self._treatments.name(region, modules.current())
-        elif new and region in self._treatments.unsaved:
+        if not self._policies.learned:
+            self._policies.name(region, modules.current())
+        elif new and region in self._policies.unsaved:
             with counting_versions():
                 self._keep(tensor, value)
 
@@ -261,7 +261,7 @@ class RegionSet(ActivationSet):
 
     def _learn(self) -> None:
         """Prove what is to be computed again, and measure what it costs if that is asked for."""
-        treatments = self._treatments
+        policies = self._policies
         there = {id(value): storage for reference, value in self._waiting if (storage := reference()) is not None}
         saved = [value for _, value in self._waiting if id(value) in there]
         made = [value for value in saved if value.call is not None and not value.empty and not value.overwritten]
@@ -273,26 +273,26 @@ class RegionSet(ActivationSet):
                 return there[id(value)].memory
             return None if value.keeper is None else value.keeper.here()
 
-        lists_all = treatments.lists_all and not treatments.learned
-        wanted = made if lists_all else [v for v in made if treatments.of(region_of(v)) is RECOMPUTE]
+        lists_all = policies.lists_all and not policies.learned
+        wanted = made if lists_all else [v for v in made if policies.of(region_of(v)) is RECOMPUTE]
         for value in differing(wanted, original):
             region = region_of(value)
             if region is not None:
-                treatments.differs(region)
-                _logger.info("%s comes out with other bits when it is computed again: kept", treatments.names[region])
-        treatments.proven |= {region for region in map(region_of, wanted) if region is not None}
-        treatments.unsaved |= self._unsaved(wanted, there)
-        if not treatments.learned:
+                policies.differs(region)
+                _logger.info("%s comes out with other bits when it is computed again: kept", policies.names[region])
+        policies.proven |= {region for region in map(region_of, wanted) if region is not None}
+        policies.unsaved |= self._unsaved(wanted, there)
+        if not policies.learned:
             if lists_all:
                 self._list(saved, original)
-                treatments.joined = treatments.joins = False
-            treatments.follow_plan()
-            treatments.learned = True
-        treatments.settle()
+                policies.joined = policies.joins = False
+            policies.follow_plan()
+            policies.learned = True
+        policies.settle()
 
     def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
         """What recomputation reads of what is to be kept, and autograd does not save by itself."""
-        of = self._treatments.of
+        of = self._policies.of
 
         def is_kept(value: Value) -> bool:
             return value.call is not None and not value.overwritten and of(region_of(value)) is not RECOMPUTE
@@ -304,18 +304,18 @@ class RegionSet(ActivationSet):
 
     def _list(self, saved: list[Value], original: Original) -> None:
         """List the regions with what each costs: those that autograd saves, and all that lead to them."""
-        treatments = self._treatments
+        policies = self._policies
         calls = calls_for(saved, lambda _: False)
-        seconds = seconds_of(calls, original, self.transfers.backend) if treatments.measures else [0.0] * len(calls)
+        seconds = seconds_of(calls, original, self.transfers.backend) if policies.measures else [0.0] * len(calls)
         kept = {id(value) for value in saved}
         numbers: dict[int, int] = {}
         costs: list[RegionProfile] = []
 
         def add(value: Value, region: Region | None, took_s: float, reads: tuple[int, ...], first: int | None) -> None:
             numbers[id(value)] = len(costs)
-            treatments.order.append(region)
-            name = SOURCE if region is None else treatments.names[region]
-            again = region is not None and region not in treatments.differing and not value.empty
+            policies.order.append(region)
+            name = SOURCE if region is None else policies.names[region]
+            again = region is not None and region not in policies.differing and not value.empty
             saved_too = id(value) in kept
             before = value is self._from_before
             costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first, before))
@@ -328,7 +328,7 @@ class RegionSet(ActivationSet):
             for value in filter(None, (reference() for reference in call.makes)):
                 add(value, region_of(value), took_s if first is None else 0.0, reads, first)
                 first = numbers[id(value)] if first is None else first
-        treatments.costs = tuple(costs)
+        policies.costs = tuple(costs)
 
 
 def _again(layer: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:

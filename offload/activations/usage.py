@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offload.activations.microbatch import Round
+from offload.activations.round import Round
 from offload.base.autograd import next_node, nodes_from
 from offload.base.checks import warn_caller
 from offload.schedule.schedule import Schedule

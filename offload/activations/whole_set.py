@@ -10,11 +10,11 @@ import torch
 from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import Handle
 from offload.activations.region_set import RegionSet
-from offload.activations.storage import SavedStorage
+from offload.activations.saved_storage import SavedStorage
 from offload.recompute.costs import RegionProfile
+from offload.recompute.policies import RECOMPUTE, SOURCE, Region
 from offload.recompute.proof import differing, seconds_of
 from offload.recompute.record import Value
-from offload.recompute.treatments import RECOMPUTE, SOURCE, Region
 from offload.recompute.whole import FORWARD, ChangedError, ForwardCall, ForwardRecorder
 
 _logger = logging.getLogger(__name__)
@@ -32,18 +32,18 @@ class WholeSet(RegionSet):
     """The versions of the layer's buffers when a first forward began."""
 
     def enter(self, inputs: object = None) -> None:
-        treatments = self._treatments
+        policies = self._policies
         self._begin_learning()
-        if not treatments.learned:
-            treatments.name(_REGION, "")
+        if not policies.learned:
+            policies.name(_REGION, "")
             self._buffers = self._versions()
         recorder = self._recorder = ForwardRecorder(self.given)
-        layer = treatments.layer
+        layer = policies.layer
         backend = self.transfers.backend
         # A CUDA graph draws other numbers in each of its replays, and has the host memory that its warm-up has needed.
-        self._stays_whole = treatments.draws and backend.capturing and treatments.of(_REGION) is RECOMPUTE
+        self._stays_whole = policies.draws and backend.capturing and policies.of(_REGION) is RECOMPUTE
         if layer is not None and inputs is not None and not self._stays_whole:
-            runs_again = not treatments.learned or treatments.of(_REGION) is RECOMPUTE
+            runs_again = not policies.learned or policies.of(_REGION) is RECOMPUTE
             recorder.begin(layer, inputs, backend.device, draws=runs_again and not backend.capturing)
         self._call = recorder.call
         ActivationSet.enter(self)
@@ -73,48 +73,48 @@ class WholeSet(RegionSet):
         return not self._stays_whole and super()._moves(storage, value)
 
     def _learn(self) -> None:
-        treatments, call = self._treatments, self._call
+        policies, call = self._policies, self._call
         there = {value: storage for reference, value in self._waiting if (storage := reference()) is not None}
         made = [value for value in there if value.call is not None]
 
         def original(value: Value) -> torch.UntypedStorage | None:
             return there[value].memory if value in there else None
 
-        if not treatments.learned:
-            treatments.draws = call is not None and any(state.moved for state in call.states)
-        if treatments.lists_all or treatments.of(_REGION) is RECOMPUTE:
+        if not policies.learned:
+            policies.draws = call is not None and any(state.moved for state in call.states)
+        if policies.lists_all or policies.of(_REGION) is RECOMPUTE:
             try:
                 again = call is not None and self._buffers == self._versions() and not differing(made, original)
             except ChangedError:
                 again = False
             if not again:
-                treatments.differs(_REGION)
+                policies.differs(_REGION)
                 _logger.info("layer %d cannot be computed again as a whole, or comes out otherwise: kept", self.layer)
-            treatments.proven.add(_REGION)
-        if not treatments.learned:
-            if treatments.lists_all:
+            policies.proven.add(_REGION)
+        if not policies.learned:
+            if policies.lists_all:
                 self._list_whole(made, original)
-            treatments.follow_plan()
-            treatments.learned = True
-        treatments.settle()
+            policies.follow_plan()
+            policies.learned = True
+        policies.settle()
 
     def _list_whole(self, made: list[Value], original: Any) -> None:
-        treatments = self._treatments
+        policies = self._policies
         saved = {value for _, value in self._waiting}
         sources = list({**dict.fromkeys(self._sources), **{value: None for value in saved if value.call is None}})
         costs = [RegionProfile(SOURCE, one.nbytes, 0.0, saved=one in saved, recomputable=False) for one in sources]
-        treatments.order += [None] * len(sources)
+        policies.order += [None] * len(sources)
         if made and self._call is not None:
-            again = _REGION not in treatments.differing
-            runs = [self._call] * (2 if treatments.measures and again else 0)  # the compiler may be at work in one
+            again = _REGION not in policies.differing
+            runs = [self._call] * (2 if policies.measures and again else 0)  # the compiler may be at work in one
             took_s = min(seconds_of(runs, original, self.transfers.backend), default=0.0)
             nbytes = sum(value.nbytes for value in made)
             reads = tuple(range(len(sources)))
-            costs.append(RegionProfile(treatments.names[_REGION], nbytes, took_s, reads, recomputable=again))
-            treatments.order.append(_REGION)
-        treatments.costs = tuple(costs)
+            costs.append(RegionProfile(policies.names[_REGION], nbytes, took_s, reads, recomputable=again))
+            policies.order.append(_REGION)
+        policies.costs = tuple(costs)
 
     def _versions(self) -> tuple[int, ...]:
         """Of the layer's buffers: running it twice would count a batch twice."""
-        layer = self._treatments.layer
+        layer = self._policies.layer
         return () if layer is None else tuple(buffer._version for buffer in layer.buffers())

@@ -19,8 +19,8 @@ from offload.command_line.terminal import Answer, add_device
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, available_bytes, memory_groups, own_cores, page_locked
+from offload.measuring.profile_layers import measure_link
 from offload.planning.link import Link
-from offload.planning.measure import measure_link
 from offload.planning.table import ranges
 
 CPU_BYTES = 4 << 30

@@ -15,8 +15,8 @@ from offload.command_line.machine import Bus, bus_of, name_of, pci_address
 from offload.command_line.terminal import Answer, add_device, size
 from offload.device.backend import Backend
 from offload.device.select import get_backend
+from offload.measuring.profile_layers import PIECE_BYTES, measure_link
 from offload.planning.link import Link
-from offload.planning.measure import PIECE_BYTES, measure_link
 
 SIDE = 8192
 """Of the square matrices: large enough that a product runs at the device's full rate."""

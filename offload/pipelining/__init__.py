@@ -5,11 +5,11 @@ A wing: may import the spine and ``planning``. Imported by itself, as it needs `
 """
 
 from offload.pipelining.engine import PipelineOffload, attach, measure_shared_link
-from offload.planning.pipeline_plan import PipelinePlan, plan_pipeline
-from offload.planning.pipeline_regions import RegionPlan, plan_regions
-from offload.planning.pipeline_simulation import PipelineStep, simulate_pipeline
-from offload.planning.shared_link import SharedLink
-from offload.planning.stage_profile import StageProfile
+from offload.pipelining.pipeline_regions import RegionPlan, plan_regions
+from offload.pipelining.pipeline_simulation import PipelineStep, simulate_pipeline
+from offload.pipelining.shared_link import SharedLink
+from offload.pipelining.stage_plan import PipelinePlan, plan_pipeline
+from offload.pipelining.stage_profile import StageProfile
 
 __all__ = [
     "PipelineOffload",

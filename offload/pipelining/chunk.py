@@ -1,6 +1,6 @@
 """One chunk of a pipeline on its way: its saved tensors, cut into parts, and the schedule's points it comes past.
 
-The parts are the layers of a :class:`~offload.activations.microbatch.Round`, so that everything below is the same as
+The parts are the layers of a :class:`~offload.activations.round.Round`, so that everything below is the same as
 for the layers of a model. A part's forward begins when the one before has saved its share; its backward begins when
 autograd asks for the first tensor of it.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import torch
 
 from offload.activations.handles import Handle
-from offload.activations.microbatch import Round
+from offload.activations.round import Round
 from offload.activations.what_moves import storages_of
 from offload.base.autograd import pop_hooks, push_hooks
 from offload.pipelining.probe import BackwardMemory, DeviceMemory, Saved

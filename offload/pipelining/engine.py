@@ -2,7 +2,7 @@
 
 The engine stays PyTorch's. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
 of the stage; :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a
-:class:`~offload.planning.pipeline_plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
+:class:`~offload.pipelining.stage_plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
 stage's module directly and does not count.
 
 The first step runs as without offloading and is measured: its order, what each stage costs and saves. The plan is made
@@ -22,25 +22,25 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.activations.microbatch import Round
+from offload.activations.copies import Transfers
+from offload.activations.round import Round
 from offload.activations.stats import Counters, OffloadStats
-from offload.activations.transfers import Transfers
 from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import parse_min_bytes
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
+from offload.measuring.profile_layers import measure_link
 from offload.pipelining.chunk import ChunkParts, ChunkPass, MeasuredChunk
+from offload.pipelining.order import Action, Chunk, read_actions
+from offload.pipelining.pipeline_regions import RegionPlan, plan_regions
 from offload.pipelining.probe import Probe
 from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
+from offload.pipelining.stage_plan import PipelinePlan, check_costs, check_options, plan_pipeline
+from offload.pipelining.stage_profile import StageProfile
 from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link
-from offload.planning.measure import measure_link
-from offload.planning.pipeline_order import Action, Chunk, read_actions
-from offload.planning.pipeline_plan import PipelinePlan, check_costs, check_options, plan_pipeline
-from offload.planning.pipeline_regions import RegionPlan, plan_regions
-from offload.planning.stage_profile import StageProfile
-from offload.recompute.treatments import Treatment, parse_treatments
+from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def attach(
     link: Link | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
-    treatments: Mapping[str, Treatment | str] | None = None,
+    policies: Mapping[str, Policy | str] | None = None,
     layers: Layers | None = None,
     regions: bool = False,
 ) -> PipelineOffload:
@@ -96,12 +96,12 @@ def attach(
             rank if left out.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; that of the stages by default.
-        treatments: What happens to the regions of each layer of the stages: patterns of their names, each with
+        policies: What happens to the regions of each layer of the stages: patterns of their names, each with
             ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. What is to be
             offloaded is what the rest of these options speaks of: it travels as the plan says, and else it stays.
             The parts of a chunk are its layers then, and what a stage saves outside of them stays.
         layers: A function that is given a stage's module and returns its layers, in the order of forward; for
-            ``treatments`` and ``regions``. By default they are the list of modules in it that has the most parameters.
+            ``policies`` and ``regions``. By default they are the list of modules in it that has the most parameters.
         regions: Whether to decide for each region of the layers what happens to it, so that the budget is met in the
             least time; needs ``memory_budget``. In the first step, which measures, everything is recomputed.
 
@@ -118,15 +118,15 @@ def attach(
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
     check_costs(profile, link)
-    if treatments is None and not regions and layers is not None:
-        raise ValueError("layers are those whose regions are treated, but there are no treatments; give both")
-    if (treatments is not None or regions) and parts is not None:
-        raise ValueError(f"parts must be left out with treatments, as each layer is a part then, got {parts}")
-    if regions and (memory_budget is None or profile is not None or treatments is not None):
+    if policies is None and not regions and layers is not None:
+        raise ValueError("layers are those whose regions are treated, but there are no policies; give both")
+    if (policies is not None or regions) and parts is not None:
+        raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
+    if regions and (memory_budget is None or profile is not None or policies is not None):
         raise ValueError("regions are decided for a memory_budget, by what the first step shows; give that alone")
-    patterns = None if treatments is None else parse_treatments(treatments)
+    patterns = None if policies is None else parse_policies(policies)
     if regions:
-        patterns = {"*": Treatment.RECOMPUTE}
+        patterns = {"*": Policy.RECOMPUTE}
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)
@@ -221,9 +221,9 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._regions.remove()
 
     def regions(self, stage: int, layer: int = 0) -> dict[str, str]:
-        """What happens to the regions of a stage's layer: treatments by their names, once it has run forward."""
+        """What happens to the regions of a stage's layer: policies by their names, once it has run forward."""
         treated = self._regions.stages.get(stage)
-        return {} if treated is None else treated.treatments[layer].by_name()
+        return {} if treated is None else treated.policies[layer].by_name()
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
@@ -314,12 +314,12 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
             self.plan = self._make_plan(ran, self.profile)
             if isinstance(self.plan, RegionPlan):
-                self._regions.follow(self.plan.treatments)
+                self._regions.follow(self.plan.policies)
             logger.info("for the order %s:\n%s", ran, self.plan)
             self._transfers.pool.reserve(self.plan.host_bytes)
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
         self._passes.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
-        treatments_of = self._regions.of_round(self._numbers)
-        return Round(schedule, self._transfers, self._min_bytes, treatments_of=treatments_of, sees_all=True)
+        policies_of = self._regions.of_round(self._numbers)
+        return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of, sees_all=True)

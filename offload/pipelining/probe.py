@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from offload.device.backend import Backend, Event
-from offload.planning.pipeline_order import Action
-from offload.planning.stage_profile import StageProfile
+from offload.pipelining.order import Action
+from offload.pipelining.stage_profile import StageProfile
 
 
 class Saved(NamedTuple):

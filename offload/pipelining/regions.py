@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.microbatch import Round
+from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
 from offload.base.autograd import pop_hooks, push_hooks
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
+from offload.pipelining.order import Chunk
+from offload.pipelining.pipeline_regions import everything_again, treated
 from offload.pipelining.probe import Saved
-from offload.planning.passes import LayerTreatment
-from offload.planning.pipeline_order import Chunk
-from offload.planning.pipeline_regions import everything_again, treated
+from offload.pipelining.stage_profile import StageProfile
+from offload.planning.passes import LayerPolicy
 from offload.planning.profile import LayerProfile
-from offload.planning.stage_profile import StageProfile
-from offload.recompute.treatments import OFFLOAD, RECOMPUTE, LayerTreatments, Treatment
+from offload.recompute.policies import OFFLOAD, RECOMPUTE, LayerPolicies, Policy
 
 Layers = Callable[[nn.Module], Iterable[nn.Module]]
 """A stage's module → its layers, in the order of forward."""
@@ -58,30 +58,30 @@ class StageRegions:
         ValueError: There are no layers, one is listed twice or inside another, or its activations move already.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], patterns: Mapping[str, Treatment], *, measures: bool) -> None:
+    def __init__(self, layers: Iterable[nn.Module], patterns: Mapping[str, Policy], *, measures: bool) -> None:
         modules = check_layers(layers, _StageLayer, "offloaded", "cannot be treated by region")
         for number, layer in enumerate(modules):
             if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
                 raise ValueError(f"layer {number} is offloaded already; call remove() on the first handle")
-        self.treatments = [LayerTreatments(patterns, layer, measures=measures) for layer in modules]
+        self.policies = [LayerPolicies(patterns, layer, measures=measures) for layer in modules]
         self.at_work: LayeredChunk | None = None
         """The chunk whose forward runs."""
         self._attachment = Attachment(modules, [_StageLayer(self, number) for number in range(len(modules))])
 
     def __len__(self) -> int:
         """How many layers the stage has."""
-        return len(self.treatments)
+        return len(self.policies)
 
     @property
     def saved(self) -> Saved:
         """What the first forward saved."""
         travelling, kept_bytes = [], 0
-        for layer in self.treatments:
+        for layer in self.policies:
             for cost, region in zip(layer.costs, layer.order, strict=True):
-                treatment = layer.of(region)
-                if treatment is RECOMPUTE or not (cost.saved or region in layer.unsaved):
+                policy = layer.of(region)
+                if policy is RECOMPUTE or not (cost.saved or region in layer.unsaved):
                     continue
-                if treatment is OFFLOAD:
+                if policy is OFFLOAD:
                     travelling.append(cost.nbytes)
                 else:
                     kept_bytes += cost.nbytes
@@ -91,22 +91,22 @@ class StageRegions:
         """Take the hooks off the layers."""
         self._attachment.remove()
 
-    def follow(self, treatments: Iterable[LayerTreatment]) -> None:
+    def follow(self, policies: Iterable[LayerPolicy]) -> None:
         """Treat the regions by their numbers from now on."""
-        for layer, treatment in zip(self.treatments, treatments, strict=True):
+        for layer, policy in zip(self.policies, policies, strict=True):
             if layer.costs:
-                layer.follow(treatment)
+                layer.follow(policy)
 
     def with_layers(self, costs: StageProfile) -> StageProfile:
         """What a chunk costs that computes nothing again, with its layers; ``costs`` is one that computes all again."""
-        seconds = [sum(cost.seconds for cost in layer.costs) for layer in self.treatments]
+        seconds = [sum(cost.seconds for cost in layer.costs) for layer in self.policies]
         total_s = sum(seconds)
         shares = [one / total_s if total_s else 1 / len(seconds) for one in seconds]
 
         def layers(backward_s: float) -> list[LayerProfile]:
             return [
                 LayerProfile.from_regions(layer.costs, costs.forward_s * share, backward_s * share)
-                for layer, share in zip(self.treatments, shares, strict=True)
+                for layer, share in zip(self.policies, shares, strict=True)
             ]
 
         found = StageProfile.of_layers(layers(costs.backward_s))
@@ -208,7 +208,7 @@ class RankRegions:
         """Stage → its layers."""
 
     @classmethod
-    def of(cls, stages: Iterable[Any], layers: Layers, patterns: Mapping[str, Treatment], *, measures: bool) -> Self:
+    def of(cls, stages: Iterable[Any], layers: Layers, patterns: Mapping[str, Policy], *, measures: bool) -> Self:
         """The layers of these stages; none has hooks left if one of them cannot be had."""
         rank = cls()
         try:
@@ -229,9 +229,9 @@ class RankRegions:
         for stage in self.stages.values():
             stage.remove()
 
-    def follow(self, treatments: Mapping[int, Iterable[LayerTreatment]]) -> None:
+    def follow(self, policies: Mapping[int, Iterable[LayerPolicy]]) -> None:
         """Treat the regions of each stage's layers by their numbers from now on."""
-        for stage, of_layers in treatments.items():
+        for stage, of_layers in policies.items():
             self.stages[stage].follow(of_layers)
 
     def with_layers(self, profile: Mapping[int, StageProfile]) -> dict[int, StageProfile]:
@@ -241,13 +241,13 @@ class RankRegions:
             for stage, costs in profile.items()
         }
 
-    def of_round(self, numbers: Mapping[Chunk, int]) -> Callable[[int], LayerTreatments | None] | None:
-        """What gives the treatments of a layer of a round, whose chunks get their ``numbers`` as they come."""
+    def of_round(self, numbers: Mapping[Chunk, int]) -> Callable[[int], LayerPolicies | None] | None:
+        """What gives the policies of a layer of a round, whose chunks get their ``numbers`` as they come."""
 
-        def treatments_of(layer: int) -> LayerTreatments | None:
+        def policies_of(layer: int) -> LayerPolicies | None:
             number, part = divmod(layer, self.parts)
             chunk = next(chunk for chunk, one in numbers.items() if one == number)
-            layers = self.stages[chunk.stage].treatments
+            layers = self.stages[chunk.stage].policies
             return layers[part] if part < len(layers) else None
 
-        return treatments_of if self.stages else None
+        return policies_of if self.stages else None

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from offload.base.autograd import tensors_in
 from offload.base.layer_events import replace_attribute
-from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 
 
 def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:

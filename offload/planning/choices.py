@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from offload.planning.estimate import Trips, peak_bytes, step_s, trips_of
 from offload.planning.ladder import ladder_of
 from offload.planning.link import Link
-from offload.planning.passes import LayerTreatment, Passes, passes_of
+from offload.planning.passes import LayerPolicy, Passes, passes_of
 from offload.planning.profile import Profile
 
 Way = tuple[int, int, bool]
@@ -96,11 +96,10 @@ class Choices:
                 found[number] = rung
         return tuple(found)
 
-    def treatments(self, choice: Choice) -> tuple[LayerTreatment | None, ...]:
+    def policies(self, choice: Choice) -> tuple[LayerPolicy | None, ...]:
         """What happens to the regions of each layer."""
         return tuple(
-            self._treatment(number, rung, travels=number < choice.num_layers)
-            for number, rung in enumerate(choice.rungs)
+            self._policy(number, rung, travels=number < choice.num_layers) for number, rung in enumerate(choice.rungs)
         )
 
     def rungs_of(self, number: int) -> int:
@@ -142,21 +141,21 @@ class Choices:
             for way in ways:
                 if way not in self._passes:
                     number, rung, travels = way
-                    treatment = self._treatment(number, rung, travels=travels)
-                    self._passes[way] = passes_of(self.profile.layers[number], treatment, travels=travels)
+                    policy = self._policy(number, rung, travels=travels)
+                    self._passes[way] = passes_of(self.profile.layers[number], policy, travels=travels)
                     self._trips[way] = trips_of(self._passes[way], self.link)
             self._last = (choice, ways)
         return self._last[1]
 
-    def _treatment(self, number: int, rung: int, *, travels: bool) -> LayerTreatment | None:
-        treatment = self.ladder.rungs[self.ladder.kinds[number]][rung]
+    def _policy(self, number: int, rung: int, *, travels: bool) -> LayerPolicy | None:
+        policy = self.ladder.rungs[self.ladder.kinds[number]][rung]
         place, size = self.groups[number]
         if size > 1:
             regions = self.profile.layers[number].regions
-            kept = frozenset(n for n, one in enumerate(regions) if one.saved) if treatment is None else treatment.kept
+            kept = frozenset(n for n, one in enumerate(regions) if one.saved) if policy is None else policy.kept
             kept -= {n for n, one in enumerate(regions) if one.from_before and place}
-            return LayerTreatment(kept, kept if travels else frozenset(), (place, size))
-        return treatment if travels or treatment is None else LayerTreatment(treatment.kept)
+            return LayerPolicy(kept, kept if travels else frozenset(), (place, size))
+        return policy if travels or policy is None else LayerPolicy(policy.kept)
 
 
 def groups_of(profile: Profile, size: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from offload.planning.link import Link
-from offload.planning.passes import LayerTreatment, Passes, passes_of
+from offload.planning.passes import LayerPolicy, Passes, passes_of
 from offload.planning.profile import Profile
 
 
@@ -131,7 +131,7 @@ def step_s(layers: Sequence[Trips], num_layers: int, between_s: float = 0.0) -> 
 
 
 def with_workspace(
-    profile: Profile, measured: Peaks, num_layers: int = 0, treatments: Sequence[LayerTreatment] | None = None
+    profile: Profile, measured: Peaks, num_layers: int = 0, policies: Sequence[LayerPolicy] | None = None
 ) -> Profile:
     """A profile with the memory that layers and loss need beside what they keep.
 
@@ -139,9 +139,9 @@ def with_workspace(
         profile: Without it.
         measured: In a step under the default schedule.
         num_layers: How many layers travelled in that step.
-        treatments: What happened to the regions of each layer, if not the same to all.
+        policies: What happened to the regions of each layer, if not the same to all.
     """
-    layers = zip(profile.layers, treatments or (None,) * len(profile.layers), strict=True)
+    layers = zip(profile.layers, policies or (None,) * len(profile.layers), strict=True)
     passes = [passes_of(*layer, travels=number < num_layers) for number, layer in enumerate(layers)]
     expected = peaks_of(passes, num_layers)
     forward = (most - held for most, held in zip(measured.forward, expected.forward, strict=True))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from offload.planning.passes import LayerTreatment
+from offload.planning.passes import LayerPolicy
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import RegionProfile, Treated, ways
 
@@ -29,7 +29,7 @@ class Ladder:
     """
 
     kinds: tuple[int, ...]
-    rungs: tuple[tuple[LayerTreatment | None, ...], ...]
+    rungs: tuple[tuple[LayerPolicy | None, ...], ...]
     levels: tuple[tuple[int, ...], ...]
 
 
@@ -45,13 +45,13 @@ def ladder_of(profile: Profile) -> Ladder:
     """The kinds of a profile's layers, with their rungs and levels."""
     members = kinds_of(profile)
     kinds = {number: kind for kind, numbers in enumerate(members) for number in numbers}
-    rungs: list[tuple[LayerTreatment | None, ...]] = []
+    rungs: list[tuple[LayerPolicy | None, ...]] = []
     steps: list[tuple[float, int, int]] = []
     for kind, numbers in enumerate(members):
         layers = [profile.layers[number] for number in numbers]
         regions = _average([layer.regions for layer in layers])
         treated = _rungs(regions) if regions else []
-        rungs.append((*(LayerTreatment(way.held, way.held) for way in treated[:-1]), None))
+        rungs.append((*(LayerPolicy(way.held, way.held) for way in treated[:-1]), None))
         recording_s = fmean(layer.recorded_s - layer.forward_s for layer in layers)
         steps += ((gain, kind, rung) for rung, gain in _gains(treated, recording_s))
     standing = [0] * len(members)

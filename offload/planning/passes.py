@@ -17,7 +17,7 @@ from offload.recompute.costs import seconds_of
 
 
 @dataclass(frozen=True)
-class LayerTreatment:
+class LayerPolicy:
     """What happens to the regions of one layer. Those that are neither kept nor needless are computed again.
 
     Args:
@@ -123,24 +123,24 @@ class Passes:
         return self.workspace_bytes + max(accumulate(changes, initial=self.held_bytes))
 
 
-def passes_of(layer: LayerProfile, treatment: LayerTreatment | None = None, *, travels: bool) -> Passes:
+def passes_of(layer: LayerProfile, policy: LayerPolicy | None = None, *, travels: bool) -> Passes:
     """Both passes of a layer.
 
     Args:
         layer: What it costs.
-        treatment: Of its regions; everything that it saves is treated alike, and nothing recorded, if left out.
+        policy: Of its regions; everything that it saves is treated alike, and nothing recorded, if left out.
         travels: Whether the layer's set moves. If not, all that is kept stays.
     """
     if not layer.regions:
         return _of_tensors(layer, travels=travels)
     forward_s = layer.recorded_s
-    if treatment is None:
+    if policy is None:
         saved = frozenset(number for number, region in enumerate(layer.regions) if region.saved)
-        treatment, forward_s = LayerTreatment(saved, saved), layer.forward_s
-    travelling = treatment.travelling if travels else frozenset()
-    if treatment.group[1] > 1:
-        return _in_group(layer, treatment, travelling)
-    return _of_regions(layer, region_pieces(layer.kind, treatment.kept, travelling), forward_s)
+        policy, forward_s = LayerPolicy(saved, saved), layer.forward_s
+    travelling = policy.travelling if travels else frozenset()
+    if policy.group[1] > 1:
+        return _in_group(layer, policy, travelling)
+    return _of_regions(layer, region_pieces(layer.kind, policy.kept, travelling), forward_s)
 
 
 def _of_tensors(layer: LayerProfile, *, travels: bool) -> Passes:
@@ -172,15 +172,15 @@ def _of_regions(layer: LayerProfile, pieces: RegionPieces, forward_s: float) -> 
     return Passes(forward, backward, pieces.travelling, layer.workspace_bytes)
 
 
-def _in_group(layer: LayerProfile, treatment: LayerTreatment, travelling: frozenset[int]) -> Passes:
+def _in_group(layer: LayerProfile, policy: LayerPolicy, travelling: frozenset[int]) -> Passes:
     """The passes of a layer of a group. What each runs for the next one's input counts to its own backward.
 
     What that has on the device counts to the last one's backward, with which it begins, as if the layers were alike.
     """
-    place, size = treatment.group
+    place, size = policy.group
     joined = frozenset(number for number, region in enumerate(layer.regions) if region.from_before and place)
     kind = tuple(replace(region, nbytes=0) if number in joined else region for number, region in enumerate(layer.kind))
-    pieces = region_pieces(kind, treatment.kept, travelling - joined)
+    pieces = region_pieces(kind, policy.kept, travelling - joined)
     alone = _of_regions(layer, pieces, layer.recorded_s)
     input_bytes = sum(layer.regions[number].nbytes for number in joined)
     begin: list[BackwardPiece] = []

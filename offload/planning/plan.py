@@ -20,7 +20,7 @@ from offload.observe.timeline import Timeline
 from offload.planning.as_json import Stored
 from offload.planning.choices import Choice, Choices
 from offload.planning.link import Link, check_link
-from offload.planning.passes import LayerTreatment, Passes, passes_of
+from offload.planning.passes import LayerPolicy, Passes, passes_of
 from offload.planning.profile import Profile, check_profile
 from offload.planning.search import Search
 from offload.planning.simulate import simulate
@@ -43,14 +43,14 @@ NAMES = {"device": "device memory", "link": "the link", "host": "host memory"}
 
 @dataclass(frozen=True, repr=False)
 class Plan(Stored):
-    """A schedule and treatments that meet a memory budget, and what to expect of them.
+    """A schedule and policies that meet a memory budget, and what to expect of them.
 
     Args:
         schedule: Which layers are offloaded, and when they move.
         profile: What the layers cost.
         link: The link that was planned for.
         memory_budget: Bytes.
-        treatments: What happens to the regions of each layer; ``None`` for one that is treated as a whole.
+        policies: What happens to the regions of each layer; ``None`` for one that is treated as a whole.
         max_host_bytes: Most bytes on the host, if that is limited.
     """
 
@@ -59,17 +59,17 @@ class Plan(Stored):
     profile: Profile
     link: Link
     memory_budget: int
-    treatments: tuple[LayerTreatment | None, ...] = ()
+    policies: tuple[LayerPolicy | None, ...] = ()
     max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        treatments = tuple(self.treatments) or (None,) * len(self.profile.layers)
-        object.__setattr__(self, "treatments", treatments)  # the way to fill a frozen dataclass
+        policies = tuple(self.policies) or (None,) * len(self.profile.layers)
+        object.__setattr__(self, "policies", policies)  # the way to fill a frozen dataclass
 
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted step."""
-        return simulate(self.schedule, self.profile, self.link, treatments=self.treatments)
+        return simulate(self.schedule, self.profile, self.link, policies=self.policies)
 
     @cached_property
     def without(self) -> Timeline:
@@ -132,14 +132,14 @@ class Plan(Stored):
             "model_layers": schedule.model_layers,
             "moves": [[move.layer, move.entry] for move in schedule.moves],
             "order": [repr(point) for point in schedule.order],
-            "treatments": [
-                treatment
+            "policies": [
+                policy
                 and {
-                    "kept": sorted(treatment.kept),
-                    "travelling": sorted(treatment.travelling),
-                    "group": list(treatment.group),
+                    "kept": sorted(policy.kept),
+                    "travelling": sorted(policy.travelling),
+                    "group": list(policy.group),
                 }
-                for treatment in self.treatments
+                for policy in self.policies
             ],
             "memory_budget": self.memory_budget,
             "max_host_bytes": self.max_host_bytes,
@@ -157,10 +157,8 @@ class Plan(Stored):
             values["memory_budget"],
             tuple(
                 one
-                and LayerTreatment(
-                    frozenset(one["kept"]), frozenset(one["travelling"]), tuple(one.get("group", (0, 1)))
-                )
-                for one in values["treatments"]
+                and LayerPolicy(frozenset(one["kept"]), frozenset(one["travelling"]), tuple(one.get("group", (0, 1))))
+                for one in values["policies"]
             ),
             values["max_host_bytes"],
         )
@@ -182,14 +180,14 @@ class Plan(Stored):
             lines.append(f"peak {peak}, without offloading {peak_without}")
             lines.append(f"budget {budget}, host memory {host}")
             return "\n".join(lines)
-        lines = [*region_table(self.profile, self.treatments, self.schedule.offloaded_layers)]
+        lines = [*region_table(self.profile, self.policies, self.schedule.offloaded_layers)]
         lines.append(
             f"step {step}, of which {format_s(self.recompute_s)} computing again and {format_s(self.timeline.stall_s)} "
             f"waiting for copies; {step_without} if all is kept"
         )
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
         lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
-        group = max(one.group[1] if one else 1 for one in self.treatments)
+        group = max(one.group[1] if one else 1 for one in self.policies)
         if group > 1:
             lines.append(f"{group} layers in a row hold one input, and the others are computed again from it")
         more = ", ".join(f"{NAMES[what]} {format_s(step_s)}" for what, step_s in self.helps.items())
@@ -210,7 +208,7 @@ class Plan(Stored):
     @cached_property
     def _passes(self) -> list[Passes]:
         moving = set(self.schedule.offloaded_layers)
-        layers = zip(self.profile.layers, self.treatments, strict=True)
+        layers = zip(self.profile.layers, self.policies, strict=True)
         return [passes_of(*layer, travels=number in moving) for number, layer in enumerate(layers)]
 
 
@@ -254,7 +252,7 @@ def plan(
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     check_profile(profile)
     if link is None:
-        from offload.planning.measure import measure_link  # The only part of planning that needs torch.
+        from offload.measuring.profile_layers import measure_link  # The only part of planning that needs torch.
 
         link = measure_link()
     check_link(link)
@@ -278,7 +276,7 @@ def plan(
     layers, host_bytes = choices.count, format_bytes(choices.host_bytes(choice))
     amounts = format_bytes(budget), choice.num_layers, layers, host_bytes, format_s(time.perf_counter() - begin_s)
     _logger.info("planned for %s: %d of %d layers travel, with %s; in %s", *amounts)
-    return Plan(schedule, profile, link, budget, choices.treatments(choice), host)
+    return Plan(schedule, profile, link, budget, choices.policies(choice), host)
 
 
 def _choices(profile: Profile, link: Link) -> list[Choices]:

@@ -1,6 +1,6 @@
 """What each layer costs: seconds forward and backward, bytes saved in between.
 
-Pure data: :func:`offload.planning.measure.profile_layers` takes it from a model as it is, and it can be
+Pure data: :func:`offload.measuring.profile_layers.profile_layers` takes it from a model as it is, and it can be
 written by hand, to ask what another model or machine would do.
 """
 
@@ -37,7 +37,7 @@ class LayerProfile:
             temporary tensors, gradients.
         regions: What its operations make, in the order of forward; the layer is one region if left out. The saved
             ones are its activation set, and the list of tensors.
-        recorded_s: Seconds of its forward while its operations are recorded, as those of a layer with treatments by
+        recorded_s: Seconds of its forward while its operations are recorded, as those of a layer with policies by
             region are: more than ``forward_s`` where the device waits for the host; the same if left out.
 
     Raises:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from offload.observe.spans import KINDS, LANES, Kind, Lane, Span, covered_s, merged
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link, check_link
-from offload.planning.passes import LayerTreatment, Passes, passes_of
+from offload.planning.passes import LayerPolicy, Passes, passes_of
 from offload.planning.profile import LayerProfile, Profile, check_profile
 from offload.schedule.points import Point, backward
 from offload.schedule.schedule import HasSchedule, Schedule, schedule_of
@@ -61,7 +61,7 @@ def simulate(
     profile: Profile,
     link: Link,
     *,
-    treatments: Sequence[LayerTreatment | None] | None = None,
+    policies: Sequence[LayerPolicy | None] | None = None,
     title: str | None = None,
 ) -> Timeline:
     """One microbatch's step, as ``schedule`` would run it.
@@ -70,17 +70,17 @@ def simulate(
         schedule: A :class:`Schedule`, or a plan.
         profile: What the layers cost.
         link: How fast copies are.
-        treatments: What happens to the regions of each layer; those of the plan if left out. Where there is none, all
+        policies: What happens to the regions of each layer; those of the plan if left out. Where there is none, all
             that a layer saves is treated alike.
         title: The timeline's title; how many layers are offloaded, if left out.
 
     Raises:
-        ValueError: The profile has another number of layers than the schedule or the treatments, or not the regions
+        ValueError: The profile has another number of layers than the schedule or the policies, or not the regions
             that are treated.
     """
     if not isinstance(schedule, Schedule):
-        if treatments is None:
-            treatments = getattr(schedule, "treatments", None)
+        if policies is None:
+            policies = getattr(schedule, "policies", None)
         schedule = schedule_of("schedule", schedule, "a Schedule, such as Schedule.default(4, 32), or a plan")
     check_profile(profile)
     check_link(link)
@@ -89,29 +89,29 @@ def simulate(
             f"profile must have as many layers as the schedule, {schedule.model_layers}, got "
             f"{len(profile.layers)}; profile the layers that the schedule speaks of."
         )
-    treatments = treatments or (None,) * schedule.model_layers
-    _check_treatments(treatments, profile)
+    policies = policies or (None,) * schedule.model_layers
+    _check_policies(policies, profile)
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
     loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
     steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
-    step = Simulation(schedule, profile.layers, link, treatments)
+    step = Simulation(schedule, profile.layers, link, policies)
     step.play(steps)
     return step.timeline(title)
 
 
-def _check_treatments(treatments: Sequence[LayerTreatment | None], profile: Profile) -> None:
-    if len(treatments) != len(profile.layers):
+def _check_policies(policies: Sequence[LayerPolicy | None], profile: Profile) -> None:
+    if len(policies) != len(profile.layers):
         raise ValueError(
-            f"treatments must be one for each of the {len(profile.layers)} layers, got {len(treatments)}; give None "
+            f"policies must be one for each of the {len(profile.layers)} layers, got {len(policies)}; give None "
             "for a layer whose regions are treated alike."
         )
-    for number, (treatment, layer) in enumerate(zip(treatments, profile.layers, strict=True)):
-        if treatment is not None and not treatment.kept <= set(range(len(layer.regions))):
+    for number, (policy, layer) in enumerate(zip(policies, profile.layers, strict=True)):
+        if policy is not None and not policy.kept <= set(range(len(layer.regions))):
             raise ValueError(
-                f"the treatment of layer {number} must name some of its {len(layer.regions)} regions, got "
-                f"{sorted(treatment.kept)}; plan with the same profile."
+                f"the policy of layer {number} must name some of its {len(layer.regions)} regions, got "
+                f"{sorted(policy.kept)}; plan with the same profile."
             )
 
 
@@ -142,7 +142,7 @@ class Simulation:
         schedule: Schedule,
         layers: Sequence[LayerProfile],
         link: Link,
-        treatments: Sequence[LayerTreatment | None] | None = None,
+        policies: Sequence[LayerPolicy | None] | None = None,
         beside: Simulation | None = None,
     ) -> None:
         self._schedule = schedule
@@ -153,10 +153,10 @@ class Simulation:
         self._passes: list[Passes] = []
         made: dict[tuple[int, int, bool], Passes] = {}
         """Those of each layer, so treated: a pipeline's chunks have theirs in common."""
-        for number, (layer, treatment) in enumerate(zip(layers, treatments or (None,) * len(layers), strict=True)):
-            key = id(layer), id(treatment), number in moving
+        for number, (layer, policy) in enumerate(zip(layers, policies or (None,) * len(layers), strict=True)):
+            key = id(layer), id(policy), number in moving
             if key not in made:
-                made[key] = passes_of(layer, treatment, travels=number in moving)
+                made[key] = passes_of(layer, policy, travels=number in moving)
             self._passes.append(made[key])
         self._tasks: dict[Lane, list[_Task]] = {lane: [] for lane in LANES}
         self._copies: dict[int, list[_Task]] = {layer: [] for layer in schedule.offloaded_layers}

@@ -8,19 +8,17 @@ from itertools import groupby
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.ladder import kinds_of
-from offload.planning.passes import LayerTreatment
+from offload.planning.passes import LayerPolicy
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import Treated
 
 
-def region_table(
-    profile: Profile, treatments: Sequence[LayerTreatment | None], travelling: Iterable[int]
-) -> Iterator[str]:
+def region_table(profile: Profile, policies: Sequence[LayerPolicy | None], travelling: Iterable[int]) -> Iterator[str]:
     """The lines of the table.
 
     Args:
         profile: What the layers cost.
-        treatments: Of each layer; ``None`` if it is one region.
+        policies: Of each layer; ``None`` if it is one region.
         travelling: The layers that travel.
     """
     away = set(travelling)
@@ -35,7 +33,7 @@ def region_table(
         heads = [f"{name} {ranges(group)}" for name, group in groups.items() if group]
         columns = [
             [
-                _happens([(profile.layers[number], treatments[number], number in away) for number in group], row)
+                _happens([(profile.layers[number], policies[number], number in away) for number in group], row)
                 for row in range(len(names))
             ]
             for group in groups.values()
@@ -61,20 +59,20 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _happens(layers: Sequence[tuple[LayerProfile, LayerTreatment | None, bool]], row: int) -> str:
+def _happens(layers: Sequence[tuple[LayerProfile, LayerPolicy | None, bool]], row: int) -> str:
     """What happens to one region in these layers; how often, if not the same in all."""
-    counts = Counter(_what(layer, treatment, row, travels=travels) for layer, treatment, travels in layers)
+    counts = Counter(_what(layer, policy, row, travels=travels) for layer, policy, travels in layers)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{what} {count}" for what, count in counts.most_common())
 
 
-def _what(layer: LayerProfile, treatment: LayerTreatment | None, row: int, *, travels: bool) -> str:
-    if treatment is None:
+def _what(layer: LayerProfile, policy: LayerPolicy | None, row: int, *, travels: bool) -> str:
+    if policy is None:
         return ("offload" if travels else "keep") if not layer.regions or layer.regions[row].saved else "-"
-    if layer.regions[row].from_before and treatment.group[0]:
+    if layer.regions[row].from_before and policy.group[0]:
         return "recompute"
-    treated = Treated(layer.regions, treatment.kept)
+    treated = Treated(layer.regions, policy.kept)
     if row in treated.held:
-        return "offload" if travels and row in treatment.travelling else "keep"
+        return "offload" if travels and row in policy.travelling else "keep"
     return "recompute" if row in treated.recomputed else "-"

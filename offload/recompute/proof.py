@@ -13,7 +13,7 @@ import torch
 
 from offload.base.tensors import whole
 from offload.device.backend import Backend
-from offload.recompute.kinds import Kind
+from offload.recompute.operations import Kind
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Value
 from offload.recompute.replay import below_autograd

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.base.tensors import Geometry, copy_of_storage, look_into, tensors_of, whole
-from offload.recompute.kinds import Operation
+from offload.recompute.operations import Operation
 from offload.recompute.random import RandomState
 
 

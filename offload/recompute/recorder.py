@@ -24,7 +24,7 @@ from offload.base.tensors import (
     tensors_of,
     version_counter,
 )
-from offload.recompute.kinds import EMPTY, OPAQUE, VIEW, Operation, argument_of, operation_of
+from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Look, Value
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from offload.base.autograd import in_backward
 from offload.base.layer_events import unheard
 from offload.base.tensors import Geometry
-from offload.recompute.kinds import Operation
+from offload.recompute.operations import Operation
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Value, tensors_given, with_default_dtype
 from offload.recompute.recorder import Given, Recorder, UnseenError

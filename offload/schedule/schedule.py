@@ -11,9 +11,9 @@ its reload starts. Copies to the host start earlier, when autograd saves each te
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from offload.base.checks import check_int, check_type, describe, warn_caller
 from offload.schedule.points import Move, Point, backward, check_layers, check_order, find_order, forward
@@ -42,8 +42,6 @@ class Schedule:
     model_layers: int
     moves: tuple[Move, ...] = ()
     order: tuple[Point, ...] = ()
-    derive: ClassVar[Callable[..., Any]]
-    """What :meth:`from_pipeline` calls, set in ``offload/__init__.py``, as it stands on schedules."""
     _released: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _reloaded: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
@@ -127,7 +125,9 @@ class Schedule:
         Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
         ``parts``. See :func:`offload.pipelining.plan_pipeline` for the arguments and errors.
         """
-        schedule: Schedule = cls.derive(actions, *arguments, **options).schedule
+        from offload.pipelining.stage_plan import plan_pipeline  # it stands on schedules, and needs torch.distributed
+
+        schedule: Schedule = plan_pipeline(actions, *arguments, **options).schedule
         return schedule
 
     @property

@@ -147,8 +147,8 @@ def streamed_and_offloaded(model: Model, device: torch.device) -> Iterator[Step]
 @contextmanager
 def by_regions(model: Model, device: torch.device) -> Iterator[Step]:
     """Products travel, all else is computed again."""
-    treatments = {"addmm": "offload", "*": "recompute"}
-    with offload.offload_layers(model.layers, OFFLOADED, min_bytes=0, device=device, treatments=treatments):
+    policies = {"addmm": "offload", "*": "recompute"}
+    with offload.offload_layers(model.layers, OFFLOADED, min_bytes=0, device=device, policies=policies):
         yield model.step
 
 

@@ -12,10 +12,10 @@ from models import WIDTH, assert_same, build, offloading, step_gradients
 from torch import nn
 
 import offload
-from offload.activations import context, layers, selective
+from offload.activations import context, module_hooks, selective
 from offload.base import autograd, compiler, layer_events
 
-MODULES = (compiler, autograd, layer_events, context, layers)
+MODULES = (compiler, autograd, layer_events, context, module_hooks)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from models import Offloading, assert_same, build, loss_of, offloading, save, st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadState, get_cpu_offload_context, memory_meter
-from offload.activations.storage import SavedStorage
+from offload.activations.saved_storage import SavedStorage
 from offload.device.backend import Wait
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool

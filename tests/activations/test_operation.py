@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule
-from offload.activations.storage import SavedStorage
+from offload.activations.saved_storage import SavedStorage
 from offload.pipelining.chunk import ChunkPass
 
 Tensors = tuple[torch.Tensor, ...]

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
-from offload.activations.storage import SavedStorage, probing
+from offload.activations.saved_storage import SavedStorage, probing
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")

@@ -18,7 +18,7 @@ import offload
 
 LAYERS = 4
 PRODUCTS = [torch.ops.aten.mm.default]
-TREATMENTS = {
+POLICIES = {
     "whole layers": None,
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
@@ -49,20 +49,20 @@ def offloaded(layers: Any, lab: Lab, num_layers: int = 2, **options: Any) -> Any
     return offload.offload_layers(layers, num_layers, device=lab.device, **{"min_bytes": 0, **options})
 
 
-@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
-def test_kept_results_travel(treatments: dict[str, str] | None, lab: Lab) -> None:
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_kept_results_travel(policies: dict[str, str] | None, lab: Lab) -> None:
     layers, x = build(Selective, LAYERS, lab.device)
     expected = step_gradients(layers, x)
     tokens = x.numel() // WIDTH
     products = 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
     lab.adverse()
-    with offloaded(layers, lab, treatments=treatments) as handle:
+    with offloaded(layers, lab, policies=policies) as handle:
         moved = 0
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
             moved, before = handle.stats().offloaded_bytes, moved
         inputs = 4 * x.numel()  # that of the first layer is a leaf
-        all_travels = treatments is None or treatments.get("mm", treatments.get("*")) == "offload"
+        all_travels = policies is None or policies.get("mm", policies.get("*")) == "offload"
         assert moved - before == inputs + 2 * products * all_travels
         assert handle.stats().reloaded_bytes == moved
         assert not handle.stats().late_reloads
@@ -110,8 +110,8 @@ def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
         loss_of(y).backward()
 
     lab.adverse()
-    for treatments in TREATMENTS.values():
-        with offloaded(layers, lab, treatments=treatments) as handle:
+    for policies in POLICIES.values():
+        with offloaded(layers, lab, policies=policies) as handle:
             for _ in range(3):
                 assert_same(expected, gradients(leaves_of(layers, x), step))
             assert handle.stats().offloaded_bytes > 0
@@ -127,8 +127,8 @@ def test_everything_is_kept(lab: Lab) -> None:
     layers, x = build(lambda: Selective(functools.partial(GptBlock, 0.0), keep_all), LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()
-    for treatments in TREATMENTS.values():
-        with offloaded(layers, lab, treatments=treatments):
+    for policies in POLICIES.values():
+        with offloaded(layers, lab, policies=policies):
             for _ in range(3):
                 assert_same(expected, step_gradients(layers, x))
 
@@ -142,7 +142,7 @@ def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
                 layers[0](x)
             y = layers[0](x)
             del y
-            handle._context.reset()
+            handle._hooks._context.reset()
             assert_same(expected, step_gradients(layers, x))
     assert lab.pool.used_bytes == 0
 

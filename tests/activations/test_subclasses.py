@@ -28,8 +28,8 @@ import offload
 from offload.activations import what_moves as exclusions
 from offload.activations.handles import SubclassHandle
 from offload.activations.what_moves import Parts, Rules, decide
+from offload.measuring.profile_layers import profile_layers
 from offload.pipelining.chunk import ChunkPass, unpack
-from offload.planning.measure import profile_layers
 
 RULES = Rules(torch.device("cpu"), 0)
 

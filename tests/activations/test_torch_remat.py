@@ -17,7 +17,7 @@ import offload
 
 INNER = 48
 LAYERS = 4
-TREATMENTS = {
+POLICIES = {
     "whole layers": None,
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
@@ -59,12 +59,12 @@ class Layer(nn.Module):
         return result
 
 
-def moved_bytes(layer: Callable[[], nn.Module], lab: Lab, treatments: dict[str, str] | None) -> int:
+def moved_bytes(layer: Callable[[], nn.Module], lab: Lab, policies: dict[str, str] | None) -> int:
     """What travels in a step, whose gradients are those without."""
     layers, x = build(layer, LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()
-    with offload.offload_layers(layers, 2, treatments=treatments, min_bytes=0, device=lab.device) as handle:
+    with offload.offload_layers(layers, 2, policies=policies, min_bytes=0, device=lab.device) as handle:
         moved = before = 0
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
@@ -74,15 +74,15 @@ def moved_bytes(layer: Callable[[], nn.Module], lab: Lab, treatments: dict[str, 
     return moved - before
 
 
-@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
-def test_a_region_that_is_kept_travels(treatments: dict[str, str] | None, lab: Lab) -> None:
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_a_region_that_is_kept_travels(policies: dict[str, str] | None, lab: Lab) -> None:
     tokens = BATCH * TOKENS
     inputs = 4 * tokens * WIDTH  # that of the first layer is a leaf
     kept = 4 * tokens * INNER
-    travels = treatments is None or "recompute" not in treatments.values() or "*mm" in treatments
-    assert moved_bytes(Layer, lab, treatments) == inputs + 2 * kept * travels
+    travels = policies is None or "recompute" not in policies.values() or "*mm" in policies
+    assert moved_bytes(Layer, lab, policies) == inputs + 2 * kept * travels
 
 
-@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=TREATMENTS.keys())
-def test_without_a_region_only_inputs_are_there_to_travel(treatments: dict[str, str] | None, lab: Lab) -> None:
-    assert moved_bytes(functools.partial(Layer, keeps=False), lab, treatments) == 4 * BATCH * TOKENS * WIDTH
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_without_a_region_only_inputs_are_there_to_travel(policies: dict[str, str] | None, lab: Lab) -> None:
+    assert moved_bytes(functools.partial(Layer, keeps=False), lab, policies) == 4 * BATCH * TOKENS * WIDTH

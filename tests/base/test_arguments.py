@@ -13,8 +13,8 @@ import offload
 import offload.pipelining
 from offload import LayerProfile, Link, Profile, Schedule
 from offload.device.select import resolve_device
-from offload.planning.pipeline_plan import PipelinePlan
-from offload.planning.stage_profile import StageProfile
+from offload.pipelining.stage_plan import PipelinePlan
+from offload.pipelining.stage_profile import StageProfile
 
 LINK = Link(1e9, 1e9, 2e9)
 PROFILE = Profile(tuple(LayerProfile(1e-3, 2e-3, 1 << 20) for _ in range(4)))
@@ -96,11 +96,23 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Profile(3), TypeError, "layers must hold a LayerProfile for each layer, got 3"),
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
-    (lambda: offload.plan_pipeline(3), TypeError, "actions must be what a rank runs, in order"),
-    (lambda: offload.plan_pipeline(ORDER, PROFILE, LINK), TypeError, "profile must be a dictionary of stages"),
-    (lambda: offload.plan_pipeline(ORDER, {0: PROFILE}, LINK), TypeError, "each entry of profile must be a StageP"),
-    (lambda: offload.plan_pipeline(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
-    (lambda: offload.plan_pipeline(ORDER, fraction="all"), ValueError, "fraction must be from 0 to 1, got 'all'"),
+    (lambda: offload.pipelining.plan_pipeline(3), TypeError, "actions must be what a rank runs, in order"),
+    (
+        lambda: offload.pipelining.plan_pipeline(ORDER, PROFILE, LINK),
+        TypeError,
+        "profile must be a dictionary of stages",
+    ),
+    (
+        lambda: offload.pipelining.plan_pipeline(ORDER, {0: PROFILE}, LINK),
+        TypeError,
+        "each entry of profile must be a StageP",
+    ),
+    (lambda: offload.pipelining.plan_pipeline(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
+    (
+        lambda: offload.pipelining.plan_pipeline(ORDER, fraction="all"),
+        ValueError,
+        "fraction must be from 0 to 1, got 'all'",
+    ),
 ]
 
 
@@ -111,7 +123,7 @@ def test_says_what_was_expected(call: Callable[[], object], kind: type[Exception
 
 
 def planned(budget: str) -> PipelinePlan:
-    return offload.plan_pipeline(ORDER, STAGES, LINK, memory_budget=budget)
+    return offload.pipelining.plan_pipeline(ORDER, STAGES, LINK, memory_budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +137,7 @@ def planned(budget: str) -> PipelinePlan:
         lambda size: offload.get_cpu_offload_context(True, 1, 4, min_bytes=size, max_host_bytes=size, device="cpu"),
         lambda size: offload.offload_layers(layers(), 2, min_bytes=size, max_host_bytes=size).remove(),
         lambda size: budget_of(size).remove(),
-        lambda size: offload.offload_layers(layers(), treatments={"*": "keep"}, num_layers=2, min_bytes=size).remove(),
+        lambda size: offload.offload_layers(layers(), policies={"*": "keep"}, num_layers=2, min_bytes=size).remove(),
     ],
 )
 @pytest.mark.parametrize("size", ["24GB", "24GiB", 24 << 30])

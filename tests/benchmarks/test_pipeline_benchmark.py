@@ -16,9 +16,9 @@ from benchmarks.pipeline_widths import prediction_rows
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline
+from offload.pipelining.order import one_f_one_b_order
+from offload.pipelining.stage_profile import StageProfile
 from offload.planning.link import Link
-from offload.planning.pipeline_order import one_f_one_b_order
-from offload.planning.stage_profile import StageProfile
 
 pytestmark = pytest.mark.slow
 

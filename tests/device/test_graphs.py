@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.activations import transfers
+from offload.activations import copies as under_test
+from offload.activations.copies import Transfers
 from offload.activations.stats import Counters
-from offload.activations.transfers import Transfers
 from offload.device import capture as graphs
 from offload.device import cuda as cuda_device
 from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
@@ -421,19 +421,19 @@ class TestJoin:
         "capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=lambda names: " ".join(sorted(names)) or "none"
     )
     def test_waits_for_the_streams_that_were_forked(self, monkeypatch: pytest.MonkeyPatch, capturing: set[str]) -> None:
-        monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream.name in capturing)
+        monkeypatch.setattr(under_test, "is_capturing", lambda stream: stream.name in capturing)
         compute = FakeStream("compute")
         self.transfers(compute, FakeStream("d2h"), FakeStream("h2d")).join()
         assert set(compute.waited) == capturing
 
     def test_one_stream_for_both_directions_is_joined_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(transfers, "is_capturing", lambda _: True)
+        monkeypatch.setattr(under_test, "is_capturing", lambda _: True)
         compute, copies = FakeStream("compute"), FakeStream("copies")
         self.transfers(compute, copies, copies).join()
         assert compute.waited == ["copies"]
 
     def test_before_an_error_about_missing_memory_leaves(self, monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-        monkeypatch.setattr(transfers, "is_capturing", lambda stream: stream.name == "d2h")
+        monkeypatch.setattr(under_test, "is_capturing", lambda stream: stream.name == "d2h")
         compute = FakeStream("compute")
         moving = self.transfers(compute, FakeStream("d2h"), FakeStream("h2d"))
         with driver.capture(1), pytest.raises(CaptureError):

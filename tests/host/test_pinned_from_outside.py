@@ -46,14 +46,14 @@ def _empty_pool(lab: Lab) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of pinned host memory are missing", "ignore:a whole round of")
-@pytest.mark.parametrize("treatments", [None, {"*": "recompute"}, {"*addmm": "offload", "*": "recompute"}])
+@pytest.mark.parametrize("policies", [None, {"*": "recompute"}, {"*addmm": "offload", "*": "recompute"}])
 @pytest.mark.parametrize("limit", [0, 5 * MIB, 11 * MIB, 1 << 30])
-def test_no_more_is_pinned_than_is_asked(limit: int, treatments: dict[str, str] | None, lab: Lab) -> None:
+def test_no_more_is_pinned_than_is_asked(limit: int, policies: dict[str, str] | None, lab: Lab) -> None:
     """Neither in the first step nor later, with inputs of several sizes, and what the pool says is what there is."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256)) for _ in range(6))
     layers.to(lab.device)
     before = seen_from_outside()
-    options = {"treatments": treatments, "max_host_bytes": limit, "min_bytes": 1 << 12, "device": lab.device}
+    options = {"policies": policies, "max_host_bytes": limit, "min_bytes": 1 << 12, "device": lab.device}
     with offload.offload_layers(layers, 4, **options) as handle:
         for tokens in (1024, 3000, 700, 3000):
             y = torch.randn(tokens, 256, device=lab.device)

@@ -216,9 +216,9 @@ def test_autocast_holds_in_backward() -> None:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "offloaded": lambda layers: offload.offload_layers(layers, LAYERS - 2, min_bytes=1),
     "treated": lambda layers: offload.offload_layers(
-        layers, LAYERS - 2, min_bytes=1, treatments={"*attention*": "offload", "*": "recompute"}
+        layers, LAYERS - 2, min_bytes=1, policies={"*attention*": "offload", "*": "recompute"}
     ),
-    "recomputed": lambda layers: offload.offload_layers(layers, 0, min_bytes=1, treatments={"*": "recompute"}),
+    "recomputed": lambda layers: offload.offload_layers(layers, 0, min_bytes=1, policies={"*": "recompute"}),
     "budget": lambda layers: offload.offload_layers(layers, min_bytes=1, memory_budget="200KiB"),
     "streamed": partial(offload.stream_weights, device="cpu"),
 }

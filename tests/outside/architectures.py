@@ -97,7 +97,7 @@ class Report:
     runs: int = 0
     offloaded_bytes: int = 0
     recomputed: int = 0
-    """Regions that were, of the first layer under random treatments."""
+    """Regions that were, of the first layer under random policies."""
     different: list[str] = field(default_factory=list)
     unrepeatable: list[str] = field(default_factory=list)
     skipped: str = ""
@@ -261,8 +261,8 @@ def _compare_regions(run: Callable[[], Outcome], layers: list[nn.Module], draw: 
     expected = run()
     changing = expected.differences(run())
     drawn = {kind: draw.choice(TREATED) for kind in OPERATIONS}
-    for treatments, size in (({"*": "recompute"}, 1), (drawn, 1), ({"*": "recompute"}, 2)):
-        options = {"treatments": treatments, "layers_per_input": size}
+    for policies in ({"*": "recompute"}, drawn):
+        options = {"policies": policies}
         with offload.offload_layers(layers, len(layers) - 2, min_bytes=1, **options) as handle:
             for number in range(3):
                 different = expected.differences(run()) - changing

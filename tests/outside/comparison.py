@@ -140,7 +140,7 @@ def entry(way: str, layers: Sequence[nn.Module]) -> Iterator[tuple[Callable[[nn.
     elif way == "watched":
         yield _watched, None
     elif way == "regions":
-        with offload.offload_layers(layers, OFFLOADED, treatments={"*": "recompute"}, **options) as handle:
+        with offload.offload_layers(layers, OFFLOADED, policies={"*": "recompute"}, **options) as handle:
             yield lambda layer, inputs: layer(*inputs), handle
     elif way == "context":
         context, sync = offload.get_cpu_offload_context(True, OFFLOADED, len(layers), **options)

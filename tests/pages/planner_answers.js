@@ -6,8 +6,8 @@ require("../../docs/_static/planner_core.js");
 const planner = globalThis.offloadPlanner;
 
 const numbers = (set) => [...set].sort((a, b) => a - b);
-const told = (treatments) =>
-  treatments.map((one) => one && { kept: numbers(one.kept), travelling: numbers(one.travelling) });
+const told = (policies) =>
+  policies.map((one) => one && { kept: numbers(one.kept), travelling: numbers(one.travelling) });
 const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes, spans, memory });
 const ofPlan = (made) =>
   made.least_bytes !== undefined
@@ -17,7 +17,7 @@ const ofPlan = (made) =>
         num_layers: made.num_layers,
         host_bytes: made.host_bytes,
         recompute_s: made.recompute_s,
-        treatments: told(made.treatments),
+        policies: told(made.policies),
       };
 
 const answers = {

@@ -19,10 +19,10 @@ from offload.base.checks import format_bytes, format_s
 from offload.command_line import plan as command
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
+from offload.measuring.measure_regions import frugal_policies, frugal_schedule
 from offload.planning.choices import Choices
 from offload.planning.link import Link
-from offload.planning.measure_regions import frugal_schedule, frugal_treatments
-from offload.planning.passes import LayerTreatment
+from offload.planning.passes import LayerPolicy
 from offload.planning.plan import free_plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.search import Search
@@ -133,7 +133,7 @@ def of_timeline(found):
     return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "spans": spans, "memory": memory}
 
 
-def of_treatment(one):
+def of_policy(one):
     return one and {"kept": sorted(one.kept), "travelling": sorted(one.travelling)}
 
 
@@ -146,16 +146,16 @@ def planned(profile, link, budget, host):
         "num_layers": made.num_layers,
         "host_bytes": made.host_bytes,
         "recompute_s": made.recompute_s,
-        "treatments": [of_treatment(one) for one in made.treatments],
+        "policies": [of_policy(one) for one in made.policies],
     }
 
 
 def checkpointed(profile, link, schedule):
     everything = [ways(layer.regions)[0].held if layer.regions else None for layer in profile.layers]
-    treatments = [None if held is None else LayerTreatment(held, held) for held in everything]
+    policies = [None if held is None else LayerPolicy(held, held) for held in everything]
     if all(layer.regions for layer in profile.layers):
-        assert treatments == frugal_treatments(profile)
-    return of_timeline(simulate(schedule, profile, link, treatments=treatments))
+        assert policies == frugal_policies(profile)
+    return of_timeline(simulate(schedule, profile, link, policies=policies))
 
 
 def question(profile, link, budget, host):

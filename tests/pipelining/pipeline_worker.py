@@ -30,11 +30,11 @@ OPTIONS = {
     "all from the first step": {"link": FAST_LINK, "fraction": 1.0},
     "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1, "lookahead": 2},
 }
-TREATMENTS = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
+POLICIES = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 TREATED = {
-    "regions, measured": {"link": FAST_LINK, "treatments": TREATMENTS},
-    "regions, from the first step": {"link": FAST_LINK, "treatments": TREATMENTS, "fraction": 1.0},
-    "all recomputed": {"link": FAST_LINK, "treatments": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
+    "regions, measured": {"link": FAST_LINK, "policies": POLICIES},
+    "regions, from the first step": {"link": FAST_LINK, "policies": POLICIES, "fraction": 1.0},
+    "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
 }
 """With the regions of the stages' layers treated each in its own way."""
 PLANNED = {"regions, planned": {"link": FAST_LINK, "regions": True, "memory_budget": "1KiB"}}

@@ -16,8 +16,8 @@ from benchmarks.workloads import NormMlpBlock, loss_of
 from offload.observe.memory import CpuAllocations
 from offload.pipelining import PipelineOffload, PipelinePlan
 from offload.pipelining.probe import BackwardMemory, DeviceMemory
+from offload.pipelining.stage_plan import plan_pipeline
 from offload.planning.link import Link
-from offload.planning.pipeline_plan import plan_pipeline
 
 MICROBATCHES = 4
 MIN_BYTES = 16 * 1024

@@ -1,4 +1,4 @@
-"""A rank's memory by treatment: the regions of its stages' layers are kept, offloaded or computed again."""
+"""A rank's memory by policy: the regions of its stages' layers are kept, offloaded or computed again."""
 
 import pytest
 import torch
@@ -67,14 +67,14 @@ def attach(schedule, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize(
-    "treatments",
+    "policies",
     [RECOMPUTE_MOST, {"*": "recompute"}, {"*": "offload"}, {"*": "keep"}, {"gelu": "recompute", "addmm": "offload"}],
     ids=str,
 )
-def test_gradients_are_those_without(kind, treatments):
+def test_gradients_are_those_without(kind, policies):
     schedule, stage = pipeline(kind)
     expected = [step(schedule, stage, seed) for seed in range(3)]
-    with attach(schedule, treatments=treatments) as handle:
+    with attach(schedule, policies=policies) as handle:
         found = [step(schedule, stage, seed) for seed in range(3)]
     assert all(map(same, found, expected))
     assert handle.stats().late_reloads == 0
@@ -84,9 +84,9 @@ def test_gradients_are_those_without(kind, treatments):
 
 def test_a_profile_counts_what_travels_and_what_is_kept():
     saved = {}
-    for name, treatments in {"offload": {"*": "offload"}, "keep": {"*": "keep"}, "both": RECOMPUTE_MOST}.items():
+    for name, policies in {"offload": {"*": "offload"}, "keep": {"*": "keep"}, "both": RECOMPUTE_MOST}.items():
         schedule, stage = pipeline()
-        with attach(schedule, treatments=treatments) as handle:
+        with attach(schedule, policies=policies) as handle:
             step(schedule, stage)
             step(schedule, stage)
         saved[name] = handle.profile[0]
@@ -99,9 +99,9 @@ def test_a_profile_counts_what_travels_and_what_is_kept():
 
 def test_what_is_recomputed_needs_no_memory():
     peaks = []
-    for treatments in ({"*": "keep"}, {"*": "recompute"}):
+    for policies in ({"*": "keep"}, {"*": "recompute"}):
         schedule, stage = pipeline(layers=6)
-        with attach(schedule, treatments=treatments, fraction=0.0):
+        with attach(schedule, policies=policies, fraction=0.0):
             step(schedule, stage)
             with offload.memory_meter("cpu") as meter:
                 step(schedule, stage)
@@ -112,7 +112,7 @@ def test_what_is_recomputed_needs_no_memory():
 
 def test_a_budget_counts_what_is_kept():
     schedule, stage = pipeline()
-    with attach(schedule, treatments=RECOMPUTE_MOST) as handle:
+    with attach(schedule, policies=RECOMPUTE_MOST) as handle:
         step(schedule, stage)
         step(schedule, stage)
     profile = handle.profile
@@ -122,7 +122,7 @@ def test_a_budget_counts_what_is_kept():
 
 def test_regions_are_named_by_the_stages_modules():
     schedule, stage = pipeline()
-    with attach(schedule, treatments=RECOMPUTE_MOST) as handle:
+    with attach(schedule, policies=RECOMPUTE_MOST) as handle:
         assert handle.regions(0) == {}
         step(schedule, stage)
         assert handle.regions(0, 2)["up: addmm"] == "offload"
@@ -133,9 +133,7 @@ def test_regions_are_named_by_the_stages_modules():
 def test_layers_may_be_given():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
-    with attach(
-        schedule, treatments={"*": "recompute"}, layers=lambda module: [module.embed, *module.layers]
-    ) as handle:
+    with attach(schedule, policies={"*": "recompute"}, layers=lambda module: [module.embed, *module.layers]) as handle:
         assert same(step(schedule, stage), expected)
         assert list(handle.regions(0)) == ["addmm"]
 
@@ -154,7 +152,7 @@ def test_a_layer_may_be_left_out():
     schedule, stage = pipeline()
     stage.submod.skipped.add(1)
     expected = [step(schedule, stage, seed) for seed in range(3)]
-    with attach(schedule, treatments=RECOMPUTE_MOST):
+    with attach(schedule, policies=RECOMPUTE_MOST):
         assert all(map(same, [step(schedule, stage, seed) for seed in range(3)], expected))
 
 
@@ -162,7 +160,7 @@ def test_a_layer_that_runs_twice_is_refused():
     schedule, stage = pipeline()
     stage.submod.layers.append(stage.submod.layers[0])
     with (
-        attach(schedule, treatments=RECOMPUTE_MOST, layers=lambda module: list(module.layers)[:3]),
+        attach(schedule, policies=RECOMPUTE_MOST, layers=lambda module: list(module.layers)[:3]),
         pytest.raises(RuntimeError, match="failed to run forward") as error,
     ):
         step(schedule, stage)
@@ -182,7 +180,7 @@ def test_a_failing_layer_gives_up_the_step():
         return forward(x)
 
     second.forward = failing
-    with attach(schedule, treatments=RECOMPUTE_MOST, fraction=1.0) as handle:
+    with attach(schedule, policies=RECOMPUTE_MOST, fraction=1.0) as handle:
         assert same(step(schedule, stage), expected)
         with pytest.raises(RuntimeError, match="failed to run forward"):
             step(schedule, stage)
@@ -196,23 +194,23 @@ def test_a_failing_layer_gives_up_the_step():
 def test_detached_layers_are_free_for_others():
     schedule, stage = pipeline()
     twin = PipelineStage(stage.submod, 0, 1, torch.device("cpu"))
-    handle = attach(schedule, treatments=RECOMPUTE_MOST)
+    handle = attach(schedule, policies=RECOMPUTE_MOST)
     with pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"):
-        attach(ScheduleGPipe(twin, 4, loss_fn=loss_of), treatments=RECOMPUTE_MOST)
+        attach(ScheduleGPipe(twin, 4, loss_fn=loss_of), policies=RECOMPUTE_MOST)
     handle.detach()
     with (
         offload.offload_layers(stage.submod.layers, 1),
         pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"),
     ):
-        attach(schedule, treatments=RECOMPUTE_MOST)
-    attach(schedule, treatments=RECOMPUTE_MOST).detach()
+        attach(schedule, policies=RECOMPUTE_MOST)
+    attach(schedule, policies=RECOMPUTE_MOST).detach()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"treatments": {"*": "recompute"}, "parts": 4}, "parts must be left out with treatments, .* got 4"),
-        ({"treatments": {"*": "drop"}}, "a treatment must be one of 'keep', 'offload', 'recompute'"),
+        ({"policies": {"*": "recompute"}, "parts": 4}, "parts must be left out with policies, .* got 4"),
+        ({"policies": {"*": "drop"}}, "a policy must be one of 'keep', 'offload', 'recompute'"),
         ({"layers": lambda module: module.layers}, "layers are those whose regions are treated, .* give both"),
     ],
 )
@@ -230,7 +228,7 @@ def test_options_that_are_refused(options, message):
 def test_regions_are_decided_for_a_budget(kind, share):
     schedule, stage = pipeline(kind)
     expected = [step(schedule, stage, seed) for seed in range(4)]
-    with attach(schedule, treatments={"*": "offload"}) as handle:
+    with attach(schedule, policies={"*": "offload"}) as handle:
         step(schedule, stage)
         step(schedule, stage)
     without_bytes = handle.plan.peak_bytes_without
@@ -240,7 +238,7 @@ def test_regions_are_decided_for_a_budget(kind, share):
         done = handle.regions(0, 1)
     assert all(map(same, found, expected))
     assert handle.stats().late_reloads == 0
-    assert set(handle.plan.treatments) == {0}
+    assert set(handle.plan.policies) == {0}
     assert ("recompute" in {done["gelu"], done["norm: native_layer_norm"]}) == (share < 1)
     if share > 1:
         assert handle.stats().offloaded_bytes == 0
@@ -248,6 +246,6 @@ def test_regions_are_decided_for_a_budget(kind, share):
 
 def test_regions_need_a_budget_and_decide_alone():
     schedule, _ = pipeline()
-    for options in ({}, {"memory_budget": 1, "treatments": RECOMPUTE_MOST}, {"memory_budget": 1, "parts": 2}):
+    for options in ({}, {"memory_budget": 1, "policies": RECOMPUTE_MOST}, {"memory_budget": 1, "parts": 2}):
         with pytest.raises(ValueError, match=r"regions are decided for a memory_budget|parts must be left out"):
             attach(schedule, regions=True, **options)

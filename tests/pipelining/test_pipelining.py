@@ -18,10 +18,10 @@ import offload.pipelining
 from offload import OffloadState, Schedule
 from offload.device.backend import Wait
 from offload.device.select import get_backend
+from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.pipelining.stage_plan import INSTANT_LINK, plan_pipeline
+from offload.pipelining.stage_profile import StageProfile
 from offload.planning.link import Link
-from offload.planning.pipeline_order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-from offload.planning.pipeline_plan import INSTANT_LINK, plan_pipeline
-from offload.planning.stage_profile import StageProfile
 
 WORKER = Path(pipeline_worker.__file__)
 FAST_LINK = pipeline_worker.FAST_LINK

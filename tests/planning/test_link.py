@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
-from offload.planning import measure
+from offload.measuring import profile_layers as measure
+from offload.measuring.profile_layers import measure_link
 from offload.planning.link import Link
-from offload.planning.measure import measure_link
 
 rates = st.floats(1.0, 1e12)
 

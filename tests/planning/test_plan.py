@@ -80,7 +80,7 @@ def test_refuses_no_layers():
 
 
 def test_measures_the_link_if_none_is_given(monkeypatch):
-    monkeypatch.setattr("offload.planning.measure.measure_link", lambda: LINK)
+    monkeypatch.setattr("offload.measuring.profile_layers.measure_link", lambda: LINK)
     assert plan(PROFILE, "15GiB").link == LINK
 
 

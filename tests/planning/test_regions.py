@@ -11,7 +11,7 @@ from strategies import default, links
 from offload.observe.timeline import Timeline
 from offload.planning.estimate import peak_bytes, step_s, trips_of
 from offload.planning.link import Link
-from offload.planning.passes import LayerTreatment, passes_of
+from offload.planning.passes import LayerPolicy, passes_of
 from offload.planning.plan import Plan, plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
@@ -57,9 +57,9 @@ def numbers(*names: str) -> frozenset[int]:
     return frozenset(number for number, one in enumerate(DECODER.regions) if one.name in names)
 
 
-def treatment(layer: LayerProfile, kept: frozenset[int], *, travels: bool = False) -> LayerTreatment:
+def policy(layer: LayerProfile, kept: frozenset[int], *, travels: bool = False) -> LayerPolicy:
     held = Treated(layer.regions, kept).held
-    return LayerTreatment(held, held if travels else frozenset())
+    return LayerPolicy(held, held if travels else frozenset())
 
 
 def fits(found: Plan, budget: int, host: float = float("inf")) -> bool:
@@ -97,15 +97,15 @@ def profiles(draw) -> Profile:
 
 
 @st.composite
-def treated_steps(draw) -> tuple[Schedule, Profile, Link, list[LayerTreatment]]:
+def treated_steps(draw) -> tuple[Schedule, Profile, Link, list[LayerPolicy]]:
     profile = draw(profiles())
-    treatments = []
+    policies = []
     for layer in profile.layers:
         everything = st.sets(st.integers(0, len(layer.regions) - 1))
         held = Treated(layer.regions, frozenset(draw(everything))).held
-        treatments.append(LayerTreatment(held, held & frozenset(draw(everything))))
+        policies.append(LayerPolicy(held, held & frozenset(draw(everything))))
     count = len(profile.layers)
-    return default(draw(st.integers(0, count - 1)), count), profile, draw(links), treatments
+    return default(draw(st.integers(0, count - 1)), count), profile, draw(links), policies
 
 
 class TestSeveralResults:
@@ -127,9 +127,7 @@ class TestSeveralResults:
 
     def test_they_are_computed_again_at_once(self):
         layer = LayerProfile.from_regions(self.REGIONS, 0.01, 0.02)
-        again = [
-            piece.recompute_s for piece in passes_of(layer, LayerTreatment(frozenset({0})), travels=False).backward
-        ]
+        again = [piece.recompute_s for piece in passes_of(layer, LayerPolicy(frozenset({0})), travels=False).backward]
         assert again == [2e-3, 0.0, 0.0]
 
     def test_the_first_is_before_the_others(self):
@@ -140,16 +138,16 @@ class TestSeveralResults:
 class TestSimulation:
     @given(treated_steps())
     def test_memory_ends_at_zero_and_is_never_negative(self, step):
-        schedule, profile, link, treatments = step
-        held = [nbytes for _, nbytes in simulate(schedule, profile, link, treatments=treatments).memory]
+        schedule, profile, link, policies = step
+        held = [nbytes for _, nbytes in simulate(schedule, profile, link, policies=policies).memory]
         assert held[-1] == 0
         assert min(held) == 0
 
     @given(treated_steps())
     def test_compute_is_what_it_was_and_what_is_computed_again(self, step):
-        schedule, profile, link, treatments = step
-        timeline = simulate(schedule, profile, link, treatments=treatments)
-        layers = zip(profile.layers, treatments, strict=True)
+        schedule, profile, link, policies = step
+        timeline = simulate(schedule, profile, link, policies=policies)
+        layers = zip(profile.layers, policies, strict=True)
         again_s = sum(Treated(layer.regions, treated.kept).recompute_s for layer, treated in layers)
         recomputed = [span.duration_s for span in timeline.spans if span.kind == "recompute"]
         assert sum(recomputed) == pytest.approx(again_s)
@@ -158,9 +156,9 @@ class TestSimulation:
 
     @given(treated_steps())
     def test_what_travels_goes_out_and_comes_back(self, step):
-        schedule, profile, link, treatments = step
-        timeline = simulate(schedule, profile, link, treatments=treatments)
-        for number, (layer, treated) in enumerate(zip(profile.layers, treatments, strict=True)):
+        schedule, profile, link, policies = step
+        timeline = simulate(schedule, profile, link, policies=policies)
+        for number, (layer, treated) in enumerate(zip(profile.layers, policies, strict=True)):
             away = treated.travelling if number in schedule.offloaded_layers else ()
             for kind in ("offload", "reload"):
                 spans = [span for span in timeline.spans if (span.kind, span.layer) == (kind, number)]
@@ -169,25 +167,25 @@ class TestSimulation:
     @given(treated_steps())
     def test_estimate_is_the_simulation(self, step):
         """The planner ranks by the estimate, so whatever it leaves out would be planned wrong."""
-        schedule, profile, link, treatments = step
-        layers = list(zip(profile.layers, treatments, strict=True))
+        schedule, profile, link, policies = step
+        layers = list(zip(profile.layers, policies, strict=True))
         num_layers = len(schedule.offloaded_layers)
         passes = [passes_of(*layer, travels=number < num_layers) for number, layer in enumerate(layers)]
-        timeline = simulate(schedule, profile, link, treatments=treatments)
+        timeline = simulate(schedule, profile, link, policies=policies)
         assert peak_bytes(passes, num_layers, profile.loss_bytes) == timeline.peak_bytes
         trips = [trips_of(layer, link) for layer in passes]
         predicted_s = step_s(trips, num_layers, profile.loss_s) + profile.other_s
         assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
     @given(treated_steps())
-    def test_without_treatments_all_that_is_saved_is_treated_alike(self, step):
+    def test_without_policies_all_that_is_saved_is_treated_alike(self, step):
         schedule, profile, link, _ = step
         saved = [
-            treatment(layer, frozenset(n for n, one in enumerate(layer.regions) if one.saved), travels=True)
+            policy(layer, frozenset(n for n, one in enumerate(layer.regions) if one.saved), travels=True)
             for layer in profile.layers
         ]
         alike = replace(profile, layers=tuple(replace(one, recorded_s=0.0) for one in profile.layers))
-        assert simulate(schedule, profile, link) == simulate(schedule, alike, link, treatments=saved)
+        assert simulate(schedule, profile, link) == simulate(schedule, alike, link, policies=saved)
 
     def step(self, num_layers: int, kept: set[int], **more: float) -> Timeline:
         """Three layers: 1 s for each region but the input, 2 s of their backward, 100 bytes/s, 10 bytes a region."""
@@ -197,9 +195,9 @@ class TestSimulation:
             RegionProfile(name="output", nbytes=10, seconds=1.0, reads=(1,)),
         ]
         layer = LayerProfile.from_regions(regions, 2.0, 4.0)
-        treatments = [treatment(layer, frozenset(kept), travels=number < num_layers) for number in range(3)]
+        policies = [policy(layer, frozenset(kept), travels=number < num_layers) for number in range(3)]
         profile = Profile((layer,) * 3)
-        return simulate(default(num_layers, 3), profile, Link(100, 100, 200), treatments=treatments, **more)
+        return simulate(default(num_layers, 3), profile, Link(100, 100, 200), policies=policies, **more)
 
     def test_what_was_let_go_is_computed_when_backward_asks_for_it(self):
         spans = [(span.label, span.start_s, span.end_s) for span in self.step(0, {0}).spans if span.layer == 2]
@@ -226,7 +224,7 @@ class TestSimulation:
             default(1, 3),
             Profile((LayerProfile.from_regions(timeline_regions(), 2.0, 4.0),) * 3),
             Link(100, 1, 101),
-            treatments=[LayerTreatment(frozenset({0}), frozenset({0}))] * 3,
+            policies=[LayerPolicy(frozenset({0}), frozenset({0}))] * 3,
         )
         assert back.nbytes == 10
         (again,) = [span for span in slow.spans if span.kind == "recompute" and span.layer == 0]
@@ -243,7 +241,7 @@ class TestSimulation:
             (numbers("input", "qkv", "attention", "o_proj", "gate", "up"), 0.391, 14.97),
         ]
         for kept, seconds, gib in measured:
-            timeline = simulate(Schedule(20), REFERENCE, PCIE, treatments=[treatment(DECODER, kept)] * 20)
+            timeline = simulate(Schedule(20), REFERENCE, PCIE, policies=[policy(DECODER, kept)] * 20)
             assert timeline.duration_s == pytest.approx(seconds, rel=0.03)
             assert timeline.peak_bytes / GIB == pytest.approx(gib, abs=0.4)
 
@@ -263,7 +261,7 @@ def simple_ways(profile: Profile, link: Link) -> list[Plan]:
         schedule = default(num_layers, count)
         found.append(Plan(schedule, profile, link, 0))
         again = tuple(
-            treatment(layer, frozenset(), travels=number < num_layers) for number, layer in enumerate(profile.layers)
+            policy(layer, frozenset(), travels=number < num_layers) for number, layer in enumerate(profile.layers)
         )
         found.append(Plan(schedule, profile, link, 0, again))
     return found
@@ -325,7 +323,7 @@ class TestPlan:
     def test_everything_is_kept_where_it_fits(self):
         found = plan(REFERENCE, "24GiB", PCIE)
         assert (found.num_layers, found.recompute_s, found.step_s) == (0, 0.0, pytest.approx(0.384))
-        assert found.treatments == (None,) * 20  # so that nothing has to tell regions apart
+        assert found.policies == (None,) * 20  # so that nothing has to tell regions apart
         assert found.binds == "compute"
 
     def test_few_layers_travel_and_nothing_is_recomputed_where_the_link_is_fast_enough(self):
@@ -367,7 +365,7 @@ class TestPlan:
         )
         found = plan(Profile((cheap,) * 20), "1400MiB", PCIE)
         assert found.step_s < 20 * (0.03 + 4e-6) + 1e-9
-        assert all(one.travelling == {0} for one in found.treatments[: found.num_layers])
+        assert all(one.travelling == {0} for one in found.policies[: found.num_layers])
         assert found.num_layers > 0
 
     def test_layers_of_several_kinds(self):
@@ -380,7 +378,7 @@ class TestPlan:
         )
         found = plan(Profile((dear, cheap) * 8), "2400MiB", Link(1e6, 1e6, 2e6))
         # All of a dear one is kept, and of a cheap one the input alone, but for the last.
-        assert found.treatments == (None, LayerTreatment(frozenset({0}))) * 7 + (None, None)
+        assert found.policies == (None, LayerPolicy(frozenset({0}))) * 7 + (None, None)
 
     @pytest.mark.slow
     def test_no_simulation_but_that_of_the_result(self, monkeypatch):
@@ -421,7 +419,7 @@ class TestPlan:
         link = Link(20e9, 20e9, 40e9)
         profile = Profile((layer,) * 4)
         kept = [
-            treatment(layer, frozenset(some), travels=True)
+            policy(layer, frozenset(some), travels=True)
             for some in chain.from_iterable(combinations(range(5), size) for size in range(6))
         ]
         passes = {(one, travels): passes_of(layer, one, travels=travels) for one in kept for travels in (False, True)}
@@ -448,13 +446,13 @@ class TestPlan:
             0.020,
         )
         profile = Profile((layer, layer, layer, LayerProfile(0.01, 0.02, 64 * MIB)), other_s=0.005)
-        treatments = (
-            treatment(layer, frozenset({0, 1}), travels=True),
-            treatment(layer, frozenset(), travels=True),
-            treatment(layer, frozenset({0, 1, 3})),
+        policies = (
+            policy(layer, frozenset({0, 1}), travels=True),
+            policy(layer, frozenset(), travels=True),
+            policy(layer, frozenset({0, 1, 3})),
             None,
         )
-        return Plan(default(2, 4), profile, PCIE, GIB, treatments, GIB // 2)
+        return Plan(default(2, 4), profile, PCIE, GIB, policies, GIB // 2)
 
     def test_table(self):
         # What a quarter more would give comes from all choices for a model that small.
@@ -473,7 +471,7 @@ class TestPlan:
         ]
 
     def test_table_leaves_out_what_nobody_wants(self):
-        kept = replace(self.small(), treatments=())
+        kept = replace(self.small(), policies=())
         assert "input" in str(kept)
         assert "mask" not in str(kept)
 
@@ -571,7 +569,7 @@ class TestProfile:
         layer = replace(DECODER, recorded_s=2 * DECODER.forward_s)
         held = frozenset(number for number, one in enumerate(layer.regions) if one.saved)
         assert passes_of(layer, travels=True).forward_s == pytest.approx(layer.forward_s)
-        assert passes_of(layer, LayerTreatment(held), travels=False).forward_s == pytest.approx(layer.recorded_s)
+        assert passes_of(layer, LayerPolicy(held), travels=False).forward_s == pytest.approx(layer.recorded_s)
 
     def test_scaled_without_regions(self):
         profile = Profile((LayerProfile(1.0, 2.0, 30, (10, 20), 4), LayerProfile(1.0, 2.0, 30)), 0.5, 0.25)
@@ -601,21 +599,19 @@ class TestProfile:
             LayerProfile(0.01, 0.02, 5, regions=DECODER.regions)
 
 
-class TestTreatments:
+class TestPolicies:
     def test_what_travels_is_kept(self):
         with pytest.raises(ValueError, match=r"^travelling must be some of the kept regions, got \[2\] beside them; "):
-            LayerTreatment(frozenset({0, 1}), frozenset({1, 2}))
+            LayerPolicy(frozenset({0, 1}), frozenset({1, 2}))
 
     def test_one_for_each_layer(self):
-        with pytest.raises(ValueError, match=r"^treatments must be one for each of the 20 layers, got 1; "):
-            simulate(Schedule(20), REFERENCE, PCIE, treatments=[None])
+        with pytest.raises(ValueError, match=r"^policies must be one for each of the 20 layers, got 1; "):
+            simulate(Schedule(20), REFERENCE, PCIE, policies=[None])
 
     def test_of_regions_that_there_are(self):
-        treatments = [None] * 19 + [LayerTreatment(frozenset({99}))]
-        with pytest.raises(
-            ValueError, match=r"^the treatment of layer 19 must name some of its 11 regions, got \[99\]; "
-        ):
-            simulate(Schedule(20), REFERENCE, PCIE, treatments=treatments)
+        policies = [None] * 19 + [LayerPolicy(frozenset({99}))]
+        with pytest.raises(ValueError, match=r"^the policy of layer 19 must name some of its 11 regions, got \[99\]; "):
+            simulate(Schedule(20), REFERENCE, PCIE, policies=policies)
 
     def test_of_a_plan_count_for_another_link(self):
         found = plan(REFERENCE, "5GiB", PCIE)

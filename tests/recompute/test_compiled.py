@@ -1,4 +1,4 @@
-"""Layers that are compiled, wholly or in part, with treatments: the same bits as compiled layers without."""
+"""Layers that are compiled, wholly or in part, with policies: the same bits as compiled layers without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 LAYERS = 3
-TREATMENTS: dict[str, dict[str, str]] = {
+POLICIES: dict[str, dict[str, str]] = {
     "keep": {"*": "keep"},
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
@@ -29,8 +29,8 @@ TREATMENTS: dict[str, dict[str, str]] = {
 }
 
 
-def offloaded(layers: Any, lab: Lab, treatments: dict[str, str], **options: Any) -> Any:
-    return offload.offload_layers(layers, 1, treatments=treatments, min_bytes=1, device=lab.device, **options)
+def offloaded(layers: Any, lab: Lab, policies: dict[str, str], **options: Any) -> Any:
+    return offload.offload_layers(layers, 1, policies=policies, min_bytes=1, device=lab.device, **options)
 
 
 class PartCompiled(nn.Module):
@@ -50,8 +50,8 @@ def test_compiled_submodules(lab: Lab) -> None:
     layers, x = build(PartCompiled, LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()
-    for treatments in (TREATMENTS["offload"], TREATMENTS["recompute"]):
-        with offloaded(layers, lab, treatments) as handle:
+    for policies in (POLICIES["offload"], POLICIES["recompute"]):
+        with offloaded(layers, lab, policies) as handle:
             for _ in range(3):
                 assert_same(expected, step_gradients(layers, x))
             assert "block.qkv: addmm" in handle.regions(0)
@@ -87,11 +87,11 @@ def test_a_compiled_layer_is_one_region(block: str, how: Callable[[nn.Module], n
     expected = step_gradients(layers, x)
     lab.adverse()
     moved = {}
-    for name, treatments in TREATMENTS.items():
-        with offloaded(layers, lab, treatments) as handle:
+    for name, policies in POLICIES.items():
+        with offloaded(layers, lab, policies) as handle:
             for _ in range(3):
                 assert_same(expected, step_gradients(layers, x))
-            assert handle.regions(0) == {"compiled forward": treatments["*"]}
+            assert handle.regions(0) == {"compiled forward": policies["*"]}
             moved[name] = handle.stats().offloaded_bytes
     assert moved["keep"] == 0
     # Of the only layer that travels: its input is a leaf, and its output's last use is the next layer's.
@@ -139,7 +139,7 @@ def test_memory_is_let_go_and_each_layer_runs_once_more(lab: Lab) -> None:
     after: list[int] = []
     peak_bytes()
     assert peak_bytes() > LAYERS * 7 * one
-    with offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offloaded(layers, lab, POLICIES["recompute"]):
         peak_bytes()  # it compares
         after.clear()
         assert peak_bytes() < (LAYERS + 12) * one
@@ -163,11 +163,11 @@ def test_what_the_layer_is_called_with(lab: Lab) -> None:
 
     expected = gradients(leaves_of(layers, x), step)
     lab.adverse()
-    for treatments in TREATMENTS.values():
-        with offloaded(layers, lab, treatments) as handle:
+    for policies in POLICIES.values():
+        with offloaded(layers, lab, policies) as handle:
             for _ in range(3):
                 assert_same(expected, gradients(leaves_of(layers, x), step))
-            assert handle.regions(0) == {"compiled forward": treatments["*"]}
+            assert handle.regions(0) == {"compiled forward": policies["*"]}
 
 
 def test_autocast_and_random_numbers(lab: Lab) -> None:
@@ -184,7 +184,7 @@ def test_autocast_and_random_numbers(lab: Lab) -> None:
         return torch.get_rng_state() if lab.device.type == "cpu" else torch.cuda.get_rng_state()
 
     expected, after = gradients(leaves_of(layers, x), step), state()
-    with offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(3):
             assert_same(expected, gradients(leaves_of(layers, x), step))
             assert torch.equal(after, state())
@@ -195,7 +195,7 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, caplog: pytest.LogCap
     layers, x = compiled("conv", in_place, lab)
     expected = step_gradients(layers, x)
     layers, x = compiled("conv", in_place, lab)
-    with offloaded(layers, lab, TREATMENTS["recompute"]) as handle:
+    with offloaded(layers, lab, POLICIES["recompute"]) as handle:
         assert_same(expected, step_gradients(layers, x))
         assert handle.regions(0) == {"compiled forward": "offload"}
         assert [int(layer.norm.num_batches_tracked) for layer in layers] == [1] * LAYERS
@@ -206,7 +206,7 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, caplog: pytest.LogCap
 
     Drifts._count = torch.compiler.disable(Drifts._count)  # type: ignore[method-assign]
     layers, x = compiled(lambda: Drifts(torch.tanh), wrapped, lab)
-    with offloaded(layers, lab, TREATMENTS["recompute"]) as handle:
+    with offloaded(layers, lab, POLICIES["recompute"]) as handle:
         step_gradients(layers, x)
         assert handle.regions(0) == {"compiled forward": "offload"}
 
@@ -214,7 +214,7 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, caplog: pytest.LogCap
 def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
     way = [False]
     layers, x = compiled(lambda: Counts(lambda x: x.tanh().sigmoid() * x if way[0] else x.tanh()), wrapped, lab)
-    with offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(2):
             step_gradients(layers, x)
         y = x
@@ -228,7 +228,7 @@ def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
 def test_streamed_weights(lab: Lab) -> None:
     layers, x = compiled("decoder", in_place, lab)
     expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
-    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, POLICIES["recompute"]):
         lab.adverse()
         for _ in range(3):
             assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
@@ -250,7 +250,7 @@ def test_microbatches_in_flight(lab: Lab) -> None:
 
     expected = gradients(leaves_of(layers, *inputs), step)
     lab.adverse()
-    with offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(3):
             assert_same(expected, gradients(leaves_of(layers, *inputs), step))
 
@@ -301,6 +301,6 @@ def test_backward_in_another_thread(lab: Lab) -> None:
         thread.start()
         thread.join()
 
-    with offloaded(layers, lab, TREATMENTS["recompute"]):
+    with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(2):
             assert_same(expected, gradients(leaves_of(layers, x), step))

@@ -1,4 +1,4 @@
-"""What treatments do while a CUDA graph is captured, where a device only says that it is."""
+"""What policies do while a CUDA graph is captured, where a device only says that it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from lab import Lab
 from models import assert_same, build, step_gradients
-from test_treatments import Seen, loss_of, offloaded
+from test_policies import Seen, loss_of, offloaded
 
 import offload
 
@@ -17,7 +17,7 @@ LAYERS = 4
 def captures(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Begins the capture when it is told to."""
     if lab.device.type != "cpu":
-        pytest.skip("test_graph_treatments.py captures graphs")
+        pytest.skip("test_graph_policies.py captures graphs")
     return monkeypatch
 
 
@@ -38,17 +38,16 @@ def test_a_capture_without_warm_up_is_refused(lab: Lab, captures: pytest.MonkeyP
         assert_same(expected, step_gradients(layers, x))
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_random_numbers_are_drawn_once(compiled: bool, size: int, lab: Lab, captures: pytest.MonkeyPatch) -> None:
+def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytest.MonkeyPatch) -> None:
     """What draws them is kept, and what is computed from it recomputed; a compiled layer is kept as a whole."""
     layers, x = build("gpt", LAYERS, lab.device)
     if compiled:
         for layer in layers:
             layer.compile(backend="aot_eager")
     expected = step_gradients(layers, x)
-    with offloaded(layers, lab, num_layers=2, layers_per_input=size) as handle:
+    with offloaded(layers, lab, num_layers=2) as handle:
         for _ in range(2):
             before = handle.stats()
             assert_same(expected, step_gradients(layers, x))
@@ -64,4 +63,4 @@ def test_random_numbers_are_drawn_once(compiled: bool, size: int, lab: Lab, capt
         with Seen() as seen:
             loss_of(y).backward()
         assert not seen.times["bernoulli_"]
-        assert compiled or seen.times["gelu"] == LAYERS + (LAYERS // 2 if size > 1 else 0)
+        assert compiled or seen.times["gelu"] == LAYERS

@@ -132,19 +132,17 @@ def steps_of(layers: nn.ModuleList, inputs: list[torch.Tensor]) -> list[list[tor
     return found
 
 
-TREATMENTS: dict[str, dict[str, str]] = {
+POLICIES: dict[str, dict[str, str]] = {
     "all": {"*": "recompute"},
     "some": {"*mm": "offload", "tanh": "keep", "*": "recompute"},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("treatments", TREATMENTS.values(), ids=list(TREATMENTS))
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])
-def test_each_forward_is_written_down_as_it_is(
-    shapes: str, function: Any, treatments: dict[str, str], lab: Lab
-) -> None:
+def test_each_forward_is_written_down_as_it_is(shapes: str, function: Any, policies: dict[str, str], lab: Lab) -> None:
     layers, x = build(lambda: Changing(function), LAYERS, lab.device)
     inputs = [x.detach().clone().requires_grad_() for _ in range(STEPS)]
     if shapes == "other shapes":
@@ -154,7 +152,7 @@ def test_each_forward_is_written_down_as_it_is(
         ]
     expected = steps_of(layers, inputs)
     lab.adverse()
-    with offload.offload_layers(layers, 0, treatments=treatments, min_bytes=0, device=lab.device) as handle:
+    with offload.offload_layers(layers, 0, policies=policies, min_bytes=0, device=lab.device) as handle:
         for wanted, found in zip(expected, steps_of(layers, inputs), strict=True):
             assert_same(wanted, found)
         assert "recompute" in handle.regions(0).values()
@@ -171,7 +169,7 @@ def test_a_tensor_that_was_dropped_must_not_be_changed(lab: Lab) -> None:
         return z
 
     layers, x = build(lambda: Changing(function), LAYERS, lab.device)
-    with offload.offload_layers(layers, 0, treatments={"*": "recompute"}, min_bytes=0, device=lab.device):
+    with offload.offload_layers(layers, 0, policies={"*": "recompute"}, min_bytes=0, device=lab.device):
         steps_of(layers, [x] * 3)
         for layer in layers:
             layer.step = 3

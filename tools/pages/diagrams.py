@@ -80,76 +80,6 @@ def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, 
     ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
 
 
-# The rooms, from the top down: each may import what is below it.
-ROOF = (("integrations", "callbacks for others' trainers"), ("command_line", "what a shell asks"))
-WINGS = (
-    ("pipelining", "torch's pipelines"),
-    ("planning", "how much"),
-    ("weights", "on the host"),
-    ("observe", "what happened"),
-    ("long_context", "loss, MLP in parts"),
-)
-SPINE = (
-    ("activations", "what moves, and who says so"),
-    ("recompute", "what is computed again, instead of kept"),
-    ("host", "how: page-locked memory"),
-    ("device", "how: streams, events, copies"),
-    ("schedule", "when: points and schedules, pure data"),
-    ("base", "what all of them need: a layer's events, checks, units"),
-)
-
-
-def rooms_figure(*, narrow: bool) -> Figure:
-    """The rooms as a house: the spine in storeys, the wings above it."""
-    figure = new_figure((NARROW_INCHES, 6.6) if narrow else (7.2, 5.7))
-    ax = figure.subplots()
-    ax.set_axis_off()
-    width, height, gap = (4.2, 1.0, 0.18) if narrow else (8.0, 0.62, 0.18)
-    for index, (name, text) in enumerate(reversed(SPINE)):
-        _draw_room(ax, 0.0, index * (height + gap), width, height, name, text, COLORS["forward"])
-    foot = len(SPINE) * (height + gap)
-    ax.text(0.0, foot + 0.02, "spine", color=INK, fontsize=9, va="center_baseline")
-    ax.plot((0.75, width), (foot, foot), color=INK, linewidth=1.0, linestyle=(0.0, (4.0, 3.0)))
-    top = foot + 0.3
-    middle = {}
-    for wings in (WINGS[3:], WINGS[:3]) if narrow else (WINGS,):
-        pitch = (width + gap) / len(wings)
-        for index, (name, text) in enumerate(wings):
-            _draw_room(ax, index * pitch, top, pitch - gap, 0.85, name, text, COLORS["offload"])
-            middle[name] = (index * pitch + (pitch - gap) / 2, top)
-        top += 0.85 + (gap if narrow else 0.0)
-    roof = top + 0.55
-    half = (width - gap) / 2
-    for index, (name, text) in enumerate(ROOF):
-        _draw_room(ax, index * (half + gap), roof, half, 0.85, name, text, COLORS["offload"])
-    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-    for source, target, bend in (("pipelining", "planning", -0.3), ("planning", "observe", -0.15)):
-        (from_x, from_y), (to_x, to_y) = middle[source], middle[target]
-        if from_y == to_y:  # over the roofs of both
-            ends, bent = ((from_x, from_y + 0.85), (to_x, to_y + 0.85)), {"connectionstyle": f"arc3,rad={bend}"}
-        else:
-            ends, bent = ((from_x, from_y), (to_x, to_y + 0.85)), {}
-        ax.annotate("", xy=ends[1], xytext=ends[0], arrowprops={**style, **bent})
-    ax.annotate("", xy=(width + 0.25, 0.0), xytext=(width + 0.25, roof + 0.85), arrowprops=style)
-    ax.text(width + 0.4, roof / 2, "may import", color=INK, fontsize=9, rotation=-90, ha="left", va="center")
-    ax.text(0.0, top + 0.3, "wings", color=INK, fontsize=9, va="center_baseline")
-    ax.set_xlim(-0.1, width + 0.8)
-    ax.set_ylim(-0.1, roof + 0.95)
-    return figure
-
-
-def _draw_room(ax: Axes, x: float, y: float, width: float, height: float, name: str, text: str, color: str) -> None:
-    shape = "round,pad=0,rounding_size=0.08"
-    ax.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor="none", edgecolor=color, linewidth=1.4))
-    if height > 0.7:  # its name above its text
-        letters = round(width * ax.figure.get_figwidth() * 2.55)  # that have room beside each other
-        _centered(ax, x + width / 2, y + 0.72 * height, name, INK, 9.5, "bold")
-        ax.text(x + width / 2, y + 0.3 * height, fill(text, letters), color=INK, fontsize=8, ha="center", va="center")
-    else:
-        ax.text(x + 0.2, y + height / 2, name, color=INK, fontsize=10, weight="bold", va="center_baseline")
-        ax.text(x + 2.0, y + height / 2, text, color=INK, fontsize=9, va="center_baseline")
-
-
 def ranks_figure(*, narrow: bool) -> Figure:
     """Two ranks of one host: what a trainer or wrapper does, and what the hooks on the layers do."""
     figure = new_figure((NARROW_INCHES, 4.9) if narrow else (WIDE_INCHES, 4.3))
@@ -189,5 +119,5 @@ def ranks_figure(*, narrow: bool) -> Figure:
     return figure
 
 
-DIAGRAMS: dict[str, Maker] = {"states": states_figure, "rooms": rooms_figure, "ranks": ranks_figure}
+DIAGRAMS: dict[str, Maker] = {"states": states_figure, "ranks": ranks_figure}
 """Name of a figure → what draws it."""

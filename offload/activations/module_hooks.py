@@ -1,0 +1,80 @@
+"""Offload the layers of a model whose forward cannot be edited, through module hooks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from offload.activations.context import OffloadContext
+from offload.activations.stats import OffloadStats
+from offload.activations.what_moves import exclude_parameters
+from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn
+from offload.schedule.schedule import Schedule
+
+
+class HookedLayers(Handle):
+    """An offload context driven by module hooks on the layers, until :meth:`remove`.
+
+    Args:
+        layers: The layers, in call order.
+        context: Entered where a layer's forward begins, left where the forward ends.
+    """
+
+    def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
+        self._kinds = " and ".join(sorted({type(layer).__name__ for layer in layers}))
+        self._context = context
+        exclude_parameters(layers)
+        listeners = [OffloadListener(context, number) for number in range(len(layers))]
+        self._attachment = Attachment(layers, listeners, self)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is released and reloaded at which point."""
+        return self._context.schedule
+
+    def remove(self) -> None:
+        """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
+        self._context.abort()  # an interrupt in a layer has kept it from leaving the context
+        self._attachment.remove()
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what has moved so far."""
+        return self._context.stats()
+
+    @property
+    def active(self) -> bool:
+        """Whether the hooks are on the layers."""
+        return bool(self._attachment)
+
+    def regions(self, layer: int = 0) -> dict[str, str]:
+        """What happens to the regions of a layer: policies by the regions' names, once it has run forward."""
+        policies = self._context.policies[layer] if self._context.policies else None
+        return {} if policies is None else policies.by_name()
+
+    def __repr__(self) -> str:
+        state = "" if self._attachment else ", removed"
+        return f"OffloadedLayers({self._kinds} in {self._context!r}{state})"
+
+
+class OffloadListener(LayerListener):
+    """Enters the context where the layer's forward begins, leaves it where it ends, and marks its output."""
+
+    turn = Turn.ACTIVATIONS
+
+    def __init__(self, context: OffloadContext, number: int) -> None:
+        self._context = context
+        self._number = number
+        self._entered = False
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        self._entered = not self._context.has_nothing_to_do()
+        if self._entered:
+            self._context.abort()  # a forward that an interrupt has cut off, of this layer or another
+            self._context.enter(self._number, inputs)
+
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        if self._entered:
+            self._context.exit(failed=failed)
+
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        if self._entered:
+            self._context.sync(output)

@@ -1,0 +1,110 @@
+"""One microbatch's pass through the layers, and the schedule at work on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from offload.activations.activation_set import ActivationSet, Saved
+from offload.activations.copies import Transfers
+from offload.activations.region_set import RegionSet
+from offload.activations.states import OffloadState
+from offload.activations.what_moves import Rules
+from offload.activations.whole_set import WholeSet
+from offload.base import trace
+from offload.recompute.policies import LayerPolicies
+from offload.schedule.points import Point, backward, forward
+from offload.schedule.schedule import Schedule
+
+
+class Round:
+    """The activation sets of one microbatch, layers 0 to N-1.
+
+    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
+    the manual synchronizer says what moves when. If the round ``sees_all``, what is saved by layers that never move is
+    treated as if it could travel, so that its size is known. ``policies_of`` gives what happens to the regions of a
+    layer, or ``None`` if the same happens to all of them.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None,
+        transfers: Transfers,
+        min_bytes: int,
+        *,
+        policies_of: Callable[[int], LayerPolicies | None] | None = None,
+        sees_all: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.transfers = transfers
+        self.sets: dict[int, ActivationSet] = {}
+        self.last_layer = -1
+        """The layer whose forward began last."""
+        self._min_bytes = min_bytes
+        self._known = Saved()
+        self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
+        self._first_to_stay = math.inf
+        if schedule and not sees_all:
+            treated = (layer for layer in range(schedule.model_layers) if policies_of and policies_of(layer))
+            self._first_to_stay = max({*self._offloaded, *treated}, default=-1) + 1
+        self._policies_of = policies_of
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the last layer's graph has gone without a backward."""
+        last = self.sets.get(self.last_layer)
+        return last is not None and last.gone and not last.backward_begun
+
+    def runs_late(self, layer: int) -> bool:
+        """Whether backward has begun for a layer whose backward comes after forward of ``layer`` in the schedule."""
+        if self.schedule is None:
+            return False
+        before = self.schedule.order[: self.schedule.order.index(forward(layer))]
+        return any(one.backward_begun and backward(one.layer) not in before for one in self.sets.values())
+
+    def passes_by(self, layer: int) -> bool:
+        """Whether the layer needs no hooks: all of it is kept, and so is the one before and all later ones.
+
+        The first layer that stays has hooks still: what it and the one before it both save must not travel.
+        """
+        return layer > self._first_to_stay
+
+    def begin_forward(self, layer: int, held: frozenset[int] = frozenset()) -> ActivationSet:
+        """The layer's forward begins: act on the schedule, then open its activation set; ``held`` as in its rules."""
+        if not self.sets:
+            self.transfers.counters.begin_round()
+        for passed in range(self.last_layer + 1, layer + 1):
+            self._act(forward(passed))
+        trace.point("forward", layer)
+        # If this layer stays, and all later ones, it only matters what it shares with earlier ones.
+        only = self._known if layer >= self._first_to_stay else None
+        rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
+        stays = self.schedule is not None and layer not in self._offloaded
+        parts = (layer, self.transfers, rules, self._known)
+        policies = self._policies_of(layer) if self._policies_of else None
+        if policies is not None:
+            kind = WholeSet if policies.whole else RegionSet
+            opened: ActivationSet = kind(*parts, stays=stays, policies=policies)
+        else:
+            opened = ActivationSet(*parts, stays=stays)
+        self.sets[layer] = opened
+        self.last_layer = layer
+        if layer in self._offloaded:
+            opened.start_offload()
+        return opened
+
+    def begin_backward(self, layer: int) -> None:
+        """The layer's backward begins: act on the schedule."""
+        self.sets[layer].backward_begun = True
+        trace.point("backward", layer)
+        self._act(backward(layer))
+
+    def _act(self, point: Point) -> None:
+        if self.schedule is None:
+            return
+        for layer in self.schedule.releases(point):
+            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADING:
+                self.sets[layer].release()
+        for layer in self.schedule.reloads(point):
+            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADED:
+                self.sets[layer].start_reload()

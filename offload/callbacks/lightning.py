@@ -1,0 +1,35 @@
+"""A callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from offload.callbacks.base import WhileTraining
+
+
+class OffloadCallback(WhileTraining, Callback):
+    """Offloads the layers of the module that a Lightning ``Trainer`` fits, while it fits it.
+
+    What moved is logged after each batch, under names that begin with ``offload/``. The hooks come off the layers
+    when fitting ends or raises::
+
+        Trainer(callbacks=[OffloadCallback(num_layers=4)]).fit(module, data)
+
+    The arguments are those of :class:`~offload.callbacks.base.WhileTraining`.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.attach(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        # Tensors on the host: of numbers, Lightning makes tensors on the device, and waits for it.
+        pl_module.log_dict({name: torch.tensor(value) for name, value in self.metrics().items()})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.remove()

@@ -1,0 +1,184 @@
+"""Offload the layers of a model: the one call, its arguments, and the handle that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.activations.module_hooks import HookedLayers, OffloadListener
+from offload.activations.stats import OffloadStats
+from offload.base.given_layers import check_layers
+from offload.base.layer_events import Handle, compute_device
+from offload.host.limits import HostMemory, WhenFull
+from offload.measuring.budget import BudgetedLayers, FreeLayers
+from offload.measuring.follow_plan import PlannedLayers
+from offload.planning.plan import Plan
+from offload.recompute.policies import LayerPolicies, Policy, parse_policies
+from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
+
+
+class OffloadedLayers(Handle):
+    """Layers whose activations are offloaded; made by :func:`offload_layers`, undone by :meth:`remove`.
+
+    As a context manager it is undone at the end of the block.
+    """
+
+    def __init__(self, hooks: HookedLayers, plan: Plan | None = None) -> None:
+        self._hooks = hooks
+        self._plan = plan
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; ``None`` while layers are measured, and where there is none."""
+        return self._hooks.plan if isinstance(self._hooks, PlannedLayers) else self._plan
+
+    @property
+    def state(self) -> Literal["measuring", "following", "removed"]:
+        """Whether the layers are still measured for a plan, follow their plan or schedule, or were removed."""
+        if not self._hooks.active:
+            return "removed"
+        return "measuring" if isinstance(self._hooks, PlannedLayers) and self._hooks.measures else "following"
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is released and reloaded at which point."""
+        return self._hooks.schedule
+
+    def remove(self) -> None:
+        """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
+        self._hooks.remove()
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of what was offloaded so far."""
+        return self._hooks.stats()
+
+    def regions(self, layer: int = 0) -> dict[str, str]:
+        """The policy of each region of a layer, by the region's name, once the layer has run forward."""
+        return self._hooks.regions(layer)
+
+    def __enter__(self) -> Self:
+        if not self._hooks.active:
+            raise RuntimeError("the handle must be in use, but it was removed; call offload_layers again.")
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self._hooks)
+
+
+def offload_layers(
+    layers: Iterable[nn.Module],
+    num_layers: int | Literal["auto"] = 4,
+    *,
+    schedule: Schedule | None = None,
+    plan: HasSchedule | None = None,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+    max_host_bytes: int | str | None = None,
+    when_host_full: WhenFull = "keep",
+    policies: Mapping[str, Policy | str] | None = None,
+    memory_budget: int | str | None = None,
+) -> OffloadedLayers:
+    """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
+
+    Forward hooks enter and leave the offload context around each layer and mark its outputs. The model's
+    ``state_dict`` stays as it is, and a copy or pickle of the model is one without offloading::
+
+        with offload_layers(model.model.layers, num_layers=4) as handle:
+            model(**batch).loss.backward()
+        print(handle.stats())
+
+    Args:
+        layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
+            iterable of modules. A layer may be skipped in a forward, but not called twice.
+        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. Or ``"auto"``, as many as make
+            the step no longer: the first two microbatches run with everything recomputed and are measured; the result
+            is the handle's ``plan``.
+        schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
+        plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
+            with a ``schedule``; in place of ``num_layers``.
+        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
+        device: The device whose activations move; by default the one that the layers' parameters are on, or where they
+            compute if their weights are streamed. Call ``offload_layers`` once for the layers of each device.
+        max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
+            limit by default.
+        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
+            copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
+        policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
+            it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
+            ``"recompute"``. The first pattern that matches decides; what none matches is kept. What is offloaded
+            travels in the first ``num_layers``, which may be 0, and stays in the others. What is recomputed is let go,
+            and the recorded operations that lead to it run once more in backward, those alone. In a layer's first
+            forward they run at once, and what does not come out bit by bit the same is kept.
+        memory_budget: In place of all these: device memory for what a step adds to weights and optimizer state, in
+            bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
+            everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
+            ``max_host_bytes`` is a capacity of it.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules, or an argument is of another type; the message says which, and what
+            to write.
+        ValueError: There are no layers, one is listed twice, inside another or offloaded already, or the schedule
+            does not fit their number.
+    """
+    modules = check_layers(layers, OffloadListener, "offloaded", "cannot be offloaded")
+    if schedule is not None:
+        check_schedule(schedule)
+    if memory_budget is not None and (schedule, plan, policies) != (None, None, None):
+        raise ValueError("memory_budget excludes schedule, plan and policies, which it decides; give it alone.")
+    if plan is not None:
+        for name, value in (("schedule", schedule), ("policies", policies)):
+            if value is not None:
+                raise ValueError(f"{name} and plan exclude each other; give one.")
+        schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
+    measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
+    if num_layers == "auto" and policies is not None:
+        raise ValueError('num_layers="auto" offloads whole layers, so policies need a number; or give memory_budget.')
+    if device is None:
+        device = _device_of(modules)
+    if schedule is None:
+        schedule = Schedule.default(0 if measured or num_layers == "auto" else num_layers, len(modules))
+    if schedule.model_layers != len(modules):
+        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
+    host = HostMemory(max_host_bytes, when_host_full)
+    if memory_budget is not None:
+        return OffloadedLayers(BudgetedLayers(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
+    if measured:
+        return OffloadedLayers(FreeLayers(modules, min_bytes=min_bytes, device=device, host=host))
+    regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
+    if policies is not None:
+        patterns = parse_policies(policies)
+        regions = [LayerPolicies(patterns, layer) for layer in modules]
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, policies=regions)
+    return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
+
+
+def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
+    """The one device on which the layers compute."""
+    found = [compute_device([layer]) or next((each.device for each in layer.parameters()), None) for layer in modules]
+    devices = {device for device in found if device is not None and device.type != "meta"}
+    accelerators = {device for device in devices if device.type != "cpu"}
+    if len(accelerators) > 1:
+        raise ValueError(
+            f"layers must be on one device, got layers on {', '.join(sorted(map(str, accelerators)))}; call "
+            "offload_layers once for the layers of each device."
+        )
+    return next(iter(accelerators or devices), None)
+
+
+def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerPolicies | None]:
+    """The policies of a plan, if it has any: a schedule alone is a plan, too."""
+    found = list(getattr(plan, "policies", ()))
+    if not any(found):
+        return []
+    names = [[region.name for region in layer.regions] for layer in plan.profile.layers]
+    return [
+        None if one is None else LayerPolicies({"*": Policy.OFFLOAD}, layer, planned=(one, names[number]))
+        for number, (layer, one) in enumerate(zip(modules, found, strict=True))
+    ]

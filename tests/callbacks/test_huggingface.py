@@ -1,0 +1,385 @@
+"""The callback for Hugging Face's Trainer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from llama import LAYERS, llama
+from scripts import NO_GPU, TORCH, TRAINERS, as_torchrun, run_scripts
+from torch import nn
+
+import offload
+from offload.base.checks import parse_bytes
+from offload.callbacks.base import find_layers
+from offload.callbacks.huggingface import OffloadCallback
+
+pytestmark = pytest.mark.slow
+
+transformers.utils.logging.set_verbosity_error()
+
+
+class Recorder(transformers.TrainerCallback):
+    def on_log(self, args, state, control, *, logs, **_):
+        self.logs = dict(logs)
+
+
+def make_trainer(folder, callbacks, fails=False, model=None, **options):
+    model = llama(transformers, torch.device("cpu")) if model is None else model
+    tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+
+    class Trainer(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if fails and self.state.global_step == 1:
+                raise OSError("the disk is full")
+            return loss
+
+    defaults = {"max_steps": 3, "save_strategy": "no", "use_cpu": True}
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        **defaults | options,
+    )
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+
+
+def has_hooks(model):
+    return any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
+def test_trains_the_same_and_logs_what_moved(tmp_path, options):
+    expected = make_trainer(tmp_path, [], **options)
+    expected.train()
+
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], **options)
+    trainer.train()
+
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
+    assert 0 < moved[0] < moved[1] < moved[2] == callback.handle.stats().offloaded_bytes
+    assert not has_hooks(trainer.model)
+
+
+@pytest.mark.parametrize(("budget", "options"), [("200KiB", {}), ("1GiB", {}), ("200KiB", {"bf16": True})])
+def test_trains_the_same_within_a_budget(tmp_path, budget, options):
+    expected = make_trainer(tmp_path, [], max_steps=6, **options)
+    expected.train()
+
+    callback = OffloadCallback(memory_budget=budget, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], max_steps=6, **options)
+    trainer.train()
+
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert callback.handle.state in ("measuring", "following")
+    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
+    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
+    assert 0 < moved[0] < moved[1] <= moved[5] == callback.handle.stats().offloaded_bytes
+    assert (moved[5] == moved[2]) is (budget == "1GiB")  # then all is kept once the plan is made
+    assert not has_hooks(trainer.model)
+
+
+def test_auto_asks_the_device_which_the_cpu_is_not(tmp_path):
+    trainer = make_trainer(tmp_path, [OffloadCallback(memory_budget="auto")])
+    with pytest.raises(ValueError, match="on the CPU, give bytes"):
+        trainer.train()
+
+
+def moving_llama():
+    """A Llama that moves as to a device where it is not yet: each tensor's memory is replaced."""
+    model = llama(transformers, torch.device("cpu"))
+
+    class Moving(type(model)):
+        moves = 0
+
+        def to(self, *args, **kwargs):
+            Moving.moves += 1
+            return self._apply(torch.clone)
+
+    model.__class__ = Moving
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"optim": "sgd"},
+        {"max_grad_norm": 0.01},
+    ],
+)
+def test_trains_streamed_weights_the_same(tmp_path, options):
+    """Trainer moves the model twice, clips gradients, evaluates, saves."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2} | options
+    expected = make_trainer(tmp_path / "expected", [], **options)
+    expected.train()
+
+    model = moving_llama()
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
+        trainer = make_trainer(tmp_path / "streamed", [], model=model, **options)
+        trainer.train()
+        assert streamed.stats().loads >= 3 * 2 * (LAYERS - 1)
+    assert model.moves >= 2
+
+    assert losses(trainer) == losses(expected)
+    for name in ("eval_loss", "grad_norm"):
+        found, wanted = (
+            [entry[name] for entry in one.state.log_history if name in entry] for one in (trainer, expected)
+        )
+        assert found == wanted
+        assert len(found) == 3
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    saved, wanted = (
+        safetensors.torch.load_file(folder / "checkpoint-2/model.safetensors")
+        for folder in (tmp_path / "streamed", tmp_path / "expected")
+    )
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
+def test_trains_streamed_weights_on_two_ranks(tmp_path, device):
+    """Trainer wraps the model for data parallelism, which leaves the layers alone."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    worker = str(Path(__file__).with_name("trainer_worker.py"))
+    ranks = run_scripts(
+        [[worker, device, str(tmp_path)]] * 2,
+        tmp_path,
+        as_torchrun(environment | (NO_GPU if device == "cpu" else {}), 2),
+        imported=(*TORCH, *TRAINERS),
+    )
+    assert [rank.code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"{rank}.pt")
+        expected, found = saved["expected"], saved["found"]
+        assert expected["wrapper"] == found["wrapper"] == "DistributedDataParallel"
+        assert found["losses"] == expected["losses"]
+        assert all(map(torch.equal, found["parameters"], expected["parameters"]))
+        assert found["loads"] >= 3 * 2 * (LAYERS - 1)
+
+
+def test_resumes_with_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [], save_strategy="steps", save_steps=2)
+    expected.train()
+
+    model = moving_llama()
+    with offload.stream_weights(model.model.layers, "cpu"):
+        trainer = make_trainer(tmp_path, [], model=model)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+
+
+def test_offloads_activations_beside_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [])
+    expected.train()
+
+    model = moving_llama()
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    with offload.stream_weights(model.model.layers, "cpu"):
+        trainer = make_trainer(tmp_path, [callback], model=model)
+        trainer.train()
+    assert losses(trainer) == losses(expected)
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+def test_keeps_to_a_budget_beside_streamed_weights(tmp_path):
+    expected = make_trainer(tmp_path, [], max_steps=6)
+    expected.train()
+
+    model = moving_llama()
+    callback = OffloadCallback(memory_budget="200KiB", min_bytes=1)
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
+        trainer = make_trainer(tmp_path, [callback], model=model, max_steps=6)
+        trainer.train()
+        assert streamed.stats().loads > 0
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert callback.handle.plan is not None
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "1GiB"}])
+def test_trains_the_same_on_a_gpu(tmp_path, options):
+    expected = make_trainer(tmp_path, [], max_steps=6, use_cpu=False)
+    expected.train()
+    callback = OffloadCallback(min_bytes=1, **options)
+    trainer = make_trainer(tmp_path, [callback], max_steps=6, use_cpu=False)
+    trainer.train()
+    assert losses(trainer) == losses(expected)
+    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    assert callback.handle.stats().offloaded_bytes > 0
+    assert "memory_budget" not in options or callback.handle.plan is not None
+
+
+@pytest.mark.gpu
+def test_trains_streamed_weights_on_a_gpu(tmp_path):
+    """Optimizers round in other places on the CPU than on a GPU; SGD with a power of two does not."""
+    options = {
+        "use_cpu": False,
+        "optim": "sgd",
+        "learning_rate": 2.0**-6,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+    }
+    expected = make_trainer(tmp_path, [], **options)
+    expected.train()
+    model = llama(transformers, torch.device("cpu"))
+    with offload.stream_weights(model.model.layers, "cuda") as streamed:
+        trainer = make_trainer(tmp_path, [], model=model, **options)
+        trainer.train()
+        assert streamed.stats().loads > 0
+        assert {parameter.device.type for parameter in model.model.layers.parameters()} == {"cpu"}
+        assert model.model.embed_tokens.weight.device.type == "cuda"
+    assert losses(trainer) == losses(expected)
+
+    model = llama(transformers, torch.device("cpu"))
+    with offload.stream_weights(model.model.layers, "cuda"):
+        trainer = make_trainer(tmp_path, [], model=model, use_cpu=False)  # AdamW, gradients clipped at 1
+        trainer.train()
+    assert losses(trainer)[0] == losses(expected)[0]
+    assert all(torch.tensor(losses(trainer)).isfinite())
+
+
+def test_reporters_behind_it_get_what_moved_and_evaluation_does_not(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, [OffloadCallback(num_layers=1, min_bytes=1), recorder], eval_strategy="epoch")
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert "train_loss" in recorder.logs
+    assert not [name for name in trainer.evaluate() if name.startswith("offload/")]
+    assert all("offload/stall_s" in entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_trains_again_after_an_error(tmp_path):
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], fails=True)
+    with pytest.raises(OSError, match="disk is full"):
+        trainer.train()
+    assert has_hooks(trainer.model)  # Trainer has told nobody
+
+    trainer.__class__ = transformers.Trainer
+    trainer.train()
+    assert callback.handle.stats().offloaded_bytes > 0
+    assert not has_hooks(trainer.model)
+
+
+def test_the_block_removes_after_an_error(tmp_path):
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = make_trainer(tmp_path, [callback], fails=True)
+    with pytest.raises(OSError, match="disk is full"), callback:
+        trainer.train()
+    assert not has_hooks(trainer.model)
+    assert callback.handle.stats().offloaded_bytes > 0
+
+
+def test_refuses_data_parallelism_in_threads(tmp_path):
+    callback = OffloadCallback()
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.args._n_gpu = 2
+    with pytest.raises(RuntimeError, match="one process per GPU, got 2 GPUs in one; start the script with torchrun"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
+            )
+        ),
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32)),
+        transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
+            )
+        ),
+        transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                num_hidden_layers=3,
+                hidden_size=32,
+                intermediate_size=32,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_local_experts=2,
+                vocab_size=32,
+            )
+        ),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_finds_the_layers_of_usual_models(model):
+    layers = list(find_layers(model, None))
+    assert len(layers) == 3
+    assert len({type(layer) for layer in layers}) == 1
+    assert [layer for layer in model.modules() if type(layer) is type(layers[0])] == layers
+
+
+def test_a_name_is_found_inside_of_what_wraps_the_model():
+    model = llama(transformers, torch.device("cpu"))
+    wrapped = nn.Sequential(nn.Sequential(model))
+    assert find_layers(wrapped, "model.layers") is model.model.layers
+    assert find_layers(wrapped, "layers") is model.model.layers
+    assert len(list(find_layers(model, lambda model: model.model.layers[1:]))) == LAYERS - 1
+
+
+def test_says_what_the_model_has():
+    two = nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for name in ("encoder", "decoder")})
+    with pytest.raises(ValueError, match=r"^layers must be the name .*; ModuleDict has 'encoder', 'decoder'\.$"):
+        find_layers(two, None)
+    with pytest.raises(ValueError, match=r"got 'coder'; ModuleDict has 'encoder', 'decoder'\.$"):
+        find_layers(two, "coder")
+    with pytest.raises(ValueError, match=r"; Linear has no list of modules\.$"):
+        find_layers(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match=r"has '0'\.$"):
+        find_layers(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), None)
+
+
+def test_refuses_an_option_that_offloading_does_not_have():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nun_layers'"):
+        OffloadCallback(nun_layers=3)
+
+
+def test_the_library_imports_no_trainer():
+    code = """if True:
+        import sys, offload
+        assert "offload.callbacks" not in sys.modules
+        import offload.callbacks.base
+        assert not {"transformers", "lightning", "offload.callbacks.huggingface"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_logs_numbers_that_stats_has():
+    callback = OffloadCallback(num_layers=1, layers=lambda model: model, min_bytes=1)
+    assert callback.metrics() == {}
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with callback:
+        callback.attach(model)
+        model(torch.ones(2, 8)).sum().backward()
+    stats = callback.handle.stats()
+    assert isinstance(stats, offload.OffloadStats)
+    assert callback.metrics()["offload/offloaded_bytes"] == stats.offloaded_bytes

@@ -1,0 +1,157 @@
+"""The callback for Lightning's Trainer."""
+
+import logging
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.base.checks import parse_bytes
+from offload.callbacks.lightning import OffloadCallback
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # on the number of data loader workers, and GPUs
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning 2.6 uses what PyTorch 2.13 deprecates
+]
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, fails_at=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5))
+        self.fails_at = fails_at
+        self.losses, self.logged = [], []
+
+    def training_step(self, batch, number):
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        self.losses.append(loss.item())
+        if number == self.fails_at:
+            raise OSError("the disk is full")
+        return loss
+
+    def validation_step(self, batch, number):
+        self.logged.append(dict(self.trainer.logged_metrics))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, folder, callbacks, accelerator="cpu", **options):
+    data = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    trainer = lightning.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        max_epochs=2,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+def has_hooks(module):
+    return any(layer._forward_pre_hooks for layer in module.layers)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+def test_trains_the_same_and_logs_what_moved(tmp_path, options):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], **options)
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = fit(module, tmp_path, [callback], **options)
+
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
+    assert not has_hooks(module)
+
+
+@pytest.mark.parametrize("budget", ["1.5KiB", "1GiB"])
+def test_trains_the_same_within_a_budget(tmp_path, budget):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [])
+    callback = OffloadCallback(memory_budget=budget, min_bytes=1)
+    trainer = fit(module, tmp_path, [callback])
+
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert not has_hooks(module)
+
+
+class Moving(Module):
+    """Moves as to a device where it is not yet: each tensor's memory is replaced."""
+
+    moves = 0
+
+    def to(self, *args, **kwargs):
+        self.moves += 1
+        return self._apply(torch.clone)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+def test_trains_streamed_weights_the_same(tmp_path, options):
+    expected, module = Module(), Moving()
+    fit(expected, tmp_path, [], **options)
+    with offload.stream_weights(module.layers, "cpu") as streamed:
+        fit(module, tmp_path, [], **options)
+        assert streamed.stats().loads >= 8 * 2 * 4
+    assert module.moves
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "1GiB"}])
+def test_trains_the_same_on_a_gpu(tmp_path, options):
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], "gpu")
+    callback = OffloadCallback(min_bytes=1, **options)
+    trainer = fit(module, tmp_path, [callback], "gpu")
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    moved_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert "memory_budget" not in options or callback.handle.plan is not None
+
+
+@pytest.mark.gpu
+def test_trains_streamed_weights_on_a_gpu(tmp_path):
+    """SGD with a learning rate of 0.1 rounds in other places on the CPU than on a GPU: the first loss is the same."""
+    expected, module = Module(), Module()
+    fit(expected, tmp_path, [], "gpu")
+    with offload.stream_weights(module.layers, "cuda") as streamed:
+        fit(module, tmp_path, [], "gpu")
+        assert streamed.stats().loads > 0
+        assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert module.losses[0] == expected.losses[0]
+    assert torch.allclose(torch.tensor(module.losses), torch.tensor(expected.losses))
+
+
+def test_removes_when_training_raises(tmp_path):
+    module = Module(fails_at=1)
+    callback = OffloadCallback(num_layers=3, layers="layers", min_bytes=1)
+    with pytest.raises(OSError, match="disk is full"):
+        fit(module, tmp_path, [callback])
+    assert not has_hooks(module)
+    assert callback.handle.stats().offloaded_bytes > 0

@@ -1,0 +1,294 @@
+"""A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same, build, step_gradients
+
+import offload
+from offload.device.select import get_backend
+from offload.host import pool as host_pool
+from offload.measuring.budget import RESERVE, _left_bytes
+from offload.measuring.layer_times import LayerTimes
+
+LAYERS = 6
+
+
+def budgeted(layers: Any, lab: Lab, budget: int | str, **options: Any) -> Any:
+    return offload.offload_layers(layers, memory_budget=budget, min_bytes=0, device=lab.device, **options)
+
+
+def saved_bytes(layers: Any, x: torch.Tensor, lab: Lab) -> int:
+    return offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device).saved_bytes
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """On the CPU: on a GPU, what these small models need outside of their layers is more than what they save."""
+    monkeypatch.setattr(host_pool, "_pools", {})
+    return Lab(get_backend("cpu"), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
+def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload.measuring.budget")
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    budget = round(share * saved_bytes(layers, x, lab))
+    lab.adverse()
+    with budgeted(layers, lab, budget) as handle:
+        for number in range(5):
+            assert (handle.plan is None) == (number < 3)
+            assert_same(expected, step_gradients(layers, x))
+        plan = handle.plan
+        assert plan.peak_bytes <= budget
+        assert handle.schedule == plan.schedule
+        assert (plan.recompute_s > 0 or plan.num_layers > 0) == (share < 1)
+    assert "layers travel" in caplog.text
+
+
+def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(4):
+            assert_same(expected, step_gradients(layers, x))
+            with torch.no_grad():
+                y = x
+                for layer in layers:
+                    y = layer(y)
+        assert handle.plan is not None
+
+
+@pytest.mark.slow
+def test_other_shapes_are_measured_anew(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    longer = torch.cat([x, x, x]).detach().requires_grad_()
+    expected = step_gradients(layers, longer)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(4):
+            step_gradients(layers, x)
+        first = handle.plan
+        for _ in range(4):
+            assert_same(expected, step_gradients(layers, longer))
+        assert handle.plan is not first
+        assert handle.plan.profile.saved_bytes > 2 * first.profile.saved_bytes
+
+
+def test_microbatches_before_the_first_backward(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(3):
+            outputs = []
+            for _ in range(2):
+                y = x
+                for layer in layers:
+                    y = layer(y)
+                outputs.append(y.square().mean())
+            for output in outputs:
+                output.backward()
+        assert handle.plan is not None
+
+
+def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, 64) as handle:
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        with pytest.warns(UserWarning, match="cannot be met, so everything is recomputed"):
+            assert_same(expected, step_gradients(layers, x))
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is None
+
+
+class Peaks:
+    """An accelerator's memory statistics, as a test wants them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak_bytes = 0
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: self.peak_bytes)
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 0)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+
+
+@pytest.mark.slow
+def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    whole = saved_bytes(layers, x, lab)
+    budget = 2 * whole
+    with budgeted(layers, lab, budget) as handle:
+        peaks = Peaks(monkeypatch)
+        handle._has_peak = True
+        step_gradients(layers, x)
+        peaks.peak_bytes = whole + whole // 2  # of the frugal step, most of it outside of the layers
+        step_gradients(layers, x)
+        peaks.peak_bytes = budget
+        step_gradients(layers, x)
+        first = handle.plan
+        assert first.profile.loss_bytes > whole // 2
+        assert first.peak_bytes <= first.memory_budget == budget - round(RESERVE * budget)
+        peaks.peak_bytes = budget + 1000  # in the next step: then there is less for the layers
+        step_gradients(layers, x)
+        peaks.peak_bytes = budget
+        for _ in range(2):
+            step_gradients(layers, x)
+            assert handle.plan.memory_budget == first.memory_budget - 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [True, False], ids=["made in the step", "there before"])
+def test_what_enters_the_first_layer_counts_if_the_step_has_made_it(
+    made: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    budget = 2 * saved_bytes(layers, x, lab)
+
+    def step() -> None:
+        y = x * 1 if made else x
+        for layer in layers:
+            y = layer(y)
+        y.square().mean().backward()
+
+    with budgeted(layers, lab, budget) as handle:
+        peaks = Peaks(monkeypatch)
+        handle._has_peak = True
+        for _ in range(3):
+            step()
+        first = handle.plan.memory_budget
+        assert first == budget - round(RESERVE * budget)
+        peaks.peak_bytes = budget - 1000  # from the first layer on
+        for _ in range(2):
+            step()
+        assert handle.plan.memory_budget == first - (x.nbytes - 1000 if made else 0)
+
+
+def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for number in range(3):
+            with monkeypatch.context() as capture:
+                capture.setattr(type(lab.backend), "capturing", True)
+                with pytest.raises(offload.CaptureError, match="warm up with three steps before the capture"):
+                    layers[0](x)
+            assert_same(expected, step_gradients(layers, x))
+            assert (handle.plan is None) == (number < 2)
+        plan = handle.plan
+        monkeypatch.setattr(type(lab.backend), "capturing", True)
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is plan
+
+
+@pytest.mark.slow
+def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    budget = 2 * saved_bytes(layers, x, lab)
+    with budgeted(layers, lab, budget) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        first = handle.plan
+        peaks = Peaks(monkeypatch)
+        handle._has_peak = True
+        step_gradients(layers, x)
+        peaks.peak_bytes = 10 * budget  # in this step: so much is needed outside of the layers
+        step_gradients(layers, x)
+        with pytest.warns(UserWarning, match="cannot be met, so the plan is followed that has broken it"):
+            assert_same(expected, step_gradients(layers, x))
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.plan is first
+
+
+@pytest.mark.gpu
+def test_auto_and_the_measured_peak() -> None:
+    device = torch.device("cuda")
+    nn = torch.nn
+    mlp = [nn.Sequential(nn.LayerNorm(2048), nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(8)]
+    layers = nn.ModuleList(mlp).to(device, torch.bfloat16)
+    x = torch.randn(8192, 2048, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> int:
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.float().square().mean().backward()
+        return torch.cuda.max_memory_allocated() - start
+
+    whole = max(step() for _ in range(2))
+    with offload.offload_layers(layers, memory_budget="auto") as handle:
+        for _ in range(4):
+            step()
+        assert not handle.plan.recompute_s
+    budget = whole // 2
+    with offload.offload_layers(layers, memory_budget=budget) as handle:
+        for _ in range(6):
+            step()
+        assert handle.plan is not None
+        assert step() <= 1.02 * budget  # as corrected by what was measured, with the allocator's rounding
+
+
+def test_what_came_before_is_not_the_peak(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation, another model or the step that learns may have needed more than the step that is measured."""
+    device = {"now": 10, "most": 1 << 40}
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: device["now"])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: device["most"])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda _: device.update(most=device["now"]))
+    layers, x = build("decoder", LAYERS, lab.device)
+    times = LayerTimes(layers, lab.backend)
+    times.start(reads_memory=True)
+    step_gradients(layers, x)
+    assert times.most_bytes() == 0
+    device.update(most=15)
+    assert times.most_bytes() == 5
+    times.remove()
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 70 + 10), (0.5, 50 - 30 + 10), (0.1, 0)])
+def test_auto_keeps_within_the_limit_of_the_process(
+    fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (70, 100))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 30)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert _left_bytes(torch.device("cuda")) == left
+
+
+@pytest.mark.slow
+def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload.measuring.budget")
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offload.offload_layers(layers, "auto", min_bytes=0, device=lab.device) as handle:
+        for number in range(5):
+            assert (handle.plan is None) == (number < 3)
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.schedule == handle.plan.schedule
+        assert not handle.plan.recompute_s
+        assert handle.regions(0) == {}  # nothing is recorded
+    assert 'num_layers="auto"' in caplog.text
+    with pytest.raises(ValueError, match="policies need a number"):
+        offload.offload_layers(layers, "auto", policies={"*": "keep"})
+
+
+def test_bad_budgets(lab: Lab) -> None:
+    layers, _ = build("decoder", LAYERS, lab.device)
+    with pytest.raises(ValueError, match="excludes schedule, plan and policies"):
+        budgeted(layers, lab, "1GiB", policies={"*": "keep"})
+    with pytest.raises(ValueError, match="memory_budget"):
+        budgeted(layers, lab, "a lot")
+    if lab.device.type == "cpu":
+        with pytest.raises(ValueError, match="asks an accelerator"):
+            budgeted(layers, lab, "auto")
+    assert step_gradients(layers, build("decoder", LAYERS, lab.device)[1])

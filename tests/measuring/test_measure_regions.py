@@ -1,0 +1,197 @@
+"""Regions as they are measured in a model, and plans by region as they are carried out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same, build, step_gradients
+
+import offload
+from benchmarks.workloads import DecoderBlock
+from offload.base.layer_events import LayerListener, Turn, listeners_on
+from offload.measuring.measure_regions import Recomputed, measure_frugally, measure_regions, with_regions
+from offload.planning.link import Link
+from offload.planning.profile import LayerProfile
+from offload.recompute.costs import RegionProfile, Treated, ways
+from offload.schedule.schedule import Schedule
+
+LAYERS = 4
+LINK = Link(55e9, 55e9, 101e9)
+
+
+@dataclass
+class Numbers:
+    kept: frozenset[int]
+    travelling: frozenset[int] = frozenset()
+    group: tuple[int, int] = (0, 1)
+
+
+@dataclass
+class Costs:
+    regions: tuple[RegionProfile, ...]
+
+
+@dataclass
+class Profiled:
+    layers: list[Costs]
+
+
+@dataclass
+class Planned:
+    schedule: Schedule
+    policies: list[Numbers | None]
+    profile: Profiled
+
+
+@pytest.mark.parametrize("frugally", [False, True])
+def test_regions_of_a_decoder(frugally: bool, lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        assert_same(expected, step_gradients(layers, x))
+
+    if frugally:
+        profile = measure_frugally(layers, step, min_bytes=0, device=lab.device)
+        found = [layer.regions for layer in profile.layers]
+    else:
+        found = [layer.regions for layer in measure_regions(layers, step, min_bytes=0, device=lab.device)]
+    assert len(found) == LAYERS
+    for regions in found[1:]:
+        by_name = {region.name: region for region in regions}
+        assert by_name["input"].saved
+        assert not by_name["input"].recomputable
+        assert by_name["qkv: mm"].saved
+        assert by_name["qkv: mm"].nbytes == x.nbytes * 3
+        assert by_name["qkv: mm"].seconds > 0
+        assert not by_name["out: mm"].saved  # added to the residual, which is saved
+        assert all(region.recomputable for region in regions if region.name != "input")
+        assert all(read < number for number, region in enumerate(regions) for read in region.reads)
+        ladder = ways(regions)
+        assert [way.saved_bytes for way in ladder] == sorted(way.saved_bytes for way in ladder)
+        assert ladder[0].recompute_s > ladder[-1].recompute_s == 0
+        assert ladder[-1].saved_bytes <= sum(region.nbytes for region in regions if region.saved)
+
+
+def regions_of(layers: torch.nn.ModuleList, x: torch.Tensor, lab: Lab) -> list[tuple[RegionProfile, ...]]:
+    measured = measure_regions(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device)
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in measured)
+    return [layer.regions for layer in measured]
+
+
+@pytest.mark.parametrize(("longer_s", "expected"), [(0.006, 2.0), (0.0015, 0.5), (-0.001, 1.0)])
+def test_regions_take_what_backward_is_longer_by(longer_s: float, expected: float) -> None:
+    """If everything is computed again; but for a backward that seems to be shorter then."""
+    regions = (RegionProfile("input", 8, 0.0, recomputable=False), RegionProfile("mm", 8, 0.003, (0,)))
+    regions += (RegionProfile("add", 8, 0.001, (1,), saved=False),)  # that nobody asks for
+    plain = LayerProfile.from_regions(regions, 0.005, 0.010, workspace_bytes=7)
+    (found,) = with_regions([plain], [Recomputed(regions, 0.006, 0.010 + longer_s)])
+    assert [region.seconds for region in found.regions] == pytest.approx([0.0, 0.003 * expected, 0.001 * expected])
+    assert found == replace(plain, regions=found.regions, recorded_s=0.006)
+
+
+def planned(found: list[tuple[RegionProfile, ...]], rung: int, num_layers: int) -> Planned:
+    """Each layer on one rung of its ladder, the first ones with all that is held on the host."""
+    policies: list[Numbers | None] = []
+    for regions in found:
+        ladder: list[Treated] = ways(regions)
+        held = ladder[min(rung, len(ladder) - 1)].held
+        policies.append(Numbers(held, held))
+    profile = Profiled([Costs(regions) for regions in found])
+    return Planned(Schedule.default(num_layers, LAYERS), policies, profile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [0, 2])
+@pytest.mark.parametrize("rung", [0, 2, 5, 99])
+def test_each_rung_is_carried_out(rung: int, num_layers: int, lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    found = regions_of(layers, x, lab)
+    plan = planned(found, rung, num_layers)
+    lab.adverse()
+    with offload.offload_layers(layers, plan=plan, min_bytes=0, device=lab.device) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        policies = handle.regions(LAYERS - 1)
+    regions = found[-1]
+    kept = ways(regions)[min(rung, len(ways(regions)) - 1)]
+    for number, region in enumerate(regions):
+        if region.name in policies and region.saved:
+            assert (policies[region.name] == "recompute") == (number in kept.recomputed)
+
+
+def test_a_plan_for_other_layers_is_refused(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    found = regions_of(layers, x, lab)
+    others, _ = build("gpt", LAYERS, lab.device)
+    handle = offload.offload_layers(others, plan=planned(found, 0, 2), min_bytes=0, device=lab.device)
+    with handle, pytest.raises(ValueError, match="the plan must be for these layers"):
+        others[0](x)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def is_offloaded(layer: torch.nn.Module) -> bool:
+    return any(one.turn is Turn.ACTIVATIONS for one in listeners_on(layer, LayerListener))
+
+
+def test_a_model_that_does_not_fit_is_measured_frugally(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    options: dict[str, Any] = {"min_bytes": 0, "device": lab.device}
+    plain = offload.profile_layers(layers, lambda: step_gradients(layers, x), regions=True, **options)
+    offloaded = []
+
+    def step() -> None:
+        if not all(is_offloaded(layer) for layer in layers):
+            layers[0](x)
+            raise torch.OutOfMemoryError("as a device says it")
+        offloaded.append(step_gradients(layers, x))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        offload.profile_layers(layers, step, **options)
+    caplog.set_level(logging.INFO, "offload")
+    profile = offload.profile_layers(layers, step, regions=True, steps=2, **options)
+    assert "does not fit" in caplog.text
+    assert len(offloaded) == 3
+    for one, other in zip(profile.layers, plain.layers, strict=True):
+        assert [replace(region, seconds=0.0) for region in one.regions] == [
+            replace(region, seconds=0.0) for region in other.regions
+        ]
+    assert not any(is_offloaded(layer) for layer in layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_predicted_peaks_are_those_of_the_allocator() -> None:
+    """With workspace, with what the loss needs, and with what recomputation has on the device for a moment."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(DecoderBlock(1024, 2816, 8) for _ in range(8)).to("cuda", torch.bfloat16)
+    x = torch.randn(4, 2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.float().square().mean().backward()
+
+    profile = offload.profile_layers(layers, step, regions=True)
+    frugal = measure_frugally(layers, step)
+    assert profile.loss_bytes > x.nbytes
+    for measured in (profile, frugal):
+        with pytest.raises(ValueError, match=r"at least [0-9]+ bytes") as caught:
+            offload.plan(measured, 0, LINK)
+        least = int(re.findall("at least ([0-9]+) bytes", str(caught.value))[0])
+        for budget in (least, 2 * least, measured.saved_bytes // 2, 2 * measured.saved_bytes):
+            plan = offload.plan(measured, budget, LINK)
+            with offload.offload_layers(layers, plan=plan):
+                step()
+                step()
+                with offload.memory_meter("cuda") as meter:
+                    step()
+            assert meter.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)

@@ -1,0 +1,283 @@
+"""Profiles of real models: times of the right layer, and the bytes that really travel."""
+
+import statistics
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.workloads import DecoderBlock
+from offload import memory_meter, offload_layers, stream_weights
+from offload.measuring.profile_layers import measure_link, profile_layers
+from offload.planning.simulate import simulate
+from offload.schedule.schedule import Schedule
+
+MIN_BYTES = 1 << 10
+
+
+class Clock:
+    """The time that the profile reads; it passes where a test says so, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("offload.device.cpu.time", clock)
+    return clock
+
+
+class Wait(torch.autograd.Function):
+    """Takes known times, and saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x, clock, forward_s, backward_s):
+        clock.sleep(forward_s)
+        ctx.wait = (clock, backward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        clock, backward_s = ctx.wait
+        clock.sleep(backward_s)
+        return gradient, None, None, None
+
+
+class Slow(nn.Module):
+    def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.waits = (clock, forward_s, backward_s)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(x * self.scale, *self.waits) * self.scale
+
+
+class Block(nn.Module):
+    """Saves permuted views, an input of another layer, and views of parameters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+def stack(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def training_step(model: nn.Module, x: Tensor):
+    return lambda: model(x).square().mean().backward()
+
+
+class TestTimes:
+    @pytest.mark.parametrize("input_needs_grad", [False, True])
+    def test_of_the_right_layer(self, clock, input_needs_grad):
+        model = nn.Sequential(Slow(clock, 0.01, 0.04), Slow(clock, 0.03, 0.02))
+        x = torch.ones(1024, requires_grad=input_needs_grad)
+
+        def step():
+            y = model(x)
+            clock.sleep(0.015)
+            y.sum().backward()
+            clock.sleep(0.025)
+
+        profile = profile_layers(model, step, min_bytes=MIN_BYTES)
+        times = [time_s for layer in profile.layers for time_s in (layer.forward_s, layer.backward_s)]
+        assert times == pytest.approx([0.01, 0.04, 0.03, 0.02])
+        assert (profile.loss_s, profile.other_s) == pytest.approx((0.015, 0.025))
+
+    def test_of_one_microbatch(self, clock):
+        model = nn.Sequential(Slow(clock, 0.01, 0.01), Slow(clock, 0.01, 0.01))
+        x = torch.ones(1024)
+
+        def step():
+            for _ in range(3):
+                model(x).sum().backward()
+
+        profile = profile_layers(model, step, min_bytes=MIN_BYTES, steps=2)
+        assert profile.compute_s == pytest.approx(0.04)
+
+    @pytest.mark.parametrize("hooked_inside", [False, True])
+    def test_recomputation_is_backward(self, clock, hooked_inside):
+        layer, outer = Slow(clock, 0.02, 0.01), Slow(clock, 0.0, 0.0)
+        x = torch.ones(1024)
+
+        class Checkpointed(nn.Sequential):
+            def forward(self, x):
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+        first = Checkpointed(layer)
+        layers = [layer if hooked_inside else first, outer]
+        profile = profile_layers(layers, lambda: outer(first(x)).sum().backward(), min_bytes=MIN_BYTES)
+        assert (profile.layers[0].forward_s, profile.layers[0].backward_s) == pytest.approx((0.02, 0.03))
+
+
+class TestBytes:
+    def test_are_those_that_travel(self):
+        model, x = stack(), torch.randn(2, 32, 64)
+        step = training_step(model, x)
+        profile = profile_layers(model, step, min_bytes=MIN_BYTES, device="cpu", steps=1)
+        for num_layers in (1, 2, 3):
+            with pytest.warns(UserWarning, match="overlap") if num_layers == 3 else nullcontext():
+                handle = offload_layers(model, num_layers, min_bytes=MIN_BYTES, device="cpu")
+            with handle:
+                step()
+            expected = sum(layer.saved_bytes for layer in profile.layers[:num_layers])
+            assert handle.stats().reloaded_bytes == expected
+
+    def test_of_each_tensor_in_the_order_of_saving(self):
+        class Saves(nn.Module):
+            def forward(self, x):
+                a = x.exp()  # saves its result
+                return a[:512].square().sum() + a.sin().cos().sum()  # saves a view of it, it again, and sin's
+
+        (layer,) = profile_layers(
+            [module := Saves()],
+            lambda: module(torch.ones(1024, requires_grad=True)).backward(),
+            min_bytes=MIN_BYTES,
+            steps=1,
+        ).layers
+        assert layer.tensors == (4096, 4096)
+        assert layer.saved_bytes == 8192
+
+    def test_parameters_and_small_tensors_do_not_count(self):
+        linear = nn.Linear(64, 64)
+        x = torch.randn(32, 64)
+        step = training_step(linear, x)
+        (layer,) = profile_layers([linear], step, min_bytes=MIN_BYTES, steps=1).layers
+        assert layer.tensors == (32 * 64 * 4,)
+        with pytest.raises(ValueError, match=r"^no layer saved at least min_bytes = 8193 bytes at once on cpu; lower "):
+            profile_layers([linear], step, min_bytes=32 * 64 * 4 + 1, steps=1)
+
+    def test_a_storage_that_two_layers_save_counts_in_the_later_one(self):
+        class Exp(nn.Module):
+            def forward(self, x):
+                return x.exp()
+
+        class Square(nn.Module):
+            def forward(self, x):
+                return x.square()
+
+        model = nn.Sequential(Exp(), Square())
+        step = training_step(model, torch.ones(1024, requires_grad=True))
+        profile = profile_layers(model, step, min_bytes=MIN_BYTES, steps=1)
+        assert [layer.tensors for layer in profile.layers] == [(), (4096,)]
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_prediction_agrees_with_what_the_gpu_does():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(DecoderBlock(2048, 5632, 16) for _ in range(12)).to("cuda", torch.bfloat16)
+    x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.sum().backward()  # What the loss itself needs is outside of the layers, and of the prediction.
+
+    def timed_s() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    profile, link = profile_layers(layers, step), measure_link()
+    for num_layers in (0, 4, 9):
+        predicted = simulate(Schedule.default(num_layers, 12), profile, link)
+        with offload_layers(layers, num_layers):
+            for _ in range(3):
+                step()
+            measured_s = statistics.median(timed_s() for _ in range(7))
+            with memory_meter() as meter:
+                step()
+        assert predicted.duration_s == pytest.approx(measured_s, rel=0.15)
+        assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.15)
+
+
+class TestLeavesTheModelAlone:
+    def test_gradients_are_those_of_plain_steps(self):
+        x = torch.randn(2, 32, 64)
+        plain, profiled = stack(), stack()
+        step = training_step(plain, x)
+        for _ in range(4):
+            step()
+        profile_layers(profiled, training_step(profiled, x), min_bytes=MIN_BYTES, steps=2)
+        for a, b in zip(plain.parameters(), profiled.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+    def test_hooks_are_gone_even_after_an_error(self):
+        model, x = stack(2), torch.randn(2, 32, 64, requires_grad=True)
+
+        def step():
+            model(x)
+            raise RuntimeError("out of luck")
+
+        with pytest.raises(RuntimeError, match="out of luck"):
+            profile_layers(model, step)
+        for module in model:
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+        assert not x._backward_hooks
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+    def test_evaluation_within_the_step_does_not_count(self):
+        model, x = stack(2), torch.randn(2, 32, 64)
+
+        def step():
+            with torch.no_grad():
+                model(x)
+            training_step(model, x)()
+
+        assert profile_layers(model, step, min_bytes=MIN_BYTES, steps=1).saved_bytes > 0
+
+
+def test_layers_with_streamed_weights_whose_first_input_needs_no_gradient(device):
+    model = stack(3).to(device)
+    x = torch.randn(2, 32, 64, device=device)
+    with stream_weights(model, device):
+        found = profile_layers(model, training_step(model, x), min_bytes=MIN_BYTES, device=device, steps=2)
+    assert min(layer.backward_s for layer in found.layers) > 0
+
+
+class TestRefusals:
+    def test_layer_that_is_not_called(self):
+        model = stack(2)
+        with pytest.raises(ValueError, match=r"^layer 2 must run forward and backward in step\(\), but its forward "):
+            profile_layers([*model, Block()], training_step(model, torch.randn(2, 32, 64)), min_bytes=MIN_BYTES)
+
+    def test_step_without_backward(self):
+        model = stack(2)
+        x = torch.randn(2, 32, 64)
+        with pytest.raises(
+            ValueError, match=r"^layer 0 must run .*, but its backward did not; .* call backward\(\)\.$"
+        ):
+            profile_layers(model, lambda: model(x), min_bytes=MIN_BYTES)
+
+    def test_no_layers(self):
+        with pytest.raises(ValueError, match=r"^layers must hold at least one module, got none$"):
+            profile_layers([], lambda: None)
+
+    def test_no_steps(self):
+        with pytest.raises(ValueError, match=r"^steps must be at least 1, got 0$"):
+            profile_layers(stack(1), lambda: None, steps=0)

@@ -1,0 +1,104 @@
+"""One rank of the data-parallel models that ``test_data_parallel_policies.py`` starts.
+
+Run as ``python data_parallel_policies.py RANK WORLD_SIZE DEVICE FOLDER``; what it finds is in ``FOLDER/RANK.pt``.
+"""
+
+import torch
+from ranks import be_rank
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+
+LAYERS, WIDTH, ROWS, STEPS = 5, 64, 32, 3
+KINDS = ("ddp", "fsdp", "kept", "mixed", "compiled")
+POLICIES = {
+    "recompute": {"*": "recompute"},
+    "products travel": {"*mm": "offload", "*": "recompute"},
+    "products stay": {"*mm": "keep", "*": "recompute"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build(kind, mesh, width=WIDTH, hidden=4 * WIDTH):
+    """A model of this kind, and its layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width, hidden) for _ in range(LAYERS))).to(mesh.device_type)
+    if kind == "compiled":
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    if kind == "ddp":
+        return DistributedDataParallel(model), list(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if kind == "mixed" else None)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=kind != "kept")
+    return fully_shard(model, mesh=mesh, mp_policy=policy), list(model)
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model, rank, device):
+    """The gradients of each step, and the weights afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        model(x).float().square().mean().backward()
+        found += [local(parameter.grad).clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [local(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def peak_bytes(kind, policies, mesh):
+    """Of a step whose weights are much and whose activations are little."""
+    model, layers = build(kind, mesh, 256, 1024)
+    x = torch.randn(8, 256, device=mesh.device_type)
+
+    def step():
+        with offload.memory_meter(mesh.device_type) as meter:
+            model(x).float().square().mean().backward()
+        return meter.peak_bytes
+
+    if policies is None:
+        return [step() for _ in range(3)]
+    with offload.offload_layers(layers, 2, min_bytes=1, policies=policies):
+        return [step() for _ in range(3)]
+
+
+def find(rank, world, device):
+    device = device.type
+    torch.use_deterministic_algorithms(True)
+    mesh = init_device_mesh(device, (world,))
+    found = {}
+    for kind in KINDS:
+        expected = train(build(kind, mesh)[0], rank, device)
+        for name, policies in POLICIES.items():
+            model, layers = build(kind, mesh)
+            options = {"policies": policies}
+            with offload.offload_layers(layers, 2, min_bytes=1, **options) as handle:
+                got = train(model, rank, device)
+                different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
+                regions = handle.regions(1)
+                found[kind, name] = {"different": different, "regions": regions, "stats": handle.stats()}
+    for kind in ("fsdp", "compiled"):
+        for name in (None, "recompute"):
+            found[kind, name, "peak bytes"] = peak_bytes(kind, name and POLICIES[name], mesh)
+    return found
+
+
+if __name__ == "__main__":
+    be_rank(find)

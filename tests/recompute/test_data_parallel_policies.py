@@ -1,0 +1,44 @@
+"""Policies under data parallelism: two ranks train the same bits with them and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import data_parallel_policies as worker
+import pytest
+from ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each rank found."""
+    return run_ranks(Path(worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", worker.POLICIES)
+@pytest.mark.parametrize("kind", worker.KINDS)
+def test_gradients_and_weights_are_the_same(kind: str, name: str, ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found[kind, name]["different"] == []
+        assert found[kind, name]["stats"].offloaded_bytes > 0
+        assert found[kind, name]["stats"].late_reloads == 0
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "kept", "mixed"])
+def test_products_of_gathered_weights_are_regions_as_others(kind: str, ranks: list[dict[Any, Any]]) -> None:
+    """A layer ends before its weights go, so what is computed from them can be proven; gathering is not recorded."""
+    for found in ranks:
+        for name in worker.POLICIES:
+            assert found[kind, name]["regions"] == found["ddp", name]["regions"]
+        assert found[kind, "recompute"]["regions"]["up: addmm"] == "recompute"
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "compiled"])
+def test_gathered_weights_are_not_held(kind: str, ranks: list[dict[Any, Any]]) -> None:
+    """Those of all layers would be several times what a step needs."""
+    for found in ranks:
+        without, treated = found[kind, None, "peak bytes"], found[kind, "recompute", "peak bytes"]
+        assert treated[-1] <= 1.02 * without[-1]

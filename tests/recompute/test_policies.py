@@ -1,0 +1,764 @@
+"""Regions of layers, each kept, offloaded or computed again: gradients are the same bits, and the memory is let go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offload
+from offload.activations.copies import Transfers
+from offload.recompute.operations import Kind, kind_of, written_arguments
+
+LAYERS = 4
+ALL = {"*": "recompute"}
+PRODUCTS = {"*mm": "offload", "*attention*": "offload", "convolution": "offload", "*": "recompute"}
+MIXED = {
+    "*norm*": "recompute",
+    "mul": "recompute",
+    "silu": "recompute",
+    "gelu": "recompute",
+    "mm": "keep",
+    "*": "offload",
+}
+POLICIES = {"all": ALL, "products travel": PRODUCTS, "mixed": MIXED}
+
+
+def offloaded(layers: Any, lab: Lab, policies: dict[str, str] = ALL, num_layers: int = 0, **options: Any) -> Any:
+    return offload.offload_layers(
+        layers, num_layers, policies=policies, device=lab.device, **{"min_bytes": 0, **options}
+    )
+
+
+class Function(nn.Module):
+    """A layer that is one function of its input and a weight."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight)
+
+
+def functions(function: Callable[..., torch.Tensor], lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
+    return build(lambda: Function(function), LAYERS, lab.device)
+
+
+def assert_right(
+    function: Callable[..., torch.Tensor], lab: Lab, policies: dict[str, str] = ALL, steps: int = 3
+) -> Any:
+    """Several steps over layers of a function, with everything computed again; returns the first layer's regions."""
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, policies) as handle:
+        for _ in range(steps):
+            assert_same(expected, step_gradients(layers, x))
+        return handle.regions(0)
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_are_the_same_bits(block: str, policies: dict[str, str], num_layers: int, lab: Lab) -> None:
+    layers, x = build(block, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, policies, num_layers) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert "recompute" in handle.regions(0).values()
+        assert (handle.stats().offloaded_bytes > 0) == (num_layers > 0)
+
+
+def test_random_numbers_are_drawn_again_and_not_used_up(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: F.dropout(F.dropout(x @ w, 0.5).tanh() * x, 0.3), lab)
+
+    def state() -> torch.Tensor:
+        return torch.get_rng_state() if lab.device.type == "cpu" else torch.cuda.get_rng_state()
+
+    expected, after = step_gradients(layers, x), state()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+            assert torch.equal(after, state())
+
+
+def test_below_autocast(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x @ w).softmax(-1) * F.layer_norm(x, (WIDTH,)), lab)
+
+    def gradients_of_step() -> list[torch.Tensor]:
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return gradients(leaves_of(layers, x), lambda: loss_of(y).backward())
+
+    expected = gradients_of_step()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients_of_step())
+
+
+def _part_doubled(y: torch.Tensor) -> torch.Tensor:
+    y[..., : WIDTH // 2].mul_(2)
+    return y
+
+
+def _overwritten_after_reading(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    z = (y * 3).tanh()  # saves its result, which is computed from what y held
+    y.add_(1)
+    return z * y.sigmoid()
+
+
+def _into_a_list(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    made = [x @ w, x * 2]
+    torch._foreach_mul_(made, 3)
+    return made[0].tanh() * made[1].sigmoid()
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "over what was just made": lambda x, w: (x @ w).mul_(2).add_(x).relu_() * x,
+    "over a part": lambda x, w: _part_doubled(x @ w).tanh() * x,
+    "over what was read before": _overwritten_after_reading,
+    "into new memory": lambda x, w: torch.empty_like(x).copy_(x @ w).sigmoid_() * x,
+    "out of place into an argument": _into_a_list,
+}
+
+
+@pytest.mark.parametrize("function", IN_PLACE.values(), ids=list(IN_PLACE))
+def test_writing_in_place(function: Callable[..., torch.Tensor], lab: Lab) -> None:
+    assert "recompute" in assert_right(function, lab).values()
+
+
+def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
+    """A sum that autograd does not save, kept for what is computed from it, before a part of it is written over."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x + (x @ w)
+        z = (y * 3).tanh()
+        y[:, ::2] += z[:, ::2]
+        return y.sigmoid() * x
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    for policies in ({"add": "keep", "*": "recompute"}, {"add": "offload", "*": "recompute"}):
+        with offloaded(layers, lab, policies, 2):
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+
+
+def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab) -> None:
+    """What a layer was given is not made again, so the record keeps a copy."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).tanh()
+        with torch.no_grad():
+            x.data.add_(5)
+        return y @ w
+
+    layers, x = functions(lambda x, w: function(x.clone(), w), lab)
+    expected = step_gradients(layers, x)
+    inner = nn.ModuleList(Function(function) for _ in range(LAYERS)).to(lab.device)
+
+    def step() -> list[torch.Tensor]:
+        def forward() -> None:
+            y = x
+            for layer in inner:
+                y = layer(y.clone())
+            loss_of(y).backward()
+
+        return gradients(leaves_of(inner, x), forward)
+
+    with offloaded(inner, lab):
+        for _ in range(3):
+            assert_same(expected, step())
+
+
+def test_what_was_read_must_not_change_before_backward(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x * 2).tanh() @ w, lab)
+    with offloaded(layers, lab):
+        step_gradients(layers, x)
+        given = (x * 1).detach().requires_grad_()
+        loss = loss_of(layers[0](given))
+        with torch.no_grad():
+            given.add_(1)
+        with pytest.raises(RuntimeError, match="must not be changed in place"):
+            loss.backward()
+
+
+def test_a_kept_value_must_not_change_under_another_name(lab: Lab) -> None:
+    """A product's result gets its shape by an operation that shares its memory, but not the count of its changes."""
+    layers, x = functions(lambda x, w: [y := x @ w, (y * 3).tanh()], lab)
+    with offloaded(layers, lab, {"mm": "keep", "*": "recompute"}):
+        for step in range(3):
+            product, z = layers[0](x)
+            product.add_(1)
+            loss = loss_of(product + z)
+            with nullcontext() if step == 0 else pytest.raises(RuntimeError, match="must not be changed in place"):
+                loss.backward()
+
+
+def test_running_statistics_change_once(lab: Lab) -> None:
+    layers, x = build("conv", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    statistics = [buffer.clone() for buffer in layers.buffers()]
+    layers, x = build("conv", LAYERS, lab.device)
+    with offloaded(layers, lab):
+        assert_same(expected, step_gradients(layers, x))
+        assert_same(statistics, list(layers.buffers()))
+
+
+def test_memory_is_let_go(lab: Lab) -> None:
+    """Of a chain of functions, nothing but the layers' inputs outlives the forward, with what is small."""
+    side = 256
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x.tanh() * 2
+        return x
+
+    layers, _ = functions(function, lab)
+    x = torch.rand(side, side, device=lab.device, requires_grad=True)
+
+    def peak_bytes() -> int:
+        """Of a forward, over what was there."""
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return meter.peak_bytes
+
+    one = side * side * 4
+    assert peak_bytes() > LAYERS * 7 * one
+    with offloaded(layers, lab):
+        peak_bytes()  # the first forward compares, and lets go at each layer's end
+        assert peak_bytes() < (LAYERS + 4) * one
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+def test_what_travels_frees_its_memory_in_every_step(policies: dict[str, str], lab: Lab) -> None:
+    """The copies that begin while a layer runs are not taken for operations of the layer."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, policies, LAYERS - 2) as handle:
+        for _ in range(3):
+            y = (x + 1).detach_()  # nobody else holds the first layer's input
+            for layer in layers:
+                y = layer(y)
+            loss_of(y).backward()
+            del y
+        assert handle.stats().offloaded_bytes > 0
+        assert not handle.stats().wasted
+
+
+def count_in_backward(layers: nn.ModuleList, x: torch.Tensor) -> Counter[str]:
+    y = x
+    for layer in layers:
+        y = layer(y)
+    loss = loss_of(y)
+    with Seen() as seen:
+        loss.backward()
+    return seen.times
+
+
+def test_only_what_backward_needs_is_computed_again(lab: Lab) -> None:
+    """Not the last product, whose result nobody saves; nor products that are kept, saved by autograd or not."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    without = count_in_backward(layers, x)
+    with offloaded(layers, lab) as handle:
+        step_gradients(layers, x)
+        everything = count_in_backward(layers, x)
+        assert handle.regions(0)["down: mm"] == "recompute"
+    assert everything["mm"] - without["mm"] == 4 * LAYERS  # qkv, out, gate and up; not down
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        assert count_in_backward(layers, x)["mm"] == without["mm"]
+        assert count_in_backward(layers, x)["silu"] == LAYERS
+
+
+def test_what_no_pattern_names_is_kept(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    without = count_in_backward(layers, x)
+    with offloaded(layers, lab, {"silu": "recompute"}) as handle:
+        step_gradients(layers, x)
+        found = count_in_backward(layers, x)
+        assert set(handle.regions(0).values()) == {"keep", "recompute"}
+    assert found["silu"] == LAYERS
+    assert found["mm"] == without["mm"]
+
+
+@pytest.mark.filterwarnings("ignore:a whole round of")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_kept_does_not_travel(block: str, lab: Lab) -> None:
+    """Also what one operation saves several times: attention saves three views of one product."""
+    layers, x = build(block, LAYERS, lab.device)
+    with offloaded(layers, lab, {"*": "keep"}, 2) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        assert handle.stats().offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nothing_holds_what_travels(block: str, lab: Lab) -> None:
+    """That a copy begins while the layer runs is no operation of the layer, which would make its input unknown."""
+    layers, x = build(block, LAYERS, lab.device)
+    with offloaded(layers, lab, {"*": "recompute"}, 2) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        assert handle.stats().offloaded_bytes
+        assert set(handle.stats().wasted) <= {"leaf"}  # the input, which this test holds
+
+
+def test_patterns_may_name_modules(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, {"norm?: *": "recompute", "gate: mm": "offload"}, 2) as handle:
+        step_gradients(layers, x)
+        regions = handle.regions(3)
+    assert regions["gate: mm"] == "offload"
+    assert regions["up: mm"] == "keep"
+    assert {policy for name, policy in regions.items() if name.startswith("norm")} == {"recompute"}
+
+
+class _Unseen(torch.autograd.Function):
+    """Writes by way of NumPy, as kernels write that are launched behind the dispatcher's back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.numpy()[:] += 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _Allocated(torch.autograd.Function):
+    """The same, into memory that was only allocated where the dispatcher sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        y.numpy()[:] = x.numpy() * 2 + 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("hidden", [_Unseen, _Allocated])
+def test_what_does_not_come_out_the_same_is_kept(hidden: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        lab = Lab(offload.device.select.get_backend("cpu"), patch)
+        regions = assert_right(lambda x, w: hidden.apply(x @ w).sigmoid() * x, lab)
+    assert regions["mm"] == "recompute"
+    if hidden is _Unseen:
+        assert regions["sigmoid"] == "offload"  # computed from what nobody saw
+
+
+@torch.library.custom_op("offload_tests::drawn", mutates_args=())
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers, and does not say so."""
+    return x + torch.rand_like(x)
+
+
+drawn.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize("hidden", [_Unseen, _Allocated])
+def test_what_a_first_forward_does_not_save_is_proven_when_it_is_saved(hidden: Any) -> None:
+    """As in a layer that is frozen at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        lab = Lab(offload.device.select.get_backend("cpu"), patch)
+        layers, x = functions(lambda x, w: hidden.apply((x @ w).tanh()).sigmoid() * x, lab)
+        expected = step_gradients(layers, x)
+        with offloaded(layers, lab) as handle:
+            layers.requires_grad_(False)
+            y = x.detach()
+            for layer in layers:
+                y = layer(y)
+            layers.requires_grad_(True)
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+            assert handle.regions(0)["tanh"] == "recompute"
+            assert count_in_backward(layers, x)["tanh"] == LAYERS
+
+
+def test_an_operation_that_draws_without_saying_so_is_kept(lab: Lab) -> None:
+    assert assert_right(lambda x, w: drawn(x @ w).tanh() * x, lab)["tanh"] == "offload"
+
+
+def test_another_way_than_the_first_time(lab: Lab) -> None:
+    """What the first forward has not done is kept; what runs again is what ran, whatever the program would do now."""
+    way = [0]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        for _ in range(way[0]):
+            y = (y @ w).relu() * y.sigmoid()
+        return y.tanh() * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab):
+        for way[0] in (1, 3, 0, 2):
+            found = step_gradients(layers, x)
+            plain, _ = functions(function, lab)
+            assert_same(step_gradients(plain, x), found)
+
+
+def test_graph_is_retained(lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    expected = gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x))
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x)))
+
+
+def _backward_twice(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    y = x
+    for layer in layers:
+        y = layer(y)
+    loss = loss_of(y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_second_derivative(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x @ w).tanh() * x.sigmoid(), lab)
+
+    def second() -> list[torch.Tensor]:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        (first,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), list(layers.parameters()))]
+
+    expected = second()
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, second())
+
+
+def _with_its_own_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = (x @ w).tanh()
+    (force,) = torch.autograd.grad((h * h.sigmoid()).sum(), x, create_graph=True)
+    return (h * force).sigmoid() + (h * 0.5).sin() * h
+
+
+@pytest.mark.parametrize("policies", [ALL, {"mm": "keep", "*": "recompute"}])
+def test_a_layer_that_computes_gradients(policies: dict[str, str], lab: Lab) -> None:
+    """Its own backward asks for what was let go while the forward still runs."""
+    assert_right(_with_its_own_gradient, lab, policies)
+
+
+def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
+    """Batch norm's result is a source of the record, and nobody wants it once what was computed from it is kept."""
+    normed = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            source = F.batch_norm((x * 1).reshape(-1, WIDTH), None, None, training=True)
+        normed.append(StorageWeakRef(source.untyped_storage()))
+        return ((w.mean() + source) * 2).tanh().view_as(x) * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab, {"add": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        normed.clear()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        assert [storage.expired() for storage in normed] == [True] * LAYERS
+
+
+def test_what_a_layer_was_given_travels_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward asks for it last. At the end of forward, the release would wait for its copy, and it came back first."""
+    copies: dict[str, list[int]] = {"to_host": [], "to_device": []}
+
+    def counted(name: str) -> Callable[..., object]:
+        copy = getattr(Transfers, name)
+
+        def run(transfers: Transfers, memory: torch.UntypedStorage, *args: object) -> object:
+            copies[name].append(memory.nbytes())
+            return copy(transfers, memory, *args)
+
+        return run
+
+    def wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).sin()  # autograd saves x * 2, which is computed again from x
+        return x + torch.cat([y, y], -1).tanh()[..., :WIDTH] * w.sum()
+
+    for name in copies:
+        monkeypatch.setattr(Transfers, name, counted(name))
+    layers, x = functions(wide, lab)
+    with offloaded(layers, lab, {"tanh": "offload", "*": "recompute"}, num_layers=2):  # the first one is given a leaf
+        for _ in range(2):
+            for found in copies.values():
+                found.clear()
+            step_gradients(layers, x)
+    given, made = x.nbytes, 2 * x.nbytes
+    assert copies == {"to_host": [made, given, made], "to_device": [made, given, made]}
+
+
+def test_inference_tensors(lab: Lab) -> None:
+    """They do not tell whether they were changed: what is computed from them is kept."""
+    with torch.inference_mode():
+        mask = torch.empty(WIDTH, device=lab.device)
+    layers, x = functions(lambda x, w: ((x @ w).sin() + mask).tanh() * x, lab)
+
+    def step() -> None:
+        with torch.inference_mode():
+            mask.fill_(0.5)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        with torch.inference_mode():
+            mask.fill_(7)
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    for policies in (ALL, {"add": "keep", "*": "recompute"}):
+        with offloaded(layers, lab, policies):
+            for _ in range(3):
+                assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_default_dtype_of_the_forward(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: ((x @ w) * torch.full((WIDTH,), 0.3, device=x.device)).tanh().float() * x, lab)
+
+    def step() -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("native_batch_norm", ["running_mean", "running_var"]),
+        ("batch_norm_gather_stats_with_counts", ["running_mean", "running_var"]),
+        ("batch_norm_update_stats", ["running_mean", "running_var"]),
+        ("_cudnn_rnn", ["dropout_state"]),
+    ],
+)
+def test_operations_that_write_more_than_they_say(name: str, written: list[str]) -> None:
+    """Synchronized batch norm, for one: running it twice would count the batch twice."""
+    operation = getattr(torch.ops.aten, name).default
+    assert kind_of(operation) is Kind.OPAQUE
+    assert [operation._schema.arguments[place].name for place in written_arguments(operation)] == written
+
+
+class _MarkedDirty(torch.autograd.Function):
+    """Counts as a change of its input after it has read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.mul_(0.5)
+        y = x.exp()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return (gradients[0] + gradients[1] * y) * 0.5
+
+
+def test_a_source_that_changes_unseen(lab: Lab) -> None:
+    """What was computed from it is kept, since backward could not rely on it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x, y = _MarkedDirty.apply(x)
+        return (x * 2).tanh() * y.tanh() @ w
+
+    layers, x = functions(function, lab)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y.clone())
+        loss_of(y).backward()
+
+    expected = gradients(leaves_of(layers, x), step)
+    lab.adverse()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_parts_of_one_storage_that_change_by_themselves(lab: Lab) -> None:
+    """A part that is saved later looks into the storage that was saved, and copied, before another part changed."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        parts = (x @ w).unsafe_chunk(4, -1)
+        first = parts[0] * parts[2]
+        parts[1].mul_(2)
+        changed = (parts[1] * 3).tanh()
+        return torch.cat([first.sin(), parts[3] * parts[0], changed.sigmoid(), first], -1).sin() * x
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, {"mm": "offload", "*": "recompute"}, 2) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
+def test_microbatches_in_flight(lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    inputs = [x, (x * 2).detach().requires_grad_(), (x[:1] - 1).detach().requires_grad_()]
+
+    def step() -> None:
+        losses = []
+        for given in inputs:
+            y = given
+            for layer in layers:
+                y = layer(y)
+            losses.append(loss_of(y))
+        for loss in losses:
+            loss.backward()
+
+    expected = gradients(leaves_of(layers, *inputs), step)
+    lab.adverse()
+    with offloaded(layers, lab, PRODUCTS, 2):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, *inputs), step))
+
+
+def test_backward_in_another_thread(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        thread = threading.Thread(target=loss_of(y).backward)
+        thread.start()
+        thread.join()
+
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+
+
+def test_beside_other_checkpointing(lab: Lab) -> None:
+    """A layer that is checkpointed as a whole saves nothing to treat; one inside of which something is, does."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).tanh() * x, x, use_reentrant=False)
+        return y.sigmoid() * x
+
+    assert_right(function, lab)
+
+
+def test_streamed_weights(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
+    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, PRODUCTS, 2):
+        lab.adverse()
+        for _ in range(3):
+            assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
+
+
+def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
+    broken = [True]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).tanh()
+        if broken[0]:
+            raise ValueError("broken")
+        return y.exp() * x
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab) as handle:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="broken"):
+                layers[0](x)
+        broken[0] = False
+        expected = step_gradients(functions(function, lab)[0], x)
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        assert list(handle.regions(0)) == ["mm", "tanh", "exp", "mul"]
+        assert handle.regions(0)["exp"] == "recompute"
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_what_is_abandoned_is_freed(lab: Lab) -> None:
+    """By reference counts: no circle waits for the collector."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, PRODUCTS, 2) as handle:
+        step_gradients(layers, x)
+        gc.collect()
+        gc.disable()
+        try:
+            y = x
+            for layer in layers:
+                y = layer(y)
+            saved = [next(iter(handle._hooks._context.sets_of(number).values())) for number in range(LAYERS)]
+            storages = [weakref.ref(storage) for kept in saved for storage in kept._live()]
+            del y, saved
+            assert storages
+            assert [storage for storage in storages if storage() is not None] == []
+            assert all(found.gone for found in handle._hooks._context.sets_of(0).values())
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("policies", "error", "words"),
+    [
+        ({"*": "forget"}, ValueError, "must be one of 'keep', 'offload', 'recompute'"),
+        ("recompute", TypeError, "must map patterns of regions to policies"),
+        ({1: "keep"}, TypeError, "must map patterns of regions to policies"),
+    ],
+)
+def test_bad_policies(policies: Any, error: type[Exception], words: str) -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(error, match=words):
+        offload.offload_layers(layers, 0, policies=policies)
