@@ -1,6 +1,7 @@
-# Two commands matter:
+# The commands that matter:
 #   make tutorial   run the first tutorial on the best device here, print its result, say what to open
 #   make test       everything that must hold before a change lands; what CI runs
+#   make test-all   the same and the tests marked nightly: every interrupt, fault and combination
 # and while you write:
 #   make check      style, types and the fast tests, in less than a minute
 # All prepare .venv on their first run and reuse it afterwards.
@@ -22,8 +23,11 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
 # Tests on a GPU measure its memory and its time: they run one after the other.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# Which tests `make test` leaves out; `make test-all` leaves out none.
+NIGHTLY := and not nightly
+
 .DEFAULT_GOAL := help
-.PHONY: help tutorial test check lint types pytest docs format clean
+.PHONY: help tutorial test test-all check lint types pytest docs format clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -36,8 +40,11 @@ test: $(VENV)/develop.stamp
 	tools/get_browser.sh
 	$(MAKE) --jobs --output-sync=target lint types pytest
 
+test-all:
+	$(MAKE) test NIGHTLY=
+
 check: lint types
-	$(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu" --hypothesis-profile="few examples"
+	$(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu $(NIGHTLY)" --hypothesis-profile="few examples"
 
 lint: $(VENV)/develop.stamp
 	$(PY) -m ruff check
@@ -48,9 +55,9 @@ types: $(VENV)/develop.stamp
 	$(PY) -m mypy
 
 pytest: $(VENV)/develop.stamp
-	$(SIDE_BY_SIDE) -m "not gpu and not multigpu"
+	$(SIDE_BY_SIDE) -m "not gpu and not multigpu $(NIGHTLY)"
 	if $(PY) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
-	then $(PY) -m pytest -m "gpu or multigpu"; else echo "No GPU here: its tests are left out."; fi
+	then $(PY) -m pytest -m "(gpu or multigpu) $(NIGHTLY)"; else echo "No GPU here: its tests are left out."; fi
 
 docs: $(VENV)/develop.stamp
 	$(PY) -m sphinx -n -W --keep-going -q . build/html

@@ -59,7 +59,7 @@ def run_scripts(
     *,
     imported: Sequence[str] = TORCH,
     strict: bool = False,
-    timeout_s: float = 240,
+    timeout_s: float = 900,
 ) -> list[Done]:
     """Run scripts beside each other, and wait for all.
 

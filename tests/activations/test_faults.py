@@ -202,7 +202,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(0 if EACH else 300)
+@pytest.mark.timeout(0 if EACH else 1200)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

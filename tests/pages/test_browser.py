@@ -143,7 +143,7 @@ def site(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", ".", str(folder)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(build, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(build, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1000, check=False)
     return folder, done
 
 
