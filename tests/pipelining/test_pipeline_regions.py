@@ -156,15 +156,17 @@ def test_a_layer_may_be_left_out():
         assert all(map(same, [step(schedule, stage, seed) for seed in range(3)], expected))
 
 
-def test_a_layer_that_runs_twice_is_refused():
+@pytest.mark.parametrize(("again", "before"), [(0, 2), (2, 2)], ids=["later", "at once"])
+def test_a_layer_that_runs_twice_is_refused(again, before):
     schedule, stage = pipeline()
-    stage.submod.layers.append(stage.submod.layers[0])
+    stage.submod.layers.append(stage.submod.layers[again])
     with (
         attach(schedule, policies=RECOMPUTE_MOST, layers=lambda module: list(module.layers)[:3]),
         pytest.raises(RuntimeError, match="failed to run forward") as error,
     ):
         step(schedule, stage)
-    assert "must run in their order, each once, but layer 0 came after layer 2" in str(error.value.__cause__)
+    expected = f"must run in their order, each once, but layer {again} came after layer {before}"
+    assert expected in str(error.value.__cause__)
 
 
 def test_a_failing_layer_gives_up_the_step():

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from lab import late_copies
 from ranks import group, run_ranks
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.schedules import _Action
 
 import offload.pipelining
@@ -281,6 +286,27 @@ def pipeline(kind=ScheduleGPipe, microbatches=4):
     module = nn.Sequential(pipeline_worker.Block(), pipeline_worker.Block())
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))
     return kind(stage, microbatches, loss_fn=pipeline_worker.loss_of), stage
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("builds", [False, True], ids=["autograd", "dw_builder"])
+def test_a_first_stage_runs_the_half_for_the_inputs_only_with_a_dw_builder(builds):
+    weights = []
+    options = {"dw_builder": lambda: lambda: weights.append(None)} if builds else {}
+    module = nn.Sequential(pipeline_worker.Block(), pipeline_worker.Block())
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), **options)
+    schedule = ScheduleInterleavedZeroBubble([stage], 4, loss_fn=pipeline_worker.loss_of)
+    expected = step(schedule, stage)
+    halves = ("I", "W") if builds else ("B",)
+    ordered = [f"0{kind}{microbatch}" for microbatch in range(4) for kind in ("F", *halves)]
+    with attach(schedule, fraction=1.0, parts=1, lookahead=0) as handle:
+        assert texts(handle.plan.actions) == ordered, "the order is known before the first step"
+        for _ in range(2):
+            assert same(step(schedule, stage), expected)
+        assert texts(handle.plan.actions) == ordered
+    weights.clear()
+    assert same(step(schedule, stage), expected)
+    assert len(weights) == (4 if builds else 0)
 
 
 def step(schedule, stage):
