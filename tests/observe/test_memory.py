@@ -47,6 +47,15 @@ def test_views_and_changes_in_place_take_nothing(device: torch.device) -> None:
     assert meter.peak_bytes == 64 * KIB
 
 
+def test_memory_put_under_another_tensor_is_not_new(device: torch.device) -> None:
+    before = kib(64, device)
+    with memory_meter(device) as meter:
+        other = torch.empty(0, dtype=torch.uint8, device=device)
+        other.set_(before.untyped_storage(), 0, before.size(), before.stride())
+    assert meter.peak_bytes == 0
+    assert other.data_ptr() == before.data_ptr()
+
+
 def test_saved_activations_count_until_backward_is_done(device: torch.device) -> None:
     x = torch.ones(16 * KIB, device=device, requires_grad=True)
     with memory_meter(device) as kept:
