@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from offload.base.checks import format_bytes, format_s
-from offload.base.progress import LongWork
+from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps, held_beside
@@ -144,14 +144,14 @@ class HostPool:
             if missing:
                 _forbid_in_capture(missing)
                 slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
-                with LongWork("pinning host memory", missing) as work, ThreadPoolExecutor(RESERVE_THREADS) as threads:
-
-                    def pin(size: int) -> None:
-                        self._pin(size)
-                        work.advance(size)
-
-                    list(threads.map(pin, slabs))  # an error cancels what has not begun
-                self._say_pinned(missing, work.seconds)
+                begin_s = time.perf_counter()
+                with (
+                    progress_bar("pinning host memory", missing) as advance,
+                    ThreadPoolExecutor(RESERVE_THREADS) as threads,
+                ):
+                    for size, _ in zip(slabs, threads.map(self._pin, slabs), strict=True):  # an error cancels the rest
+                        advance(size)
+                self._say_pinned(missing, time.perf_counter() - begin_s)
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""

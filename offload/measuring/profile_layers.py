@@ -22,7 +22,7 @@ from offload.base.layer_events import (
     Turn,
     listeners_on,
 )
-from offload.base.progress import LongWork
+from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
@@ -138,11 +138,12 @@ def profile_layers(
     _check_not_offloaded(modules)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(device)
-    with LongWork("profiling", steps + 2 + (steps + 1) * regions, "steps") as work:
+    begin_s = time.perf_counter()
+    with progress_bar("profiling", steps + 2 + (steps + 1) * regions, " steps") as advance:
 
         def counted() -> None:
             step()
-            work.advance(1)
+            advance(1)
 
         try:
             found = _measure(modules, counted, min_bytes, backend, steps, regions=regions)
@@ -153,7 +154,7 @@ def profile_layers(
             found = None
         if found is None:  # not where the error is held, whose frames hold tensors
             found = measure_frugally(modules, counted, min_bytes=min_bytes, device=backend.device, steps=steps)
-    amounts = len(modules), format_s(work.seconds), format_bytes(found.saved_bytes)
+    amounts = len(modules), format_s(time.perf_counter() - begin_s), format_bytes(found.saved_bytes)
     _logger.info("profiled %d layers in %s; they save %s", *amounts)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.base.checks import format_bytes, format_s, is_int
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, Handle
-from offload.base.progress import LongWork
+from offload.base.progress import progress_bar
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
@@ -256,12 +257,13 @@ def stream_weights(
         check_group(process_group, backend.device, modules)
     known: dict[nn.Parameter, HostParameter] = {}
     found = []
-    with LongWork("moving weights to pinned host memory", len(modules), "steps") as work:
+    begin_s = time.perf_counter()
+    with progress_bar("moving weights to pinned host memory", len(modules), " layers") as advance:
         for number, module in enumerate(modules):
             found.append(WeightLayer(number, module, backend, known, grad_dtype))
-            work.advance(1)
+            advance(1)
     weight_bytes = sum(len(host.flat) for host in known.values())
-    amounts = format_bytes(weight_bytes), len(modules), format_s(work.seconds)
+    amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
     stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging, process_group)
     handle = StreamedWeights(modules, stream)

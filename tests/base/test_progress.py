@@ -1,9 +1,9 @@
-"""Long work says what it does: lines in the log, and a bar where somebody watches."""
+"""Long work says what it does: lines in the log, and a bar in a terminal or a notebook."""
 
 import io
 import logging
-import subprocess
 import sys
+import time
 from contextlib import redirect_stderr
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload.base import progress
-from offload.base.progress import LongWork
+from offload.base.progress import progress_bar
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError
 from offload.host.pool import HostPool
@@ -31,94 +31,53 @@ def terminal(monkeypatch):
     return Terminal()
 
 
-def work(**options):
-    with LongWork("pinning host memory", 4 << 30, **options) as long:
+def text_of(file, total=4 << 30, **options):
+    """What a bar of four parts writes to standard error."""
+    with redirect_stderr(file), progress_bar("pinning host memory", total, **options) as advance:
         for _ in range(4):
-            long.advance(1 << 30)
+            time.sleep(0.11)  # tqdm draws ten times a second
+            advance(total // 4)
+    return file.getvalue() if file else ""
 
 
 def test_shows_a_bar_in_a_terminal(terminal):
-    with redirect_stderr(terminal):
-        work()
-    text = terminal.getvalue()
+    text = text_of(terminal)
     assert "pinning host memory:  25%" in text
     assert "1.00G/4.00G" in text
+    assert text.endswith("\r")  # the bar is cleared
 
 
 def test_counts_steps(terminal):
-    with redirect_stderr(terminal), LongWork("profiling", 3, "steps") as long:
-        for _ in range(3):
-            long.advance(1)
-    assert "1/3" in terminal.getvalue()
-    assert "steps" in terminal.getvalue()
+    text = text_of(terminal, 4, unit=" steps")
+    assert "1/4" in text
+    assert "steps/s" in text
 
 
-def test_more_than_was_thought_is_no_error(terminal):
-    with redirect_stderr(terminal), LongWork("profiling", 2, "steps") as long:
-        for _ in range(5):
-            long.advance(1)
-    assert "1/2" in terminal.getvalue()
-
-
-def test_shows_nothing_before_two_seconds(terminal, monkeypatch):
+def test_shows_nothing_before_the_delay(terminal, monkeypatch):
     monkeypatch.setattr(progress, "DELAY_S", 2.0)
-    with redirect_stderr(terminal):
-        work()
-    assert not terminal.getvalue()
-    with redirect_stderr(terminal), LongWork("pinning host memory", 2) as long:
-        long._begin_s -= 2.0
-        long.advance(1)
-    assert "pinning host memory" in terminal.getvalue()
+    assert not text_of(terminal)
 
 
-def test_shows_nothing_where_nobody_watches(monkeypatch):
-    monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    file = io.StringIO()
-    with redirect_stderr(file):
-        work()
-    assert not file.getvalue()
-    with redirect_stderr(None):
-        work()
+def test_shows_nothing_without_a_terminal():
+    assert not text_of(io.StringIO())
+    assert not text_of(None)
 
 
 def test_does_without_tqdm(terminal, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with redirect_stderr(terminal):
-        work()
-    assert not terminal.getvalue()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert not text_of(terminal)
 
 
-def test_a_notebook_is_watched(monkeypatch):
-    with redirect_stderr(io.StringIO()):
-        assert not progress.somebody_watches()
-        kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
-        monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
-        assert progress.somebody_watches()
+def test_shows_a_bar_in_a_notebook(monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", SimpleNamespace())
+    assert "25%" in text_of(io.StringIO())
 
 
-def test_an_error_closes_the_bar(terminal):
-    long = LongWork("pinning host memory", 2)
-
-    def fail():
-        with long:
-            long.advance(1)
-            raise OSError("full")
-
-    with redirect_stderr(terminal), pytest.raises(OSError, match="full"):
-        fail()
-    assert long._bar.disable  # closed
-
-
-@pytest.mark.slow
-def test_the_library_imports_no_tqdm_by_itself():
-    code = """if True:
-        import sys, torch
-        before = {name for name in sys.modules if name.startswith("tqdm")}
-        import offload
-        offload.reserve_host_memory("1MiB", "cpu")
-        assert {name for name in sys.modules if name.startswith("tqdm")} == before
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_an_error_clears_the_bar(terminal):
+    with redirect_stderr(terminal), pytest.raises(OSError, match="full"), progress_bar("pinning", 2):
+        raise OSError("full")
+    assert terminal.getvalue().endswith("\r")
 
 
 # What it is used for.
