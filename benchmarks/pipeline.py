@@ -1,7 +1,7 @@
 """Derived offloading in pipelines: step time and activation peak of each rank, with and without, beside the prediction.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.pipeline --out results/pipeline_4.json
-    python -m benchmarks.pipeline --show results/pipeline_4.json    a record; what is predicted of other widths
+    python -m benchmarks.pipeline --show results/pipeline_4.json    print a record
 
 Compute per saved byte grows with a model's width, so wide models offload for nothing where narrow ones do not. One of
 each is run by 1F1B and by a V-schedule: without offloading, and so that the first rank needs half of its memory.
@@ -24,12 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import offload.pipelining
 from benchmarks.pipeline_case import Case, Way, steady_bytes_per_s
 from benchmarks.pipeline_models import MODELS, SCHEDULES, SMALL, Model, Pipeline, described
 from benchmarks.pipeline_prediction import with_predictions, written_moves
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING, summary
-from benchmarks.pipeline_widths import predictions
 from benchmarks.report import environment, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.measuring.profile_layers import measure_link
@@ -134,7 +132,10 @@ def measure_links(device: torch.device) -> dict[str, Link]:
         dist.barrier()
         if rank == dist.get_rank():
             links["alone"] = measure_link(device)
-    return links | {"all at once": offload.pipelining.measure_shared_link(device)}
+    dist.barrier()
+    links["all at once"] = measure_link(device)
+    dist.barrier()
+    return links
 
 
 def gather(value: Any) -> list[Any]:
@@ -195,8 +196,7 @@ def main() -> None:
     """Run all cases; the first rank prints and writes."""
     args = _arguments()
     if args.show:
-        record = json.loads(args.show.read_text("utf-8"))
-        print(summary(record["rows"]), predictions(record), sep="\n\n")
+        print(summary(json.loads(args.show.read_text("utf-8"))["rows"]))
         return
     args.every_way |= args.small
     args.min_bytes = 1024 if args.small else DEFAULT_MIN_BYTES

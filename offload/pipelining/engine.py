@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -92,8 +91,7 @@ def attach(
             left out.
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
             step on; measured in the first step if left out.
-        link: How fast copies are while all ranks copy, such as :func:`measure_shared_link` gives; measured on this
-            rank if left out.
+        link: The bandwidth of the link between this rank's device and its host; measured if left out.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; that of the stages by default.
         policies: What happens to the regions of each layer of the stages: patterns of their names, each with
@@ -157,19 +155,6 @@ def attach(
     elif order is not None and fraction is not None:
         plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=rank.parts or 1)
     return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes, rank)
-
-
-def measure_shared_link(device: torch.device | str | int | None = None, group: dist.ProcessGroup | None = None) -> Link:
-    """The link of this rank while all ranks of the group copy at once. A collective call.
-
-    Args:
-        device: This rank's device; the current accelerator by default, and the CPU where there is none.
-        group: The ranks that share a host; all by default.
-    """
-    dist.barrier(group)
-    link = measure_link(device)
-    dist.barrier(group)
-    return link
 
 
 class PipelineOffload(AbstractContextManager["PipelineOffload"]):

@@ -13,8 +13,7 @@ given back as slack: parts go later and come back earlier.
 
 Note:
     Bubbles of the pipeline count as no time, and both directions of the link as always busy. So the link is
-    rather faster, and the rank rather slower, than what the derivation takes them for.
-    :func:`offload.pipelining.pipeline_simulation.simulate_pipeline` says how long the step of all ranks takes.
+    rather faster, and the rank rather slower, than what the derivation takes them for. Other ranks are left out.
 """
 
 from __future__ import annotations

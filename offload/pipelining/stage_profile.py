@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from offload.base.checks import check_number
@@ -80,15 +80,6 @@ class StageProfile:
             tensors,
             weight_bytes,
             layers=found,
-        )
-
-    def stretched(self, ratio: float) -> StageProfile:
-        """The same with ``ratio`` times the seconds."""
-        return replace(
-            self,
-            forward_s=ratio * self.forward_s,
-            backward_s=ratio * self.backward_s,
-            weight_s=ratio * self.weight_s,
         )
 
     def cut(self, parts: int) -> list[tuple[int, ...]]:

@@ -43,8 +43,6 @@ class Walk:
         ]
         self.steps: list[Point | Interlude] = []
         """Points, and the backwards for the weights between them."""
-        self.action_steps: list[list[Point | Interlude]] = []
-        """The same, for each action."""
         self.order: list[Point] = []
         """The points alone."""
         self.start_s = [0.0]
@@ -59,7 +57,6 @@ class Walk:
         for action in actions:
             first = chunks[action.chunk] * parts
             layers = range(first, first + parts)
-            before = len(self.steps)
             if action.kind == "W":
                 weight_s = profile[action.stage].weight_s
                 self.steps.append(Interlude(repr(action), weight_s))
@@ -79,7 +76,6 @@ class Walk:
                 held_at += [(self.backward_at[layer], weight_bytes / parts) for layer in layers]
             elif action.kind == "W":
                 held_at.append((len(self.order), -weight_bytes))
-            self.action_steps.append(self.steps[before:])
         self._changes_without = [0.0] * len(self.start_s)
         """Point → bytes that come or go before it if nothing moves."""
         for stage, saved, made, freed in zip(stages, self.nbytes, self.forward_at, freed_at, strict=True):

@@ -1,7 +1,7 @@
 """What the executor would do, and when: a schedule played against what layers cost and a link.
 
 What is played is any sequence of forwards and backwards, with other compute between them: a training step is one, a
-pipeline rank's step another. Several devices are played side by side, where what one does waits for another.
+pipeline rank's step another.
 
 The rules are the executor's own. Copies to the host are queued when a tensor is saved and run one
 at a time, in order, on the d2h stream. A release lets compute wait until the layer's copies are
@@ -17,7 +17,7 @@ Note:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -38,22 +38,6 @@ class Interlude(NamedTuple):
     duration_s: float
     nbytes: int = 0
     """Device memory that it needs while it runs."""
-
-
-class Arrival(NamedTuple):
-    """Compute has come so far, and tells the devices that wait for it."""
-
-    label: str
-
-
-class Expected(NamedTuple):
-    """Compute goes on when the :class:`Arrival` of the same label has been reached, on whichever device."""
-
-    label: str
-
-
-Stream = tuple[int, Lane]
-"""One of the three streams of the device of that number."""
 
 
 def simulate(
@@ -143,12 +127,9 @@ class Simulation:
         layers: Sequence[LayerProfile],
         link: Link,
         policies: Sequence[LayerPolicy | None] | None = None,
-        beside: Simulation | None = None,
     ) -> None:
         self._schedule = schedule
         self._link = link
-        self._arrivals: dict[str, _Task] = {} if beside is None else beside._arrivals
-        """What devices wait for, and tell each other: one table for all that are played together."""
         moving = set(schedule.offloaded_layers)
         self._passes: list[Passes] = []
         made: dict[tuple[int, int, bool], Passes] = {}
@@ -164,19 +145,10 @@ class Simulation:
 
     def play(self, steps: Iterable[Point | Interlude]) -> None:
         """Play the points of the schedule in their order, and what compute does between them."""
-        self.queue(steps)
-        play([self], self._rates)
-
-    def queue(self, steps: Iterable[Point | Interlude | Arrival | Expected]) -> None:
-        """Put into the streams what the steps ask for, to be played with :func:`play`."""
         for step in steps:
             if isinstance(step, Interlude):
                 other = self._add(_Task("compute", "other", step.duration_s, step.label))
                 other.taken_bytes = other.freed_bytes = step.nbytes
-                continue
-            if isinstance(step, Arrival | Expected):
-                arrival = self._arrivals.setdefault(step.label, _Task("compute", "other", 0.0, step.label))
-                self._add(arrival if isinstance(step, Arrival) else _Task("compute", "other", 0.0, "", None, arrival))
                 continue
             for layer in self._schedule.releases(step):
                 self._hold(-self._passes[layer].travelling_bytes, after=next(reversed(self._copies[layer]), None))
@@ -189,6 +161,7 @@ class Simulation:
             else:
                 self._backward(step)
             self._hold(-workspace_bytes)
+        self._run()
 
     def timeline(self, title: str) -> Timeline:
         """What was played."""
@@ -244,9 +217,57 @@ class Simulation:
             task.freed_bytes = piece.freed_bytes
             self._add(task)
 
-    def _rates(self, busy: frozenset[Stream]) -> dict[Stream, float]:
-        d2h, h2d = self._link.rates(d2h=(0, "d2h") in busy, h2d=(0, "h2d") in busy)
-        return {(0, "d2h"): d2h, (0, "h2d"): h2d}
+    def _run(self) -> None:
+        """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
+        now_s = 0.0
+        streams = list(self._tasks)
+        queues = [tasks[::-1] for tasks in self._tasks.values()]  # the next one last
+        left = [queue[-1].amount if queue else 0.0 for queue in queues]
+        """What is left of each stream's next task."""
+        known: dict[tuple[int, ...], list[float]] = {}
+        """The rates of the streams that are busy together."""
+        while True:
+            # The loops of this function are most of what planning takes: they call nothing that they need not.
+            for at, queue in enumerate(queues):  # what takes no time, first: nothing else changes meanwhile
+                if not queue or queue[-1].amount:
+                    continue
+                while queue and not (task := queue[-1]).amount and (task.after is None or task.after.end_s <= now_s):
+                    task.start_s = task.end_s = now_s
+                    queue.pop()
+                if queue:
+                    left[at] = queue[-1].amount
+            busy = tuple(
+                [
+                    at
+                    for at, queue in enumerate(queues)
+                    if queue and ((after := queue[-1].after) is None or after.end_s <= now_s)
+                ]
+            )
+            if not busy:
+                break
+            speeds = known.get(busy)
+            if speeds is None:
+                copying = {streams[at] for at in busy}
+                d2h, h2d = self._link.rates(d2h="d2h" in copying, h2d="h2d" in copying)
+                rates = {"compute": 1.0, "d2h": d2h, "h2d": h2d}
+                speeds = [rates[streams[at]] for at in busy]
+                known[busy] = speeds
+            ends = [now_s + left[at] / speed for at, speed in zip(busy, speeds, strict=True)]
+            then_s = min(ends)
+            past_s = then_s - now_s
+            for at, speed, end_s in zip(busy, speeds, ends, strict=True):
+                queue = queues[at]
+                task = queue[-1]
+                if task.start_s == math.inf:
+                    task.start_s = now_s
+                if end_s == then_s:
+                    task.end_s = then_s
+                    queue.pop()
+                    if queue:
+                        left[at] = queue[-1].amount
+                else:
+                    left[at] = max(0.0, left[at] - past_s * speed)
+            now_s = then_s
 
     def _compute(self, *kinds: Kind) -> Iterator[Span]:
         """What compute did of these kinds, and its stalls: a task starts later than the one before ends, for a copy."""
@@ -278,65 +299,3 @@ class Simulation:
 def _no_gap(span: Span) -> float:
     """How far pieces of one span may be apart: pieces of a layer are one, what belongs to no layer stays apart."""
     return -1.0 if span.layer is None else 0.0
-
-
-def play(devices: Sequence[Simulation], rates: Callable[[frozenset[Stream]], Mapping[Stream, float]]) -> None:
-    """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link.
-
-    Args:
-        devices: What was queued, on each device.
-        rates: The busy streams → bytes per second of those that copy.
-
-    Raises:
-        ValueError: All devices wait for each other.
-    """
-    now_s = 0.0
-    streams = [(number, lane) for number, device in enumerate(devices) for lane in device._tasks]
-    queues = [device._tasks[lane][::-1] for device in devices for lane in device._tasks]  # the next one last
-    left = [queue[-1].amount if queue else 0.0 for queue in queues]
-    """What is left of each stream's next task."""
-    known: dict[tuple[int, ...], list[float]] = {}
-    """The rates of the streams that are busy together."""
-    while True:
-        # The loops of this function are most of what planning takes: they call nothing that they need not.
-        for at, queue in enumerate(queues):  # what takes no time, first: nothing else changes meanwhile
-            if not queue or queue[-1].amount:
-                continue
-            while queue and not (task := queue[-1]).amount and (task.after is None or task.after.end_s <= now_s):
-                task.start_s = task.end_s = now_s
-                queue.pop()
-            if queue:
-                left[at] = queue[-1].amount
-        busy = tuple(
-            [
-                at
-                for at, queue in enumerate(queues)
-                if queue and ((after := queue[-1].after) is None or after.end_s <= now_s)
-            ]
-        )
-        if not busy:
-            break
-        speeds = known.get(busy)
-        if speeds is None:
-            copying = rates(frozenset([streams[at] for at in busy]))
-            speeds = [1.0 if streams[at][1] == "compute" else copying[streams[at]] for at in busy]
-            known[busy] = speeds
-        ends = [now_s + left[at] / speed for at, speed in zip(busy, speeds, strict=True)]
-        then_s = min(ends)
-        past_s = then_s - now_s
-        for at, speed, end_s in zip(busy, speeds, ends, strict=True):
-            queue = queues[at]
-            task = queue[-1]
-            if task.start_s == math.inf:
-                task.start_s = now_s
-            if end_s == then_s:
-                task.end_s = then_s
-                queue.pop()
-                if queue:
-                    left[at] = queue[-1].amount
-            else:
-                left[at] = max(0.0, left[at] - past_s * speed)
-        now_s = then_s
-    waited = sorted({after.label for queue in queues if queue and (after := queue[-1].after) and after.label})
-    if any(queues):
-        raise ValueError(f"devices must not wait for each other for ever, got no end of the wait for {waited}")

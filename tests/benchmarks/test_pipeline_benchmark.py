@@ -10,9 +10,7 @@ from scripts import NO_GPU, as_torchrun, run_scripts
 
 from benchmarks import pipeline
 from benchmarks.pipeline_case import steady_bytes_per_s
-from benchmarks.pipeline_models import MODELS
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
-from benchmarks.pipeline_widths import prediction_rows
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline
@@ -64,31 +62,10 @@ def test_steady_state_is_recorded_on_the_first_rank(record_path):
             assert set(row["steady_to_link"]) == {"alone", "all at once"}
 
 
-def test_show_prints_the_record_and_says_what_is_predicted_of_other_widths(record_path, monkeypatch, capsys):
+def test_show_prints_the_record(record_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(record_path)])
     pipeline.main()
-    shown = capsys.readouterr().out
-    measured, predicted = shown.split("\n\n")
-    assert measured.count(HALF) == 4
-    assert [line.split()[:2] for line in predicted.splitlines()[2:]] == [
-        [name, width] for name in ("1F1B", "ZBV") for width in MODELS
-    ]
-
-
-def test_widths_are_asked_for_half_of_the_sets_and_for_what_was_measured(record_path):
-    record = json.loads(record_path.read_text("utf-8"))
-    rows = list(prediction_rows(record))
-    assert [(row["schedule"], row["width"]) for row in rows] == [
-        (name, width) for name in ("1F1B", "ZBV") for width in MODELS
-    ]
-    halves = [row for row in record["rows"] if (row["rank"], row["offload"]) == (0, HALF)]
-    shares = [row["predicted_peak_bytes"] / row["predicted_peak_bytes_without"] for row in halves]
-    assert [row["aimed_share"] for row in rows] == [share for share in shares for _ in MODELS]
-    wider = MODELS["12288"].saved / record["models"]["small"]["saved"]
-    assert rows[2]["sets_bytes"] == pytest.approx(wider * halves[0]["predicted_peak_bytes_without"], rel=1e-3)
-    for row in rows:
-        costs = sorted([(row["aimed_share"], row["aimed_slowdown"]), (0.5, row["half_slowdown"])])
-        assert costs[0][1] >= costs[1][1] >= 0
+    assert capsys.readouterr().out.count(HALF) == 4
 
 
 def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):

@@ -538,14 +538,6 @@ def test_refuses():
         attach(schedule)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_group")
-def test_measures_the_link_that_all_ranks_share():
-    for stream in get_backend("cpu").copy_streams:
-        stream.delay_s = 0.0
-    assert offload.pipelining.measure_shared_link("cpu").d2h_bytes_per_s > 1e6
-
-
 # --- Several processes -----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The picture of what each way to offload in a pipeline gives and costs: measured and derived, beside each other."""
+"""The picture of what each way to offload in a pipeline gives and costs: measured and predicted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def picture(records: list[Row], page: Path) -> str:
 
 
 def draw(records: list[Row], *, narrow: bool = False) -> Figure:
-    """The first rank's peak against step time, a row of panels for each record: measured filled, derived hollow.
+    """The first rank's peak against step time, a row of panels for each record: measured filled, predicted hollow.
 
     For phones, a row of panels for each record and schedule.
     """
@@ -66,9 +66,9 @@ def _draw_case(ax: Axes, found: list[Measured]) -> None:
     for _, way, _ in found:
         marker, color = MARKERS[way["offload"]]
         is_at = 100 * way["slowdown"], way["peak_bytes"] / GIB
-        was_derived = 100 * way["predicted_slowdown"], peak * (1 - way["predicted_peak_saved"])
-        ax.plot(*zip(is_at, was_derived, strict=True), "-", color=color, linewidth=0.8)
-        ax.plot(*was_derived, marker, markerfacecolor="none", markeredgecolor=color, markersize=8)
+        was_predicted = 100 * way["predicted_slowdown"], peak * (1 - way["predicted_peak_saved"])
+        ax.plot(*zip(is_at, was_predicted, strict=True), "-", color=color, linewidth=0.8)
+        ax.plot(*was_predicted, marker, markerfacecolor="none", markeredgecolor=color, markersize=8)
         ax.plot(*is_at, marker, color=color, markersize=5)
 
 
@@ -80,6 +80,6 @@ def _legend() -> list[Line2D]:
     return [
         handle("without", "x", INK, INK, 7),
         *(handle(way, marker, color, color, 5) for way, (marker, color) in MARKERS.items()),
-        handle("derived", "o", INK, "none", 8),
+        handle("predicted", "o", INK, "none", 8),
         Line2D([], [], color=INK, linestyle=":", linewidth=1.0, label="half"),
     ]

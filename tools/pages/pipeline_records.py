@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def read_records(paths: Iterable[Path]) -> list[Row]:
-    """The records, if they show what the page says about them; what is predicted is what the simulator says now.
+    """The records, if they show what the page says about them; predictions are made anew.
 
     Raises:
         ValueError: A gradient differs, the first rank's peak was not halved, that cost time in the widest model,

@@ -16,7 +16,6 @@ from pipeline_picture import PICTURE, draw, picture
 from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF
-from benchmarks.pipeline_widths import prediction_rows
 
 NO_BREAK = "\u00a0"
 
@@ -54,7 +53,7 @@ HARDLY_LESS = 0.01
 
 
 def half_table(records: list[Row]) -> str:
-    """The first rank's half: step and peak without and with, beside what was derived."""
+    """The first rank's half: step and peak without and with, beside the prediction."""
     shown = [
         {
             **_case(found),
@@ -92,36 +91,6 @@ def ways_table(records: list[Row]) -> str:
         for found in measured(record, FREE, BOUND)
     ]
     return f"{markdown_table(shown, left=4)}\n\n{_errors(records)}\n"
-
-
-def widths_table(records: list[Row]) -> str:
-    """What the derivation says of all widths, beside the measured ones."""
-    shown, costs = [], dict[str, list[tuple[float, float]]]()
-    for record in records:
-        link = record["links"][0]["all at once"]
-        halves = {found.case: found.way for found in measured(record, HALF)}
-        for row in prediction_rows(record):
-            half = halves.get((row["schedule"], row["width"]))
-            costs.setdefault(row["width"], []).append((row["half_slowdown"], row["aimed_slowdown"]))
-            shown.append(
-                {
-                    "GPUs": record["options"]["ranks"],
-                    "schedule": row["schedule"],
-                    "width": row["width"],
-                    "compute, ms": ms(row["compute_s"]),
-                    "copy, ms": ms(2 * row["chunk_bytes"] / link["duplex_bytes_per_s"]),
-                    "no waits: sets less": percent(row["free_saved"]),
-                    "half of the sets: longer": percent(row["half_slowdown"]),
-                    "fewer: longer": f"{percent(row['aimed_slowdown'])}{NO_BREAK}({row['aimed_share']:.0%})",
-                    "measured: longer": percent(half["slowdown"]) if half else "",
-                }
-            )
-    half_from, aimed_from = (
-        next(width for width, found in costs.items() if all(percent(cost[asked]) == "0.0%" for cost in found))
-        for asked in (0, 1)
-    )
-    said = f"Derived to cost nothing: half of the sets from width {half_from} on, fewer from width {aimed_from} on."
-    return f"{markdown_table(shown, left=2)}\n\n{said}\n"
 
 
 def links_table(records: list[Row]) -> str:
@@ -170,7 +139,7 @@ def ranks_table(records: list[Row]) -> str:
             "sets, GiB": gib(found.way["predicted_peak_bytes_without"], 1),
             "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
             "less": percent(found.way["peak_saved"]),
-            "less, derived": percent(found.way["predicted_peak_saved"]),
+            "less, predicted": percent(found.way["predicted_peak_saved"]),
         }
         for record in records
         for found in measured(record, HALF, rank=None)
@@ -196,7 +165,7 @@ def _setting(records: list[Row]) -> str:
 
 
 def _errors(records: list[Row]) -> str:
-    """How far the derivation was off on the first rank, on both sides."""
+    """How far the first rank's predictions were off, on both sides."""
     all_found = [found for record in records for found in measured(record, HALF, FREE, BOUND)]
     cautious = [
         max((found for found in all_found if found.gpus == record["options"]["ranks"]), key=_caution)
@@ -210,13 +179,13 @@ def _errors(records: list[Row]) -> str:
     late = 100 * max(-_caution(found) for found in all_found)
     large = 100 * max(found.way["predicted_peak_saved"] - found.way["peak_saved"] for found in all_found)
     return (
-        f"The largest overestimates of this table and the one above: {said}. The other way round, a step took at most "
-        f"{late:.1f} points longer than derived, and the peak fell by up to {large:.1f} points less."
+        f"The largest overestimates of this table and the one above: {said}. At the other end, a step took at most "
+        f"{late:.1f} points longer than predicted, and the peak fell by up to {large:.1f} points less."
     )
 
 
 def _caution(found: Measured) -> float:
-    """By how much more of the step without offloading was derived than measured."""
+    """Predicted slowdown minus measured slowdown, as fractions of the step without offloading."""
     more: float = found.way["predicted_slowdown"] - found.way["slowdown"]
     return more
 
@@ -237,13 +206,13 @@ def _largest(records: list[Row]) -> str:
 
 
 def _costs(found: Measured) -> Row:
-    """How much longer the step and how much less the peak is, beside what was derived."""
+    """How much longer the step and how much less the peak is, beside the prediction."""
     return {
         "longer": percent(found.way["slowdown"]),
-        "longer, derived": percent(found.way["predicted_slowdown"]),
+        "longer, predicted": percent(found.way["predicted_slowdown"]),
         "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
         "less": percent(found.way["peak_saved"]),
-        "less, derived": percent(found.way["predicted_peak_saved"]),
+        "less, predicted": percent(found.way["predicted_peak_saved"]),
     }
 
 
@@ -278,7 +247,6 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "pipeline_job"): _block(job_table),
     ("table", "pipeline_half"): _block(half_table),
     ("table", "pipeline_ways"): _block(ways_table),
-    ("table", "pipeline_widths"): _block(widths_table),
     ("table", "pipeline_links"): _block(links_table),
     ("table", "pipeline_bound"): _block(bound_table),
     ("table", "pipeline_ranks"): _block(ranks_table),
