@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import chain, combinations, product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import default, links
 
 from offload.observe.timeline import Timeline
-from offload.planning.estimate import peak_bytes, step_s, trips_of
+from offload.planning.estimate import Peaks, peak_bytes, peaks_of, step_s, trips_of, with_workspace
 from offload.planning.link import Link
 from offload.planning.passes import LayerPolicy, passes_of
 from offload.planning.plan import Plan, plan
@@ -433,6 +433,41 @@ class TestPlan:
             fastest_s = min(seconds for peak, seconds in found if peak <= budget)
             assert plan(profile, budget, link).step_s <= 1.03 * fastest_s
 
+    def kept_or_recomputed(self, mib: int) -> LayerProfile:
+        regions = [region("input", 30, 0, recomputable=False), region("mlp", mib, mib / 10, 0)]
+        return LayerProfile.from_regions(regions, 0.02, 0.04, workspace_bytes=7 * MIB)
+
+    @settings(max_examples=30)
+    @given(st.lists(st.sampled_from([3, 40, 77, 150]), min_size=2, max_size=5), st.floats(0.0, 1.0))
+    def test_no_other_layers_could_be_kept_for_a_shorter_step(self, kinds, part):
+        """Nothing can be offloaded, and a layer is kept or recomputed: all such plans are simulated and compared."""
+        profile, count = Profile(tuple(self.kept_or_recomputed(mib) for mib in kinds)), len(kinds)
+        found = []
+        for kept in product((False, True), repeat=count):
+            policies = [None if keeps else LayerPolicy(frozenset({0})) for keeps in kept]
+            timeline = simulate(Schedule(count), profile, PCIE, policies=policies)
+            found.append((timeline.peak_bytes, timeline.duration_s))
+        least, most = min(peak for peak, _ in found), max(peak for peak, _ in found)
+        budget = round(least + part * (most - least))
+        fastest_s = min(step_s for peak, step_s in found if peak <= budget)
+        assert plan(profile, budget, PCIE, max_host_bytes=0).step_s == pytest.approx(fastest_s, rel=0.01)
+
+    def test_as_many_layers_are_kept_as_fit(self):
+        """Of 20 layers that are alike the last ones, whose backward is over first, each budget to the byte."""
+        count, layer = 20, self.kept_or_recomputed(100)
+        profile, recomputed = Profile((layer,) * count), LayerPolicy(frozenset({0}))
+        peaks = []
+        for kept in range(1, count + 1):
+            policies = [recomputed] * (count - kept) + [None] * kept
+            peaks.append(simulate(Schedule(count), profile, PCIE, policies=policies).peak_bytes)
+        for kept, peak in enumerate(peaks, start=1):
+            found = plan(profile, peak, PCIE, max_host_bytes=0)
+            assert found.policies.count(None) == max(number for number, one in enumerate(peaks, start=1) if one <= peak)
+            assert found.peak_bytes <= peak
+            if peak > peaks[0]:
+                fewer = plan(profile, peak - 1, PCIE, max_host_bytes=0)
+                assert fewer.policies.count(None) < kept
+
     def small(self) -> Plan:
         """Three layers of one kind and one that is a whole, treated in the ways that a table can show."""
         layer = LayerProfile.from_regions(
@@ -501,6 +536,20 @@ class TestPlan:
             ValueError, match=r"^memory_budget must be at least 4294967296 bytes .* within max_host_bytes"
         ):
             plan(profile, "3GiB", PCIE, max_host_bytes="1GiB")
+
+
+def test_workspace_is_the_most_that_either_pass_needs():
+    """What was measured beside what the layers keep, in backward or in forward, is there in the prediction."""
+    profile = Profile(tuple(LayerProfile(0.1, 0.2, 100) for _ in range(3)))
+    plain = peaks_of([passes_of(layer, travels=False) for layer in profile.layers], 0)
+    for more in ((5, 70), (70, 5)):
+        forward = [one + more[0] for one in plain.forward]
+        backward = [one + more[1] for one in plain.backward]
+        measured = Peaks(forward, plain.between + 9, backward)
+        found = with_workspace(profile, measured)
+        assert [layer.workspace_bytes for layer in found.layers] == [70, 70, 70]
+        assert found.loss_bytes == 9
+        assert plan(found, "1GiB", PCIE).peak_bytes == 300 + 70
 
 
 class TestText:
