@@ -1,15 +1,15 @@
-"""What the callbacks share: find the layers of a model, offload them while it is trained, say what moved."""
+"""What the callbacks share: find the layers of a model, offload them while it is trained, log what was offloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
 import offload
+from offload.base.checks import is_int, parse_bytes
 from offload.base.layer_events import Handle
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
@@ -18,46 +18,57 @@ LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_byte
 class WhileTraining(Handle):
     """Offloads the layers of a model from the beginning of its training to the end.
 
-    As a context manager it takes the hooks off the layers at the end of the block, however training ends.
+    As a context manager it removes the hooks at the end of the block, however training ends.
 
     Args:
-        num_layers: How many layers to offload, the first ones.
+        num_layers: How many layers to offload, the first ones, or ``"auto"``; by default as many as
+            :func:`offload.offload_layers` offloads.
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
-            without the names of what wraps the model; or a function that returns the layers of the model that it is
-            given. By default, the one list of modules that is not inside another.
-        options: What else :func:`offload.offload_layers` takes, such as ``memory_budget``, ``plan`` or ``min_bytes``.
+            without the names of what wraps the model; or a function that returns the layers of a given model. By
+            default, the one list of modules that is not inside another.
+        options: Further arguments of :func:`offload.offload_layers`, such as ``memory_budget``, ``plan`` or
+            ``min_bytes``.
 
     Raises:
-        TypeError: It does not take one of them.
+        TypeError: ``offload_layers`` has no such argument.
+        ValueError: ``num_layers`` is not a number of layers, or a size is not one.
     """
 
     def __init__(
         self,
-        num_layers: int = 4,
+        num_layers: int | Literal["auto"] | None = None,
         *,
-        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
+        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.handle: offload.OffloadedLayers | None = None
         """What :func:`offload.offload_layers` returned for the latest training; it has ``stats()``."""
         self._layers = layers
-        self._options: dict[str, Any] = {"num_layers": num_layers, **options}
-        # An option that there is not is refused here, and not when training begins.
+        self._options = options if num_layers is None else {"num_layers": num_layers, **options}
+        # Wrong arguments raise here, and not only when training begins.
         signature(offload.offload_layers).bind((), **self._options)
+        if num_layers not in (None, "auto") and not is_int(num_layers, 0):
+            raise ValueError(
+                f"num_layers must be an int of at least 0 or 'auto', got {num_layers!r}; write num_layers=4, or "
+                "memory_budget='40GiB' to give a size."
+            )
+        for name in ("memory_budget", "min_bytes", "max_host_bytes"):
+            if options.get(name) not in (None, "auto"):
+                parse_bytes(options[name], name)
 
     def attach(self, model: nn.Module) -> None:
         """Offload the layers of ``model`` from now on; the trainer calls this when training begins."""
-        self.remove()  # an earlier training may have ended by an error that the trainer told nobody
+        self.remove()  # the trainer tells no callback of a training that raised
         self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
 
     def remove(self) -> None:
-        """Take the hooks off the layers; the trainer calls this when training ends. ``handle.stats()`` stays."""
+        """Remove the hooks from the layers; the trainer calls this when training ends. ``handle.stats()`` remains."""
         if self.handle is not None:
             self.handle.remove()
 
     def metrics(self) -> dict[str, float]:
-        """What has moved since training began, under the names that are logged."""
+        """Statistics since training began, under the names that are logged."""
         if self.handle is None:
             return {}
         stats = self.handle.stats()
@@ -67,25 +78,20 @@ class WhileTraining(Handle):
 def find_layers(
     model: nn.Module, layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None
 ) -> Iterable[nn.Module]:
-    """The layers of ``model`` that ``layers`` says, or its only list of modules.
+    """The layers of ``model`` that ``layers`` names or returns; for ``None`` the only outermost ``nn.ModuleList``.
 
     Raises:
-        ValueError: There is no such list, or more than one.
+        ValueError: The model has no such list, or several.
     """
     if callable(layers):
         return layers(model)
-    lists = {
-        name: part for name, part in model.named_modules() if name and isinstance(part, nn.ModuleList | nn.Sequential)
-    }
-    found: dict[str, nn.ModuleList | nn.Sequential]
+    kinds = (nn.ModuleList, nn.Sequential)
+    lists = {name: part for name, part in model.named_modules() if name and isinstance(part, kinds)}
     if layers is None:
-        # Experts, say, are lists inside the layers; an nn.Sequential is more often a part of a model than its layers.
+        # A list inside a layer holds experts, say. An nn.Sequential is more often a part of a model than its layers.
         inner = {part for outer in lists.values() for part in outer.modules() if part is not outer}
-        found = {
-            name: part
-            for name, part in lists.items()
-            if isinstance(part, nn.ModuleList) and len(part) > 1 and part not in inner
-        }
+        candidates = (item for item in lists.items() if isinstance(item[1], nn.ModuleList) and len(item[1]) > 1)
+        found = {name: part for name, part in candidates if part not in inner}
         wanted = "the name of the model's list of layers, or a function that returns them"
     else:
         found = {name: part for name, part in lists.items() if f".{name}".endswith(f".{layers}")}

@@ -13,9 +13,9 @@ from offload.callbacks.base import WhileTraining
 class OffloadCallback(WhileTraining, TrainerCallback):
     """Offloads the layers of the model that a Hugging Face ``Trainer`` trains, while it trains it.
 
-    What moved is logged with the loss, under names that begin with ``offload/``. ``Trainer`` tells a callback when
-    training ends, but not when it raises: ``with`` takes the hooks off the layers then, too, and so does the next
-    training with the same callback::
+    Statistics are logged with the loss, under names that begin with ``offload/``. ``Trainer`` tells a callback when
+    training ends, but not when it raises. ``with`` removes the hooks then, too, and so does the next training with
+    the same callback::
 
         with OffloadCallback(num_layers=4) as offloading:
             Trainer(model, args, train_dataset=data, callbacks=[offloading]).train()
@@ -27,7 +27,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        if args.n_gpu > 1:  # nn.DataParallel runs copies of the layers in threads, which share their hooks
+        if args.n_gpu > 1:  # nn.DataParallel runs copies of the layers in threads, and the copies share hooks
             raise RuntimeError(
                 f"Trainer must run in one process per GPU, got {args.n_gpu} GPUs in one; start the script with "
                 "torchrun, or with one GPU in CUDA_VISIBLE_DEVICES."
@@ -37,8 +37,8 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
     ) -> None:
-        if "loss" in logs:  # not the results of an evaluation, which the caller gets
-            for entry in (logs, state.log_history[-1]):  # the latter is made before the callbacks are called
+        if "loss" in logs:  # not for an evaluation, whose results the caller gets
+            for entry in (logs, state.log_history[-1]):  # the history's entry is made before callbacks are called
                 entry.update(self.metrics())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -13,8 +13,8 @@ from offload.callbacks.base import WhileTraining
 class OffloadCallback(WhileTraining, Callback):
     """Offloads the layers of the module that a Lightning ``Trainer`` fits, while it fits it.
 
-    What moved is logged after each batch, under names that begin with ``offload/``. The hooks come off the layers
-    when fitting ends or raises::
+    Statistics are logged after each batch, under names that begin with ``offload/``. The hooks are removed when
+    fitting ends or raises::
 
         Trainer(callbacks=[OffloadCallback(num_layers=4)]).fit(module, data)
 
@@ -25,7 +25,7 @@ class OffloadCallback(WhileTraining, Callback):
         self.attach(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        # Tensors on the host: of numbers, Lightning makes tensors on the device, and waits for it.
+        # Tensors on the host: Lightning would copy numbers to the device and wait for the copy.
         pl_module.log_dict({name: torch.tensor(value) for name, value in self.metrics().items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

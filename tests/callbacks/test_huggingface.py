@@ -52,53 +52,58 @@ def make_trainer(folder, callbacks, fails=False, model=None, **options):
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
 
+def trained(folder, *callbacks, **options):
+    trainer = make_trainer(folder, [*callbacks], **options)
+    trainer.train()
+    return trainer
+
+
 def has_hooks(model):
     return any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
 def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged(trainer, "loss")
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
-def test_trains_the_same_and_logs_what_moved(tmp_path, options):
-    expected = make_trainer(tmp_path, [], **options)
-    expected.train()
-
-    callback = OffloadCallback(num_layers=3, min_bytes=1)
-    trainer = make_trainer(tmp_path, [callback], **options)
-    trainer.train()
-
+def assert_same(trainer, expected):
     assert losses(trainer) == losses(expected)
     assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
-    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
-    assert 0 < moved[0] < moved[1] < moved[2] == callback.handle.stats().offloaded_bytes
+
+
+MIXED = {"gradient_accumulation_steps": 2, "bf16": True}
+
+
+@pytest.mark.parametrize("options", [{}, MIXED])
+def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
+    callback = OffloadCallback(num_layers=3, min_bytes=1)
+    trainer = trained(tmp_path, callback, **options)
+    assert_same(trainer, trained(tmp_path, **options))
+    offloaded = logged(trainer, "offload/offloaded_bytes")
+    assert 0 < offloaded[0] < offloaded[1] < offloaded[2] == callback.handle.stats().offloaded_bytes
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.parametrize(("budget", "options"), [("200KiB", {}), ("1GiB", {}), ("200KiB", {"bf16": True})])
+@pytest.mark.parametrize(("budget", "options"), [("200KiB", {}), ("1GiB", {}), ("200KiB", MIXED)])
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
-    expected = make_trainer(tmp_path, [], max_steps=6, **options)
-    expected.train()
-
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
-    trainer = make_trainer(tmp_path, [callback], max_steps=6, **options)
-    trainer.train()
-
-    assert losses(trainer) == losses(expected)
-    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
-    assert callback.handle.state in ("measuring", "following")
+    trainer = trained(tmp_path, callback, max_steps=6, **options)
+    assert_same(trainer, trained(tmp_path, max_steps=6, **options))
+    assert callback.handle.state == "removed"
     assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
-    moved = [entry["offload/offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
-    assert 0 < moved[0] < moved[1] <= moved[5] == callback.handle.stats().offloaded_bytes
-    assert (moved[5] == moved[2]) is (budget == "1GiB")  # then all is kept once the plan is made
+    offloaded = logged(trainer, "offload/offloaded_bytes")
+    assert 0 < offloaded[0] < offloaded[1] <= offloaded[5] == callback.handle.stats().offloaded_bytes
+    assert (offloaded[5] == offloaded[2]) is (budget == "1GiB")  # then all is kept once the plan is made
     assert not has_hooks(trainer.model)
 
 
 def test_auto_asks_the_device_which_the_cpu_is_not(tmp_path):
-    trainer = make_trainer(tmp_path, [OffloadCallback(memory_budget="auto")])
     with pytest.raises(ValueError, match="on the CPU, give bytes"):
-        trainer.train()
+        trained(tmp_path, OffloadCallback(memory_budget="auto"))
 
 
 def moving_llama():
@@ -117,40 +122,24 @@ def moving_llama():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"bf16": True},
-        {"activation_checkpointing": True},
-        {"optim": "sgd"},
-        {"max_grad_norm": 0.01},
-    ],
+    "options", [{}, MIXED, {"activation_checkpointing": True, "optim": "sgd"}, {"max_grad_norm": 0.01}]
 )
 def test_trains_streamed_weights_the_same(tmp_path, options):
     """Trainer moves the model twice, clips gradients, evaluates, saves."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2} | options
-    expected = make_trainer(tmp_path / "expected", [], **options)
-    expected.train()
-
+    expected = trained(tmp_path / "expected", **options)
     model = moving_llama()
     with offload.stream_weights(model.model.layers, "cpu") as streamed:
-        trainer = make_trainer(tmp_path / "streamed", [], model=model, **options)
-        trainer.train()
+        trainer = trained(tmp_path / "streamed", model=model, **options)
         assert streamed.stats().loads >= 3 * 2 * (LAYERS - 1)
     assert model.moves >= 2
-
-    assert losses(trainer) == losses(expected)
+    assert_same(trainer, expected)
     for name in ("eval_loss", "grad_norm"):
-        found, wanted = (
-            [entry[name] for entry in one.state.log_history if name in entry] for one in (trainer, expected)
-        )
-        assert found == wanted
-        assert len(found) == 3
-    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+        assert logged(trainer, name) == logged(expected, name)
+        assert len(logged(trainer, name)) == 3
     saved, wanted = (
-        safetensors.torch.load_file(folder / "checkpoint-2/model.safetensors")
-        for folder in (tmp_path / "streamed", tmp_path / "expected")
+        safetensors.torch.load_file(tmp_path / name / "checkpoint-2/model.safetensors")
+        for name in ("streamed", "expected")
     )
     assert saved.keys() == wanted.keys()
     assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
@@ -180,56 +169,33 @@ def test_trains_streamed_weights_on_two_ranks(tmp_path, device):
 
 
 def test_resumes_with_streamed_weights(tmp_path):
-    expected = make_trainer(tmp_path, [], save_strategy="steps", save_steps=2)
-    expected.train()
-
+    expected = trained(tmp_path, save_strategy="steps", save_steps=2)
     model = moving_llama()
-    with offload.stream_weights(model.model.layers, "cpu"):
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
         trainer = make_trainer(tmp_path, [], model=model)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert losses(trainer) == losses(expected)
-    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
-
-
-def test_offloads_activations_beside_streamed_weights(tmp_path):
-    expected = make_trainer(tmp_path, [])
-    expected.train()
-
-    model = moving_llama()
-    callback = OffloadCallback(num_layers=3, min_bytes=1)
-    with offload.stream_weights(model.model.layers, "cpu"):
-        trainer = make_trainer(tmp_path, [callback], model=model)
-        trainer.train()
-    assert losses(trainer) == losses(expected)
-    assert callback.handle.stats().offloaded_bytes > 0
-
-
-def test_keeps_to_a_budget_beside_streamed_weights(tmp_path):
-    expected = make_trainer(tmp_path, [], max_steps=6)
-    expected.train()
-
-    model = moving_llama()
-    callback = OffloadCallback(memory_budget="200KiB", min_bytes=1)
-    with offload.stream_weights(model.model.layers, "cpu") as streamed:
-        trainer = make_trainer(tmp_path, [callback], model=model, max_steps=6)
-        trainer.train()
         assert streamed.stats().loads > 0
-    assert losses(trainer) == losses(expected)
-    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
-    assert callback.handle.plan is not None
+    assert_same(trainer, expected)
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "200KiB"}])
+def test_offloads_activations_beside_streamed_weights(tmp_path, options):
+    model = moving_llama()
+    callback = OffloadCallback(min_bytes=1, **options)
+    with offload.stream_weights(model.model.layers, "cpu") as streamed:
+        trainer = trained(tmp_path, callback, model=model, max_steps=6)
+        assert streamed.stats().loads > 0
+    assert_same(trainer, trained(tmp_path, max_steps=6))
+    assert (callback.handle.plan is not None) is ("memory_budget" in options)
     assert callback.handle.stats().offloaded_bytes > 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "auto"}, {"memory_budget": "1GiB"}])
 def test_trains_the_same_on_a_gpu(tmp_path, options):
-    expected = make_trainer(tmp_path, [], max_steps=6, use_cpu=False)
-    expected.train()
     callback = OffloadCallback(min_bytes=1, **options)
-    trainer = make_trainer(tmp_path, [callback], max_steps=6, use_cpu=False)
-    trainer.train()
-    assert losses(trainer) == losses(expected)
-    assert all(map(torch.equal, trainer.model.parameters(), expected.model.parameters()))
+    trainer = trained(tmp_path, callback, max_steps=6, use_cpu=False)
+    assert_same(trainer, trained(tmp_path, max_steps=6, use_cpu=False))
     assert callback.handle.stats().offloaded_bytes > 0
     assert "memory_budget" not in options or callback.handle.plan is not None
 
@@ -237,30 +203,19 @@ def test_trains_the_same_on_a_gpu(tmp_path, options):
 @pytest.mark.gpu
 def test_trains_streamed_weights_on_a_gpu(tmp_path):
     """Optimizers round in other places on the CPU than on a GPU; SGD with a power of two does not."""
-    options = {
-        "use_cpu": False,
-        "optim": "sgd",
-        "learning_rate": 2.0**-6,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0,
-    }
-    expected = make_trainer(tmp_path, [], **options)
-    expected.train()
-    model = llama(transformers, torch.device("cpu"))
-    with offload.stream_weights(model.model.layers, "cuda") as streamed:
-        trainer = make_trainer(tmp_path, [], model=model, **options)
-        trainer.train()
-        assert streamed.stats().loads > 0
-        assert {parameter.device.type for parameter in model.model.layers.parameters()} == {"cpu"}
-        assert model.model.embed_tokens.weight.device.type == "cuda"
-    assert losses(trainer) == losses(expected)
-
-    model = llama(transformers, torch.device("cpu"))
-    with offload.stream_weights(model.model.layers, "cuda"):
-        trainer = make_trainer(tmp_path, [], model=model, use_cpu=False)  # AdamW, gradients clipped at 1
-        trainer.train()
-    assert losses(trainer)[0] == losses(expected)[0]
-    assert all(torch.tensor(losses(trainer)).isfinite())
+    exact = {"optim": "sgd", "learning_rate": 2.0**-6, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+    expected = trained(tmp_path, use_cpu=False, **exact)
+    for options in (exact, {}):  # the default is AdamW, with gradients clipped at 1
+        model = llama(transformers, torch.device("cpu"))
+        with offload.stream_weights(model.model.layers, "cuda") as streamed:
+            trainer = trained(tmp_path, model=model, use_cpu=False, **options)
+            assert streamed.stats().loads > 0
+            assert {parameter.device.type for parameter in model.model.layers.parameters()} == {"cpu"}
+            assert model.model.embed_tokens.weight.device.type == "cuda"
+        assert losses(trainer)[0] == losses(expected)[0]
+        assert all(torch.tensor(losses(trainer)).isfinite())
+        if options:
+            assert losses(trainer) == losses(expected)
 
 
 def test_reporters_behind_it_get_what_moved_and_evaluation_does_not(tmp_path):
@@ -297,41 +252,27 @@ def test_the_block_removes_after_an_error(tmp_path):
 
 def test_refuses_data_parallelism_in_threads(tmp_path):
     callback = OffloadCallback()
-    trainer = make_trainer(tmp_path, [callback])
+    trainer = make_trainer(tmp_path, [])
     trainer.args._n_gpu = 2
     with pytest.raises(RuntimeError, match="one process per GPU, got 2 GPUs in one; start the script with torchrun"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
+USUAL = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+
+
 @pytest.mark.parametrize(
-    "model",
+    "config",
     [
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
-            )
-        ),
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32)),
-        transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                num_hidden_layers=3, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32
-            )
-        ),
-        transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                num_hidden_layers=3,
-                hidden_size=32,
-                intermediate_size=32,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                num_local_experts=2,
-                vocab_size=32,
-            )
-        ),
+        transformers.LlamaConfig(**USUAL),
+        transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32),
+        transformers.BertConfig(**USUAL, is_decoder=True),
+        transformers.MixtralConfig(**USUAL, num_key_value_heads=2, num_local_experts=2),
     ],
-    ids=lambda model: type(model).__name__,
+    ids=lambda config: type(config).__name__,
 )
-def test_finds_the_layers_of_usual_models(model):
+def test_finds_the_layers_of_usual_models(config):
+    model = transformers.AutoModelForCausalLM.from_config(config)
     layers = list(find_layers(model, None))
     assert len(layers) == 3
     assert len({type(layer) for layer in layers}) == 1
@@ -358,9 +299,19 @@ def test_says_what_the_model_has():
         find_layers(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), None)
 
 
-def test_refuses_an_option_that_offloading_does_not_have():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nun_layers'"):
-        OffloadCallback(nun_layers=3)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nun_layers": 3}, "unexpected keyword argument 'nun_layers'"),
+        ({"num_layers": -3}, "^num_layers must be an int of at least 0 or 'auto', got -3; write num_layers=4, or mem"),
+        ({"num_layers": "40GiB"}, "got '40GiB'; write num_layers=4, or memory_budget='40GiB' to give a size"),
+        ({"memory_budget": "40"}, "memory_budget must be a number and a unit, such as '40GiB', got '40'"),
+        ({"max_host_bytes": -1}, "max_host_bytes must be at least 0 bytes, got -1"),
+    ],
+)
+def test_refuses_wrong_arguments_before_training(options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        OffloadCallback(**options)
 
 
 def test_the_library_imports_no_trainer():

@@ -65,23 +65,22 @@ def fit(module, folder, callbacks, accelerator="cpu", **options):
     return trainer
 
 
-def has_hooks(module):
-    return any(layer._forward_pre_hooks for layer in module.layers)
+def assert_offloaded(module, expected, callback, trainer):
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    offloaded_bytes = callback.handle.stats().offloaded_bytes
+    assert trainer.logged_metrics["offload/offloaded_bytes"] == offloaded_bytes > 0
+    assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
+    assert not any(layer._forward_pre_hooks for layer in module.layers)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
-def test_trains_the_same_and_logs_what_moved(tmp_path, options):
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}])
+def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     expected, module = Module(), Module()
     fit(expected, tmp_path, [], **options)
     callback = OffloadCallback(num_layers=3, min_bytes=1)
     trainer = fit(module, tmp_path, [callback], **options)
-
-    assert module.losses == expected.losses
-    assert all(map(torch.equal, module.parameters(), expected.parameters()))
-    moved_bytes = callback.handle.stats().offloaded_bytes
-    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
-    assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
-    assert not has_hooks(module)
+    assert_offloaded(module, expected, callback, trainer)
 
 
 @pytest.mark.parametrize("budget", ["1.5KiB", "1GiB"])
@@ -90,13 +89,8 @@ def test_trains_the_same_within_a_budget(tmp_path, budget):
     fit(expected, tmp_path, [])
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
     trainer = fit(module, tmp_path, [callback])
-
-    assert module.losses == expected.losses
-    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+    assert_offloaded(module, expected, callback, trainer)
     assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
-    moved_bytes = callback.handle.stats().offloaded_bytes
-    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
-    assert not has_hooks(module)
 
 
 class Moving(Module):
@@ -109,7 +103,7 @@ class Moving(Module):
         return self._apply(torch.clone)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}])
 def test_trains_streamed_weights_the_same(tmp_path, options):
     expected, module = Module(), Moving()
     fit(expected, tmp_path, [], **options)
@@ -128,10 +122,7 @@ def test_trains_the_same_on_a_gpu(tmp_path, options):
     fit(expected, tmp_path, [], "gpu")
     callback = OffloadCallback(min_bytes=1, **options)
     trainer = fit(module, tmp_path, [callback], "gpu")
-    assert module.losses == expected.losses
-    assert all(map(torch.equal, module.parameters(), expected.parameters()))
-    moved_bytes = callback.handle.stats().offloaded_bytes
-    assert trainer.logged_metrics["offload/offloaded_bytes"] == moved_bytes > 0
+    assert_offloaded(module, expected, callback, trainer)
     assert "memory_budget" not in options or callback.handle.plan is not None
 
 
@@ -153,5 +144,5 @@ def test_removes_when_training_raises(tmp_path):
     callback = OffloadCallback(num_layers=3, layers="layers", min_bytes=1)
     with pytest.raises(OSError, match="disk is full"):
         fit(module, tmp_path, [callback])
-    assert not has_hooks(module)
+    assert not any(layer._forward_pre_hooks for layer in module.layers)
     assert callback.handle.stats().offloaded_bytes > 0
