@@ -59,8 +59,8 @@ class WeightSlots:
         """
         if step > 0:
             if layer.rank <= self._last:
-                # A new pass through the layers: what was done to the weights in between may have left no trace.
-                self.make_stale()
+                # A new forward of the model: .data may have changed weights since, which leaves no trace.
+                self._make_stale()
             self._last = layer.rank
         if not _holds(layer, fresh=step > 0):
             self._counters["late_loads"] += 1
@@ -78,17 +78,17 @@ class WeightSlots:
             if not _holds(coming, fresh=step > 0):
                 self._load(coming)
 
-    def make_stale(self) -> None:
-        """The host may change weights now: the next forward loads anew."""
-        for slot in self.slots:
-            slot.fresh = False
-
-    def finish_loads(self) -> None:
-        """Block until no copy reads host memory any more."""
+    def settle(self) -> None:
+        """Block until no copy reads host memory any more. The host may then change weights: the next forward loads."""
         for slot in self.slots:
             if not slot.loaded.query():
-                # Else the copy would bring a mixture of old and new values to the device.
+                # Else the slot would hold a mixture of old and new values.
                 self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
+        self._make_stale()
+
+    def _make_stale(self) -> None:
+        for slot in self.slots:
+            slot.fresh = False
 
     def _load(self, layer: WeightLayer) -> None:
         slot = layer.slot
@@ -108,7 +108,7 @@ class WeightSlots:
     def __del__(self) -> None:
         # The device memory goes back to compute's allocator, and the host memory to the system.
         if not sys.is_finalizing():
-            self.finish_loads()
+            self.settle()
 
 
 def _holds(layer: WeightLayer, *, fresh: bool) -> bool:

@@ -75,7 +75,7 @@ class StreamedLayer(LayerListener):
                 # Autocast would keep its copy of every weight until the end of the autocast region.
                 torch.clear_autocast_cache()
             if failed:
-                stream.slots.finish_loads()  # no backward will: the program may change weights in its error handling
+                stream.slots.settle()  # no backward will: the program may change weights in its error handling
             elif not alone:
                 raise RuntimeError(
                     f"{layer} must run by itself, but another streamed layer ran inside its forward; list layers of "
@@ -87,7 +87,7 @@ class StreamedLayer(LayerListener):
                     "dropped after the layer; change the parameter between steps."
                 )
             elif not call.training and layer is stream.layers[-1] and not torch.is_grad_enabled():
-                stream.slots.finish_loads()  # an evaluation ends, after which no backward and maybe no step comes
+                stream.slots.settle()  # an evaluation ends, after which no backward and maybe no step comes
         finally:
             stream.thread = None
 
@@ -254,7 +254,7 @@ class WeightStream:
         if reducer is not None:
             self._average(reducer, None)
             reducer.finish()
-        self.slots.finish_loads()  # the program may change weights now, in a way that nobody sees
+        self.slots.settle()  # the program may change weights now, in a way that nobody sees
         self._writer.finish()
         self.steps.end_backward()
         self.thread = None
@@ -295,8 +295,7 @@ class WeightStream:
     def settle(self) -> None:
         """The host is about to change weights: block until no copy reads them, and load anew afterwards."""
         self.give_up()
-        self.slots.finish_loads()
-        self.slots.make_stale()
+        self.slots.settle()
 
     def _leave_backward(self) -> None:
         layer = self.computes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +28,17 @@ def test_an_error_is_kept_and_the_thread_goes_on() -> None:
     worker.drain()
     assert done == [1, 1]
     assert [type(error) for error in errors] == [ZeroDivisionError] * 2
+
+
+def test_an_idle_thread_holds_nothing_of_its_last_job() -> None:
+    worker, tensor = Worker("test"), torch.ones(1)
+    held = weakref.ref(tensor)
+    worker.submit(functools.partial(torch.neg, tensor), [])
+    del tensor
+    deadline = time.monotonic() + 10
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert held() is None
 
 
 def test_the_thread_goes_with_the_worker() -> None:

@@ -1,6 +1,8 @@
 """Streams of the CPU backend are asynchronous and in order; events are real."""
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -202,3 +204,22 @@ class TestFailures:
         assert failed.query()
         with pytest.raises(RuntimeError, match=r"a copy has failed: RuntimeError: .* size of tensor"):
             lab.drain()
+
+
+def test_the_error_of_an_event_holds_no_tensors(streams: tuple[CpuStream, CpuStream]) -> None:
+    stream, _ = streams
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.ones(1)
+        held.append(weakref.ref(tensor))
+        raise OSError("no")
+
+    stream.submit(fail)
+    event = stream.record_event()
+    with pytest.raises(RuntimeError, match="a copy has failed: OSError: no"):
+        event.synchronize()
+    stream.synchronize()  # what is queued next has another list of errors
+    gc.collect()
+    assert isinstance(event.error, OSError)
+    assert held[0]() is None

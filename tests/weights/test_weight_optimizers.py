@@ -536,17 +536,19 @@ def test_saving_one_parameter_saves_its_bytes_alone(device: torch.device) -> Non
         )
 
 
-def test_weights_changed_by_hand_between_steps(device: torch.device) -> None:
-    layers, _ = build("gpt", LAYERS, device)
+@pytest.mark.parametrize("number_of_layers", [1, LAYERS])
+def test_weights_changed_by_hand_between_steps(number_of_layers: int, device: torch.device) -> None:
+    layers, _ = build("gpt", number_of_layers, device)
     layers.eval()
     twin = copy.deepcopy(layers)
     x = inputs(device)[0]
-    with stream_weights(layers, device), torch.no_grad():
+    with stream_weights(layers, device):
         for change in ("in place", "data", "copy"):
             for model in (layers, twin):
                 for parameter in model.parameters():
                     if change == "in place":
-                        parameter.mul_(0.5)
+                        with torch.no_grad():
+                            parameter.mul_(0.5)
                     elif change == "data":
                         parameter.data.add_(0.25)
                     else:

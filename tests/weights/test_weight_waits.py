@@ -6,7 +6,9 @@ forget that one wait and checks that they are wrong.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -329,3 +331,100 @@ def test_staging_is_bounded(lab: Lab) -> None:
         assert stats.staging_waits > 0
     found = [parameter.grad / 3 for parameter in layers.parameters()]
     torch.testing.assert_close([gradient.cpu() for gradient in expected], found)
+
+
+# What the program may rely on as soon as a forward has failed, or backward has returned or failed.
+
+
+class Failing(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop")
+
+
+def load_is_over(lab: Lab) -> bool:
+    queued = lab.h2d_stream.record_event()
+    lab.slow()
+    lab.settle(lab.h2d_stream, patience_s=5 * LATE_S)
+    return bool(queued.query())
+
+
+def test_a_failed_forward_waits_for_the_loads_ahead(lab: Lab) -> None:
+    """The program may change weights in its error handling, in a way that leaves no trace."""
+    layers, x = build(Linear, 2, lab.device)
+    layers[0].__class__ = Failing
+    with stream_weights(layers, lab.device) as handle, torch.no_grad():
+        lab.slow(h2d_s=10 * LATE_S)
+        with pytest.raises(ValueError, match="stop"):
+            layers[0](x)
+        assert handle.stats().loads == 2
+        assert load_is_over(lab), "a load still reads the weights"
+        layers[1].weight.data.mul_(2)
+        assert torch.equal(layers[1](x), torch.tanh(x @ layers[1].weight.to(lab.device)))
+
+
+def test_backward_waits_for_loads_that_nobody_needed(lab: Lab) -> None:
+    """A layer's input gets no gradient: the weights before it are loaded for a backward that never comes."""
+
+    class Cut(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.detach())
+
+    layers, x = build(Linear, 4, lab.device)
+    layers[2].__class__ = Cut
+    with stream_weights(layers, lab.device) as handle:
+        y = layers[3](layers[2](layers[1](layers[0](x))))
+        lab.slow(h2d_s=10 * LATE_S)
+        y.sum().backward()
+        assert handle.stats().loads == 5
+        assert load_is_over(lab), "a load still reads the weights"
+
+
+def test_a_layer_loaded_ahead_sees_what_the_program_changes_after_backward(lab: Lab) -> None:
+    layers, x = build(Linear, 2, lab.device)
+    with stream_weights(layers, lab.device):
+        layers[0](x).sum().backward()  # layer 1 was loaded ahead
+        layers[1].weight.data.mul_(2)
+        assert torch.equal(layers[1](x), torch.tanh(x @ layers[1].weight.to(lab.device)))
+
+
+def test_an_addition_that_fails_gives_its_staging_buffer_back(lab: Lab) -> None:
+    """With a single buffer, backward would wait for it for ever."""
+    layers, x = build(Linear, LAYERS, lab.device)
+    found: list[object] = []
+
+    def second_microbatch() -> None:
+        loss_of(layers[3](layers[2](layers[1](layers[0](x))))).backward()
+
+    with stream_weights(layers, lab.device, num_staging=1) as handle:
+        step(layers, x)
+        for layer in layers:  # memory that cannot be written in place
+            layer.weight.grad = torch.zeros(()).expand_as(layer.weight)
+
+        def accumulate() -> None:
+            try:
+                second_microbatch()
+            except RuntimeError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=accumulate, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "backward waits for a buffer"
+        assert len(found) == 1
+        assert "single memory location" in str(found[0])
+        expected = step(layers, x)
+        second_microbatch()
+        assert handle.stats().added_bytes > 0
+        assert all(torch.equal(layer.weight.grad, 2 * one) for layer, one in zip(layers, expected, strict=True))
+
+
+def test_an_idle_worker_holds_no_gradients(lab: Lab) -> None:
+    layers, x = build(Linear, 2, lab.device)
+    with stream_weights(layers, lab.device) as handle:
+        for _ in range(2):
+            loss_of(layers[1](layers[0](x))).backward()
+        assert handle.stats().added_bytes > 0
+        held = [weakref.ref(layer.weight.grad) for layer in layers]
+        layers.zero_grad()
+        assert [one() for one in held] == [None, None]
+
