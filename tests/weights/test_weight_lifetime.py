@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from offload import HostMemoryError, record_timeline, stream_weights
+from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
 from offload.device.select import get_backend
 from offload.host import page_locked as pinned
 from offload.weights.layer import missing_bytes
@@ -49,10 +49,15 @@ def gradients(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.cpu().clone() for parameter in layers.parameters()]
 
 
-def assert_as_before(layers: nn.ModuleList, x: torch.Tensor, expected: list[torch.Tensor]) -> None:
+def assert_as_before(
+    handle: StreamedWeights, layers: nn.ModuleList, x: torch.Tensor, expected: list[torch.Tensor]
+) -> None:
+    """Two steps give these gradients, which came from the device."""
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in layers.parameters())
+    before = handle.stats()
     for _ in range(2):
         assert all(map(torch.equal, expected, gradients(layers, x)))
+    assert (handle.stats() - before).gradient_bytes == 2 * sum(gradient.nbytes for gradient in expected)
 
 
 class Failing(GptBlock):
@@ -99,7 +104,7 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
         saved = layers.state_dict()
         assert all(torch.equal(values[key], saved[key]) for key in values)
         assert all(value.device.type == "cpu" for value in saved.values())
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
         assert torch.equal(forward(layers.eval(), x), forward(layers, x))
     assert handle.stats().loads > 0
 
@@ -110,7 +115,7 @@ def test_an_interrupt_while_parameters_are_given_back(
 ) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         calls = []
 
         def swap_out(stand_in: StandIn) -> None:
@@ -126,14 +131,14 @@ def test_an_interrupt_while_parameters_are_given_back(
                 forward(layers, x)
         assert all(value.device.type == "cpu" for value in layers.state_dict().values())
         assert all(parameter.is_leaf for parameter in layers.parameters())
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_failing_recomputation(use_reentrant: bool, device: torch.device) -> None:
     layers, x = build(Failing, LAYERS, device)
     expected = gradients(layers, x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         y = x
         for layer in layers:
             y = checkpoint(layer, y, use_reentrant=use_reentrant)
@@ -141,7 +146,7 @@ def test_failing_recomputation(use_reentrant: bool, device: torch.device) -> Non
         with pytest.raises(ValueError, match="stop"):
             loss_of(y).backward()
         layers[1].error = None
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None:
@@ -160,18 +165,18 @@ def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None
             loss_of(forward(layers[2:], y)).backward()
         assert held[0] is not None
         assert all(value.device.type == "cpu" for value in layers.state_dict().values())
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
         held.clear()
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_error_in_the_loss(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
             forward(layers, x).backward()
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_backward_of_a_step_that_was_overtaken(device: torch.device) -> None:
@@ -334,7 +339,7 @@ def test_removed_model_is_an_ordinary_one(device: torch.device) -> None:
 def test_copies_of_a_streamed_model(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         copied = copy.deepcopy(layers)
         file = io.BytesIO()
         torch.save(layers, file)
@@ -342,9 +347,9 @@ def test_copies_of_a_streamed_model(device: torch.device) -> None:
         for model in (copied, torch.load(file, weights_only=False)):
             model.load_state_dict(model.state_dict())
             assert all(map(torch.equal, expected, gradients(model.to(device), x)))
-        with stream_weights(copied, device):
-            assert_as_before(layers, x, expected)
-            assert_as_before(copied, x, expected)
+        with stream_weights(copied, device) as other:
+            assert_as_before(handle, layers, x, expected)
+            assert_as_before(other, copied, x, expected)
 
 
 def test_prefetch_is_not_used_after_a_change(device: torch.device) -> None:
@@ -577,9 +582,9 @@ def test_too_little_host_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     assert addresses == [parameter.data_ptr() for parameter in layers.parameters()]
     # The parameters make room for themselves, as long as the first ones fit.
     monkeypatch.setattr(pinned, "available_bytes", lambda: int(one_layer * 1.1))
-    with stream_weights(layers, "cpu"):
+    with stream_weights(layers, "cpu") as handle:
         monkeypatch.undo()
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_host_memory_for_parameters_that_are_on_the_device(device: torch.device) -> None:
@@ -648,13 +653,13 @@ def test_threads_at_the_same_time(where: str, device: torch.device) -> None:
         thread.join()
         found = [parameter.grad.cpu().clone() for parameter in layers.parameters()]
         assert all(map(torch.equal, expected, found))
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_threads_one_after_another(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         layers.zero_grad()
         for step in (lambda: loss_of(forward(layers, x)), lambda: loss_of(forward(layers, x)).backward()):
             thread = threading.Thread(target=step)
@@ -667,7 +672,7 @@ def test_threads_one_after_another(device: torch.device) -> None:
         thread.start()
         thread.join()
         assert all(map(torch.equal, expected, [parameter.grad.cpu() for parameter in layers.parameters()]))
-        assert_as_before(layers, x, expected)
+        assert_as_before(handle, layers, x, expected)
 
 
 def test_threads_whose_backwards_meet(device: torch.device) -> None:
@@ -687,7 +692,7 @@ def test_threads_whose_backwards_meet(device: torch.device) -> None:
             except RuntimeError as error:
                 outcomes.add("refused" if "must be used by one thread at a time" in str(error) else str(error))
 
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         threads = [threading.Thread(target=work, args=pair) for pair in zip(xs, expected, strict=True)]
         for thread in threads:
             thread.start()
@@ -697,4 +702,4 @@ def test_threads_whose_backwards_meet(device: torch.device) -> None:
         assert outcomes <= {"right", "refused"}
         layers.train()
         twin = copy.deepcopy(layers).to(device)
-        assert_as_before(layers, x, gradients(twin, x))
+        assert_as_before(handle, layers, x, gradients(twin, x))

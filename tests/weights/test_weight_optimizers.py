@@ -132,6 +132,8 @@ def streamed(
             losses.append(loss.detach().cpu())
             finish(optimizer, list(model.parameters()))
             optimizer.zero_grad(set_to_none=set_to_none)
+    assert handle.stats().loads > 0
+    assert handle.stats().gradient_bytes > 0
     return [parameter.detach() for parameter in model.parameters()], losses, handle
 
 

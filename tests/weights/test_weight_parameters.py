@@ -60,9 +60,11 @@ def check(step: Step, device: torch.device, layers: nn.ModuleList | None = None,
     made, x = build("gpt", LAYERS, device)
     layers = layers or made
     expected = [gradients(layers, x, step) for _ in range(3)]
-    with stream_weights(layers, device, **options):
+    with stream_weights(layers, device, **options) as handle:
         for one in expected:
             assert_same(one, gradients(layers, x, step))
+    assert handle.stats().loads > 0
+    assert handle.stats().gradient_bytes > 0
 
 
 # By the loss itself.
@@ -142,9 +144,10 @@ def test_an_embedding_tied_by_attribute(device: torch.device) -> None:
             F.cross_entropy(y.flatten(0, 1), tokens.flatten()).backward()
 
     expected = [gradients(layers, tokens, step) for _ in range(2)]
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         for one in expected:
             assert_same(one, gradients(layers, tokens, step))
+    assert handle.stats().gradient_bytes > 0
 
 
 def test_gradients_that_stay_the_same_tensor(device: torch.device) -> None:

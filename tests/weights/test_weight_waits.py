@@ -427,4 +427,3 @@ def test_an_idle_worker_holds_no_gradients(lab: Lab) -> None:
         held = [weakref.ref(layer.weight.grad) for layer in layers]
         layers.zero_grad()
         assert [one() for one in held] == [None, None]
-

@@ -62,9 +62,16 @@ def assert_same_when_streamed(
 ) -> None:
     """``step`` leaves the same gradients behind with and without streaming."""
     expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         for _ in range(2):
             assert_same(expected, gradients_of(leaves, step))
+        assert_moved(handle)
+
+
+def assert_moved(handle: StreamedWeights) -> None:
+    """Weights were loaded, and gradients came back through the library."""
+    assert handle.stats().loads > 0
+    assert handle.stats().gradient_bytes > 0
 
 
 def check(
@@ -89,6 +96,7 @@ def check(
         for _ in range(steps):
             assert_same(expected, gradients_of(leaves, lambda: step(forward)))
             assert all(parameter.device.type == "cpu" for parameter in layers.parameters())
+    assert_moved(handle)
     return handle
 
 
@@ -129,6 +137,7 @@ def test_gradients_in_float32(microbatches: int, device: torch.device) -> None:
         for _ in range(2):
             assert_same(expected, gradients_of(leaves, lambda: [one(scale + 1) for scale in range(microbatches)]))
         assert handle.stats().gradient_host_bytes >= 2 * sum(leaf.numel() * 2 for leaf in leaves)
+    assert_moved(handle)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
@@ -141,10 +150,11 @@ def test_gradients_in_float32_of_a_shared_weight(microbatches: int, device: torc
     twin = copy.deepcopy(layers).to(device)
     for parameter in twin.parameters():
         parameter.grad_dtype = torch.float32
-    with stream_weights(layers, device, grad_dtype=torch.float32):
+    with stream_weights(layers, device, grad_dtype=torch.float32) as handle:
         for model in (twin, layers):
             for scale in range(microbatches):
                 loss_of(plain(model, x * (scale + 1))).backward()
+    assert_moved(handle)
     assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
 
 
@@ -155,9 +165,10 @@ def test_gradients_that_were_there_before(device: torch.device) -> None:
         one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
     torch.manual_seed(1)
     loss_of(plain(twin, x)).backward()
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         torch.manual_seed(1)
         loss_of(plain(layers, x)).backward()
+    assert_moved(handle)
     assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
 
 
@@ -373,6 +384,7 @@ def test_frozen_from_the_bottom(device: torch.device) -> None:
     with stream_weights(layers, device) as handle:
         assert_same(expected, gradients_of(leaves, step))
         assert handle.stats().loads == LAYERS  # backward ends where nothing needs a gradient
+    assert_moved(handle)
 
 
 def test_unfreezing_between_steps(device: torch.device) -> None:
@@ -380,7 +392,7 @@ def test_unfreezing_between_steps(device: torch.device) -> None:
     twin = copy.deepcopy(layers)
     layers.requires_grad_(False)
     layers[4].requires_grad_()
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         loss_of(plain(layers, x)).backward()
         loss_of(plain(layers, x)).backward()
         layers.requires_grad_()
@@ -393,6 +405,7 @@ def test_unfreezing_between_steps(device: torch.device) -> None:
 
             expected = gradients_of(twins, lambda: step(twin))
             assert_same(expected, gradients_of(leaves, lambda: step(layers)))
+    assert_moved(handle)
 
 
 class Lora(nn.Module):
@@ -528,9 +541,7 @@ def test_modules_between_layers(device: torch.device) -> None:
     def step() -> None:
         loss_of(forward(layers, x)).backward()
 
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
-        assert_same(expected, gradients_of(leaves, step))
+    assert_same_when_streamed(leaves, step, layers, device)
     assert all(parameter.device == device for parameter in between.parameters())
 
 
@@ -559,7 +570,7 @@ def test_evaluation_between_forward_and_backward(mode: Callable[[], Any], device
     layers.eval()
     expected_output = plain(layers, x).detach()
     expected = gradients_of(leaves, lambda: loss_of(plain(layers, x)).backward())
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
 
         def step() -> None:
             loss = loss_of(plain(layers, x))
@@ -571,6 +582,7 @@ def test_evaluation_between_forward_and_backward(mode: Callable[[], Any], device
 
         for _ in range(2):
             assert_same(expected, gradients_of(leaves, step))
+    assert_moved(handle)
 
 
 class Counting(nn.Module):
@@ -592,10 +604,11 @@ class Counting(nn.Module):
 
 def test_buffers(device: torch.device) -> None:
     layers, x = build(Counting, 3, torch.device("cpu"))
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         assert layers[0].calls.device == device
         assert layers[0].calls is layers[0].alias.calls
         plain(layers, x.detach().to(device))
+        assert handle.stats().loads == 3
         assert list(layers.state_dict()) == list(build(Counting, 3, torch.device("cpu"))[0].state_dict())
     assert layers[0].calls.device.type == "cpu"
     assert layers[0].calls is layers[0].alias.calls
@@ -611,9 +624,7 @@ def test_retained_graph(device: torch.device) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device):
-        assert_same(expected, gradients_of(leaves, step))
+    assert_same_when_streamed(leaves, step, layers, device)
 
 
 def test_abandoned_graphs(device: torch.device) -> None:
@@ -625,22 +636,24 @@ def test_abandoned_graphs(device: torch.device) -> None:
         torch.manual_seed(1)
         loss_of(plain(layers, x)).backward()
 
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         plain(layers, x)
         plain(layers[:2], x)
         plain(layers[1:4], x)
         assert_same(expected, gradients_of(leaves, step))
+    assert_moved(handle)
 
 
 def test_gradients_of_inputs_alone(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     torch.manual_seed(1)
     (expected,) = torch.autograd.grad(loss_of(plain(layers, x)), x)
-    with stream_weights(layers, device):
+    with stream_weights(layers, device) as handle:
         torch.manual_seed(1)
         (found,) = torch.autograd.grad(loss_of(plain(layers, x)), x)
         assert torch.equal(expected, found)
         assert all(parameter.grad is None for parameter in layers.parameters())
+        assert handle.stats().loads == 2 * LAYERS - 2
 
 
 def test_backward_in_inference_mode(device: torch.device) -> None:
@@ -661,9 +674,10 @@ def test_graph_outlives_the_handle(device: torch.device) -> None:
     expected = gradients_of(leaves, lambda: loss_of(plain(layers, x)).backward())
 
     def step() -> None:
-        with stream_weights(layers, device):
+        with stream_weights(layers, device) as handle:
             loss = loss_of(plain(layers, x))
         loss.backward()
+        assert_moved(handle)
 
     assert_same(expected, gradients_of(leaves, step))
 
