@@ -5,7 +5,6 @@ from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offlo
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
-from offload.base.compiler import leave_to_interpreter
 from offload.base.given_layers import remove
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
@@ -30,8 +29,6 @@ from offload.weights.stats import WeightStats
 from offload.weights.streamed import StreamedWeights, stream_weights
 
 __version__ = "0.1.0"
-
-leave_to_interpreter(__name__)
 
 __all__ = [
     "CaptureError",

@@ -14,7 +14,7 @@ from offload.activations.saved_storage import AWAY, LEAVING, WRITTEN, SavedStora
 from offload.activations.states import OffloadState, next_state
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
-from offload.base.autograd import next_node, pop_hooks, push_hooks
+from offload.base.torch_private import next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 _RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING

@@ -21,9 +21,9 @@ from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.usage import Usage
 from offload.activations.what_moves import given_tensors
-from offload.base import autograd, trace
+from offload.base import torch_private, trace
 from offload.base.checks import parse_min_bytes, warn_caller
-from offload.base.compiler import interpreted
+from offload.base.torch_private import interpreted
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
@@ -75,6 +75,8 @@ class OffloadContext(ContextDecorator):
         host: HostMemory | None = None,
         policies: Sequence[LayerPolicies | None] = (),
     ) -> None:
+        selective.patch_pytorch()
+        torch_private.leave_to_interpreter()
         backend = get_backend(device)
         streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
         self.schedule = schedule
@@ -137,8 +139,8 @@ class OffloadContext(ContextDecorator):
         self._usage.forward_begins()
         self._counts = layer is None
         number = self._next_layer(layer)
-        takes_all = not (self._round.passes_by(number) or autograd.in_checkpoint())
-        if takes_all and (reason := autograd.why_no_hooks()) is not None:
+        takes_all = not (self._round.passes_by(number) or torch_private.in_checkpoint())
+        if takes_all and (reason := torch_private.why_no_hooks()) is not None:
             raise RuntimeError(
                 f"layer {number} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch "
                 f"says: {reason} Take the derivative by torch.autograd, or run the layer without offloading: outside "
@@ -148,7 +150,7 @@ class OffloadContext(ContextDecorator):
         try:
             if not self._round.sets:
                 self.microbatch += 1
-                self._first_node = autograd.next_node()
+                self._first_node = torch_private.next_node()
             opened = self._round.begin_forward(number)
             self._sets[self.microbatch, number] = opened
             # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
@@ -198,7 +200,10 @@ class OffloadContext(ContextDecorator):
     def has_nothing_to_do(self) -> bool:
         """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
         return (
-            not torch.is_grad_enabled() or autograd.in_backward() or autograd.is_traced() or autograd.is_transformed()
+            not torch.is_grad_enabled()
+            or torch_private.in_backward()
+            or torch_private.is_traced()
+            or torch_private.is_transformed()
         )
 
     @interpreted
@@ -228,7 +233,7 @@ class OffloadContext(ContextDecorator):
         if self._closed is not None:
             opened = self._closed.opened
             opened.returned(output)
-            nodes = autograd.before_backward(output, self._first_node, self._closed.begin_backward)
+            nodes = torch_private.before_backward(output, self._first_node, self._closed.begin_backward)
             self._usage.synced(opened.layer, self._closed.microbatch, nodes, counted=self._counts)
             marked = bool(nodes)
             opened.in_graph |= marked and self._closed.alive is not None

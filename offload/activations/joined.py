@@ -18,9 +18,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations.saved_storage import shares_versions, version_counter
-from offload.base.autograd import tensors_in
 from offload.base.layer_events import compute_device
 from offload.base.tensors import copy_of_storage, is_plain
+from offload.base.torch_private import tensors_in
 from offload.device.backend import Backend
 from offload.recompute.policies import LayerPolicies, region_of
 from offload.recompute.proof import Original, differing, same_bits

@@ -22,8 +22,8 @@ from offload.activations.keeper import Keeper
 from offload.activations.saved_storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
 from offload.activations.states import OffloadState
 from offload.activations.what_moves import decide
-from offload.base.autograd import leave_modes, next_node
-from offload.base.tensors import counting_versions, geometry_of
+from offload.base.tensors import geometry_of
+from offload.base.torch_private import counting_versions, leave_modes, next_node
 from offload.device.capture import CaptureError
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames

@@ -23,11 +23,18 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.activations.copies import CopyBatch, Reload, Transfers
 from offload.base import tensors, trace
+from offload.base.torch_private import (
+    TorchDispatchMode,
+    address_of,
+    free_weak_storage,
+    is_expired,
+    keep_versions,
+    weak_storage,
+    without_torch_function,
+)
 from offload.device.backend import Event, Wait
 from offload.host.buffers import HostBuffer
 from offload.host.limits import NO_HOST_MEMORY
@@ -56,10 +63,6 @@ class StorageState(Enum):
 
 
 WRITTEN, COMPLETE, LEAVING, AWAY, BACK, DROPPED, GIVEN_UP = StorageState
-
-# What StorageWeakRef of torch.multiprocessing does, without an object more for each storage.
-_expired = torch.UntypedStorage._expired
-_free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 
 class SavedStorage:
@@ -100,7 +103,7 @@ class SavedStorage:
         """How often wrappers around the tensor were changed in place, which its own version does not tell."""
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
-        self.original = memory._weak_ref()
+        self.original = weak_storage(memory)
         self.version = tensor._version
         # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
@@ -115,7 +118,7 @@ class SavedStorage:
             self._give_host_back(self.state)
         self._let_memory_go(self.state)
         if self.original is not None:
-            _free_weak_ref(self.original)
+            free_weak_storage(self.original)
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
@@ -191,7 +194,7 @@ class SavedStorage:
         host = self.host
         if self.state is not AWAY or host is None:
             return
-        if not _expired(self.original):
+        if not is_expired(self.original):
             self.transfers.counters.waste(self.nbytes, self.maker)
         self.reload = reload
         # Last, as another thread may read it from here on, and before the buffer can be another's.
@@ -278,7 +281,7 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         return tensors.version_counter(tensor)
     # Of a subclass, autograd gives the counter to what ``detach`` returns below it.
-    with torch._C.DisableTorchFunctionSubclass(), _Nothing():
+    with without_torch_function(), _Nothing():
         return torch.Tensor.detach(tensor)
 
 
@@ -288,7 +291,7 @@ def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
     It does for views. But ``torch.unsafe_chunk``, which the cells of RNNs use, and ``.data`` give tensors over one
     storage that count for themselves.
     """
-    with probing, _unsafe_preserve_version_counter(versions):
+    with probing, keep_versions(versions):
         before = tensor._version
         torch.autograd.graph.increment_version(versions)
         return tensor._version != before
@@ -301,14 +304,9 @@ class _Nothing(TorchDispatchMode):
         return torch.empty(0, device="cpu")
 
 
-# Some programs free a saved tensor's memory by themselves, ``storage.resize_(0)``, and fill it again before backward,
-# as checkpoints that discard their output do. Autograd reads whatever the storage holds by then. PyTorch frees the
-# memory at once, while a copy may still read it, and calls nobody. So ``resize_`` itself is what gives notice.
-
 Known = dict[int, "weakref.ref[SavedStorage]"]
 # Weakly, as the graphs own the microbatches; by identity, as a dict cannot be hashed.
 _watched: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
-_resize = torch.UntypedStorage.resize_
 
 
 def watch(known: Known) -> None:
@@ -316,14 +314,10 @@ def watch(known: Known) -> None:
     _watched[id(known)] = known
 
 
-def _resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
+def give_up_resized(storage: torch.UntypedStorage) -> None:
+    """The program is about to resize a storage: autograd reads what the program puts there."""
     for known in tuple(_watched.values()):
-        reference = known.get(storage._cdata)
+        reference = known.get(address_of(storage))
         saved = None if reference is None else reference()
         if saved is not None:
             saved.give_up(storage)
-    _resize(storage, nbytes)
-
-
-_resize_.__doc__ = _resize.__doc__
-torch.UntypedStorage.resize_ = _resize_  # type: ignore[method-assign,assignment]  # there is no hook to ask for

@@ -1,23 +1,21 @@
 """What PyTorch's selective activation checkpointing keeps inside of a layer, handed to the layer's activation set.
 
-It keeps results of operations in a storage of its own, below autograd, where hooks on saved tensors do not see them.
-Each is wrapped in an object that gives it back once, when backward runs the checkpointed function again. So that class
-is replaced by one whose objects hold a handle in place of the tensor.
+PyTorch keeps results of operations in a storage of its own, below autograd, where hooks on saved tensors do not see
+them. :func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.utils import checkpoint
 
 from offload.activations.handles import Handle
+from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
-from offload.base.autograd import in_backward, is_traced
-from offload.base.tensors import counting_versions
+from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once
 
 
 class Opened(Protocol):
@@ -37,6 +35,7 @@ opened: list[Opened] = []
 @contextmanager
 def sees(one: Opened) -> Iterator[None]:
     """Let one that is no layer's set take what is kept, as if all that runs meanwhile were its layer."""
+    patch_pytorch()
     opened.append(one)
     try:
         yield
@@ -44,35 +43,21 @@ def sees(one: Opened) -> Iterator[None]:
         opened.remove(one)
 
 
-_checkpoint: Any = checkpoint  # of which the following is private: there is no hook to ask for
-_Wrapper: Any = _checkpoint._VersionWrapper
-_cache = _checkpoint._CachingTorchDispatchMode.__torch_dispatch__
+def patch_pytorch() -> None:
+    """Let PyTorch tell of storages that are resized and of results that checkpoints keep; called by every context."""
+    patch_once(give_up_resized, _keep, _see)
 
 
-class _Kept(_Wrapper):  # type: ignore[misc]  # private in PyTorch, and without types
-    """A result that is kept, or something beside it that is no tensor."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        if isinstance(value, torch.Tensor) and opened and not (in_backward() or is_traced()):
-            with counting_versions():
-                packed = opened[-1].pack(value)
-            if isinstance(packed, Handle):
-                self.val = packed
-
-    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-        if isinstance(self.val, Handle):
-            return self.val.unpack()  # it compares versions itself: a changed tensor cannot be had from the host
-        return super().get_val(allow_cache_entry_mutation)
+def _keep(value: torch.Tensor) -> Handle | None:
+    if not opened or in_backward() or is_traced():
+        return None
+    with counting_versions():
+        packed = opened[-1].pack(value)
+    return packed if isinstance(packed, Handle) else None
 
 
-def _see(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _see(arguments: Sequence[object]) -> None:
     if opened:
-        for given in args:
+        for given in arguments:
             if isinstance(given, torch.nn.Parameter):
                 exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
-    return _cache(mode, function, types, args, kwargs)
-
-
-_checkpoint._VersionWrapper = _Kept
-_checkpoint._CachingTorchDispatchMode.__torch_dispatch__ = _see

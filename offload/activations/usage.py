@@ -5,12 +5,12 @@ All of them cost time or memory only. What is computed is right, so nothing else
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from offload.activations.round import Round
-from offload.base.autograd import next_node, nodes_from
 from offload.base.checks import warn_caller
+from offload.base.torch_private import next_node, node_number
 from offload.schedule.schedule import Schedule
 
 MISSED = 2
@@ -66,15 +66,15 @@ class Usage:
             self._running = False
             if self._rounds < WATCHED and _moves(microbatch.schedule):
                 self._look(layer, microbatch, nodes, counted=counted)
-            self._returned = {node._sequence_nr() for node in nodes}
+            self._returned = {node_number(node) for node in nodes}
 
     def _look(self, layer: int, microbatch: Round, nodes: Sequence[Any], *, counted: bool) -> None:
         wanted = f"model_layers must be how often one forward enters the context, got {self._model_layers}"
         if len(microbatch.sets) == 1:
             self._rounds += 1
             self._leaves = self._leaves_of(nodes)
-            read = (node for one in nodes_from(nodes, self._first_node) for node, _ in one.next_functions)
-            if all(node is None or node._sequence_nr() not in self._returned for node in read):
+            read = (node for one in _nodes_from(nodes, self._first_node) for node, _ in one.next_functions)
+            if all(node is None or node_number(node) not in self._returned for node in read):
                 return
             if counted:
                 self._say("order", f"{wanted}, but the layer after those reads what they return; pass their number.")
@@ -94,7 +94,7 @@ class Usage:
 
     def _leaves_of(self, nodes: Sequence[Any]) -> set[int]:
         """The parameters of the layer that has ended."""
-        return {id(node.variable) for node in nodes_from(nodes, self._first_node) if hasattr(node, "variable")}
+        return {id(node.variable) for node in _nodes_from(nodes, self._first_node) if hasattr(node, "variable")}
 
     def _say(self, about: str, message: str) -> None:
         if about not in self._said:
@@ -105,3 +105,18 @@ class Usage:
 def _moves(schedule: Schedule | None) -> bool:
     """Whether it says what moves: with a manual synchronizer, the program does."""
     return schedule is not None and bool(schedule.moves)
+
+
+_MOST_NODES = 10_000
+"""A layer has hundreds."""
+
+
+def _nodes_from(nodes: Iterable[Any], first_node: int) -> Iterator[Any]:
+    """These nodes and all nodes that backward reaches from them: those made from ``first_node`` on, and leaves."""
+    waiting, seen = list(nodes), set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node not in seen and node_number(node) >= first_node:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions if before is not None]

@@ -21,6 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.tensors import has_memory
+from offload.base.torch_private import CAST_NODE, RESHAPED_NODE, address_of
 
 Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
 """It must not hold the tensors that were taken out of the object: they are to be freed meanwhile."""
@@ -46,7 +47,7 @@ class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
                 del self[key]
             self._prune_at = 2 * len(self) + 1024
         # While the weak reference lives, no other storage can have the same address.
-        self[storage._cdata] = (reason, StorageWeakRef(storage))
+        self[address_of(storage)] = (reason, StorageWeakRef(storage))
 
 
 _excluded = _Exclusions()
@@ -56,16 +57,12 @@ SMALL = "small"
 
 _Tensor, _strided = torch.Tensor, torch.strided
 """Names of this module are found faster, and every saved tensor is asked, however small."""
-_Cast: Any = vars(torch._C._functions)["ToCopyBackward0"]
-"""What autocast does to a parameter."""
-_Reshaped: Any = vars(torch._C._functions)["UnsafeViewBackward0"]
-"""How a matrix product's result gets its shape; not the operation that users would look for."""
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> str:
     """Remember, and return, why the storages that ``tensor`` is made of do not travel, whatever looks into them."""
     for storage in _storages_in(tensor):
-        if storage._cdata not in _excluded:
+        if address_of(storage) not in _excluded:
             _excluded.add(storage, reason)
     return reason
 
@@ -128,7 +125,7 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     nbytes = memory.nbytes()
     if nbytes < rules.min_bytes or not nbytes:
         return SMALL
-    key = memory._cdata
+    key = address_of(memory)
     if rules.only is not None and key not in rules.only:
         return "unknown"
     exclusion = _excluded.get(key)
@@ -142,9 +139,9 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         return "layout"  # although they say that they are strided
     base = tensor._base
     maker = tensor.grad_fn if base is None else base.grad_fn
-    if maker is None or type(maker) is _Cast:
+    if maker is None or type(maker) is CAST_NODE:
         return _held_by_autograd(tensor, maker) or type(maker)
-    return type(maker.next_functions[0][0]) if type(maker) is _Reshaped else type(maker)
+    return type(maker.next_functions[0][0]) if type(maker) is RESHAPED_NODE else type(maker)
 
 
 def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
@@ -159,7 +156,7 @@ def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """The addresses of all storages that tensors are made of, as :attr:`Rules.held` wants them."""
-    return frozenset(storage._cdata for tensor in tensors for storage in _storages_in(tensor))
+    return frozenset(address_of(storage) for tensor in tensors for storage in _storages_in(tensor))
 
 
 def _decide_other(tensor: torch.Tensor) -> str | Parts:
@@ -175,7 +172,7 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
 def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
     """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
     if maker is not None:
-        is_cast = type(maker) is _Cast and _parameter_of(maker.next_functions[0][0]) is not None
+        is_cast = type(maker) is CAST_NODE and _parameter_of(maker.next_functions[0][0]) is not None
         return exclude(tensor, "parameter") if is_cast else None
     base = tensor if tensor._base is None else tensor._base
     needs_none = tensor.requires_grad and not base.requires_grad
@@ -198,7 +195,7 @@ def _is_inside_parameter(tensor: torch.Tensor) -> bool:
     parameter = _parameter_of(node)
     if parameter is None or type(tensor) is not torch.Tensor:
         return False
-    return tensor.untyped_storage()._cdata in storages_of([parameter])
+    return address_of(tensor.untyped_storage()) in storages_of([parameter])
 
 
 def parts_of(tensor: torch.Tensor) -> Parts | None:

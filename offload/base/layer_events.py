@@ -2,7 +2,7 @@
 
 A layer's forward begins; it returns, raises, or is cut off by an interrupt; backward may run it once more to compute
 again what was not saved. A part of the library is told by a :class:`LayerListener` on each layer. When a layer's
-backward begins, a listener learns from the output: see :func:`offload.base.autograd.before_backward`.
+backward begins, a listener learns from the output: see :func:`offload.base.torch_private.before_backward`.
 
 PyTorch's module hooks are where this comes from, with three things that they leave to us:
 
@@ -29,8 +29,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.base.autograd import in_backward, next_node
-from offload.base.compiler import forget_compiled, interpreted
+from offload.base.torch_private import (
+    forget_compiled,
+    forward_pre_hooks,
+    in_backward,
+    interpreted,
+    leave_to_interpreter,
+    next_node,
+)
 
 
 class Turn(IntEnum):
@@ -139,6 +145,7 @@ class Attachment(Handle):
     def __init__(
         self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener], handle: Handle | None = None
     ) -> None:
+        leave_to_interpreter()
         self._attached = [(weakref.ref(layer), weakref.ref(one)) for layer, one in zip(layers, listeners, strict=True)]
         for layer, listener in zip(layers, listeners, strict=True):
             listener.handle = handle
@@ -289,7 +296,7 @@ class _Hook:
 
 
 def _events_of(layer: nn.Module) -> _LayerEvents | None:
-    hooks = layer._forward_pre_hooks.values()
+    hooks = forward_pre_hooks(layer)
     return next((hook.events for hook in hooks if isinstance(hook, _Hook) and hook.events is not None), None)
 
 

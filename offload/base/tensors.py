@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from offload.base.torch_private import negated
 
 Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
 """How a tensor looks into its storage: with which type, from where, sizes and strides, conjugated, negated."""
@@ -38,7 +39,7 @@ def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Ten
     view.set_(memory, start, size, stride)
     if conj:
         view = view.conj()
-    return torch._neg_view(view) if neg else view
+    return negated(view) if neg else view
 
 
 def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -87,15 +88,6 @@ def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return None if tensor.is_quantized or tensor.is_nested or not has_memory(memory) else memory
 
 
-def counting_versions() -> AbstractContextManager[object]:
-    """Let ``detach`` inside of a dispatch mode give a tensor that counts changes together with its origin.
-
-    PyTorch has left the part that sees to this by the time that a mode is called.
-    """
-    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(_COUNTING, False)
-    return guard
-
-
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of a plain ``tensor`` and all its views."""
     counter = tensor.detach()
@@ -111,4 +103,3 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 _Tensor, _Parameter, _strided, _MANY = torch.Tensor, torch.nn.Parameter, torch.strided, (list, tuple)
 """Names of this module are found faster, and every tensor of a layer is asked, however small."""
-_COUNTING = torch._C.DispatchKey.ADInplaceOrView

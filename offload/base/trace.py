@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from offload.base.torch_private import profiling
+
 PREFIX = "offload::"
 
 _nothing: AbstractContextManager[object] = nullcontext()
@@ -62,7 +64,7 @@ def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
     """Say that something begins; a range around the ``with`` block in a profiler's trace."""
     if recorder is not None:
         recorder.marks.append((perf_counter(), Mark(what, layer)))
-    if torch.autograd.profiler._is_profiler_enabled:
+    if profiling():
         return torch.profiler.record_function(Mark(what, layer).name)
     return _nothing
 

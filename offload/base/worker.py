@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -19,6 +20,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self.restart()
+        _follow_forks()
         _workers.add(self)
 
     def restart(self) -> None:
@@ -78,4 +80,6 @@ def _in_child() -> None:
         worker.restart()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+@functools.cache
+def _follow_forks() -> None:
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

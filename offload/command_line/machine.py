@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from offload.base.torch_private import cuda_driver_version
+
 GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """By the transfers of one lane, in 1e9 per second, as Linux lists them."""
 
@@ -112,8 +114,7 @@ def driver_version(root: Path = Path("/")) -> str | None:
 
 def driver_cuda() -> tuple[int, int] | None:
     """The highest CUDA version that the driver runs; ``None`` without PyTorch for CUDA, or a driver."""
-    ask: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", int)
-    number = ask()
+    number = cuda_driver_version()
     return (number // 1000, number % 1000 // 10) if number else None
 
 

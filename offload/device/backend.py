@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from offload.base.tensors import whole
+from offload.base.torch_private import owners_of
 
 
 class Event(Protocol):
@@ -162,6 +163,4 @@ class Backend:
 
 def owners(tensor: torch.Tensor) -> int:
     """How many tensors share the storage of ``tensor``, itself included."""
-    storage = tensor.untyped_storage()
-    # One more reference is the Python object `storage` itself.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return owners_of(tensor.untyped_storage())

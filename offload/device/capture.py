@@ -79,7 +79,7 @@ class GraphLife:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_initialized() and bool(torch._C._cuda_isCurrentStreamCapturing())
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _check(error: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import torch
 
+from offload.base.torch_private import raw_stream
 from offload.device.backend import Backend, Event, PageLockError, Stream, Wait
 
 _HOST_TO_DEVICE = 1
@@ -42,7 +43,7 @@ class CudaBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.compute_stream_id = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self.compute_stream_id = functools.partial(raw_stream, device.index)
         self._streams: dict[object, Stream] = {}
         """By what :attr:`compute_stream_id` gives: making the object anew takes longer than finding it."""
         self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -56,7 +57,7 @@ class CudaBackend(Backend):
 
     @property
     def capturing(self) -> bool:
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
+        return torch.cuda.is_current_stream_capturing()
 
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why in _FORKS and self.capturing:

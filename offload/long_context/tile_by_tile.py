@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offload.base.checks import check_int, describe
 from offload.base.layer_events import Handle, replace_attribute
+from offload.base.torch_private import interpreted, leave_to_interpreter
 from offload.recompute.random import RandomState, default_generator
 
 
@@ -24,6 +25,7 @@ class Undoable(Handle):
     """What :func:`use_chunked_loss` or :func:`tile_mlp` has changed; a context manager that undoes it at its end."""
 
     def __init__(self, undo: list[Callable[[], None]]) -> None:
+        leave_to_interpreter()
         self._undo = undo
 
     def remove(self) -> None:
@@ -101,6 +103,7 @@ class _Loss:
         return type(output)(**{key: value for key, value in output.items() if value is not hidden})
 
 
+@interpreted
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -15,9 +15,9 @@ import torch
 
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
-from offload.base.autograd import before_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import is_plain
+from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
@@ -163,7 +163,7 @@ def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
     """What the step has allocated for the first layer's inputs, as an embedding's output: leaves outlive a step."""
     made = (tensor for tensor in inputs if tensor.device == device and not (tensor.is_leaf and tensor.requires_grad))
     storages = (tensor.untyped_storage() for tensor in made if is_plain(tensor))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 class _Rounds(LayerListener):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from offload.activations.what_moves import Rules, travellers
-from offload.base.autograd import before_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
+from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
 from offload.device.backend import Backend, Event
 from offload.planning.estimate import Peaks
 from offload.planning.profile import LayerProfile
@@ -122,10 +122,10 @@ class LayerTimes(Attachment):
         if layer is not None and not layer.counted:
             for storage in (moving.untyped_storage() for moving in travellers(tensor, self.rules)):
                 for earlier in self.layers[: layer.number]:
-                    if earlier.tensors.pop(storage._cdata, None) is not None:
+                    if earlier.tensors.pop(address_of(storage), None) is not None:
                         # As when it travels: with the later layer, which backward needs first, as its first tensor.
-                        layer.tensors = {storage._cdata: storage.nbytes()} | layer.tensors
-                layer.tensors.setdefault(storage._cdata, storage.nbytes())
+                        layer.tensors = {address_of(storage): storage.nbytes()} | layer.tensors
+                layer.tensors.setdefault(address_of(storage), storage.nbytes())
         # A result of the operation that saves it would own itself through the graph: give an alias.
         return tensor if tensor.is_leaf else tensor.detach()
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.base.torch_private import TorchDispatchMode, tree_leaves
 from offload.device.select import resolve_device
 
 
@@ -73,11 +73,11 @@ class CpuAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        given = tree_leaves((args, kwargs))
         inputs = {id(t.untyped_storage()) for t in given if _counts(t)}
         inputs |= {id(storage) for storage in given if isinstance(storage, torch.UntypedStorage)}  # as set_ takes it
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        for tensor in tree_leaves(result):
             if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
                 self._count(tensor.untyped_storage())
         return result

@@ -15,7 +15,7 @@ import torch
 from offload.activations.handles import Handle
 from offload.activations.round import Round
 from offload.activations.what_moves import storages_of
-from offload.base.autograd import pop_hooks, push_hooks
+from offload.base.torch_private import pop_hooks, push_hooks
 from offload.pipelining.probe import BackwardMemory, DeviceMemory, Saved
 
 

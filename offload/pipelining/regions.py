@@ -15,9 +15,9 @@ from torch import nn
 from offload.activations.activation_set import ActivationSet
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
-from offload.base.autograd import pop_hooks, push_hooks
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
+from offload.base.torch_private import pop_hooks, push_hooks
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
 from offload.pipelining.order import Chunk
 from offload.pipelining.pipeline_regions import everything_again, treated

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from offload.base.autograd import tensors_in
 from offload.base.layer_events import replace_attribute
+from offload.base.torch_private import pipeline_microbatches, pipeline_stages, tensors_in
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 
 
@@ -20,10 +20,8 @@ def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[
     Raises:
         TypeError: ``schedule`` is no pipeline schedule of PyTorch.
     """
-    if isinstance(schedule, PipelineScheduleSingle):
-        return [schedule._stage]
-    if isinstance(schedule, PipelineScheduleMulti):
-        return list(schedule._stages)
+    if isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
+        return pipeline_stages(schedule)
     raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
 
 
@@ -40,7 +38,7 @@ def known_order(
             if skips_inputs(stage):
                 order = without_idle_inputs(order, stage.stage_index)
         return order
-    microbatches = schedule._n_microbatches
+    microbatches = pipeline_microbatches(schedule)
     if isinstance(schedule, ScheduleGPipe):
         return gpipe_order(stages[0].stage_index, microbatches)
     if isinstance(schedule, Schedule1F1B):

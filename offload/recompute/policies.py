@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from offload.base.compiler import is_compiled
+from offload.base.torch_private import is_compiled
 from offload.recompute.costs import RegionProfile
 from offload.recompute.operations import Operation
 from offload.recompute.record import Value

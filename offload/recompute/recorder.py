@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.base.tensors import (
     copy_of_storage,
-    counting_versions,
     geometry_of,
     is_plain,
     look_into,
@@ -24,6 +23,7 @@ from offload.base.tensors import (
     tensors_of,
     version_counter,
 )
+from offload.base.torch_private import counting_versions
 from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, argument_of, operation_of
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Look, Value

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from offload.base.autograd import in_backward
 from offload.base.layer_events import unheard
 from offload.base.tensors import Geometry
+from offload.base.torch_private import in_backward
 from offload.recompute.operations import Operation
 from offload.recompute.random import RandomState, default_generator
 from offload.recompute.record import Call, Value, tensors_given, with_default_dtype

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from offload.activations.what_moves import exclude
+from offload.base.torch_private import ddp_parameters, flat_weights, running_ddp
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
 from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
@@ -99,8 +99,8 @@ class WeightLayer:
 
         If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         """
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and not (averaged and set(wrapper._module_parameters).isdisjoint(self._users)):
+        wrapper = running_ddp()
+        if wrapper is not None and not (averaged and set(ddp_parameters(wrapper)).isdisjoint(self._users)):
             raise RuntimeError(
                 f"{self} must be left alone by DistributedDataParallel, which reduces gradients before they have "
                 "arrived; write streamed = stream_weights(layers, device, process_group=torch.distributed.group.WORLD) "
@@ -186,6 +186,6 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]
     for inner in module.modules():
         places += [(inner._parameters, name) for name, held in inner._parameters.items() if held is parameter]
         # What an LSTM computes with is this list, not its attributes.
-        flat_weights = getattr(inner, "_flat_weights", None) if isinstance(inner, nn.RNNBase) else None
-        places += [(flat_weights, index) for index, held in enumerate(flat_weights or ()) if held is parameter]
+        flat = flat_weights(inner)
+        places += [(flat, index) for index, held in enumerate(flat) if held is parameter]
     return places

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.base.torch_private import has_gradient_hooks, is_captured, run_first
+
 ALIGNMENT_BYTES = 256
 """Where a parameter may start in flat memory: what CUDA's own allocator guarantees, at least."""
 
-_RUNS_FIRST = 2**64 - 1
 """The sequence number of autograd's own ``AccumulateGrad``: a node with it runs as soon as it can."""
 
 
@@ -187,7 +188,7 @@ class StandIn:
             trained: Any = _FromParameter.apply(parameter.requires_grad_(), self)
         parameter.requires_grad_(not frozen)
         # By its age its turn would come when all that is left in backward was done.
-        trained.grad_fn._set_sequence_nr(_RUNS_FIRST)
+        run_first(trained.grad_fn)
         self.of.accumulator = trained.grad_fn.next_functions[0][0]
         self._trained = trained
 
@@ -216,10 +217,10 @@ class StandIn:
         parameter = host.parameter
         if not parameter.requires_grad:
             return None  # frozen since: autograd drops it as well
-        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        hooked = has_gradient_hooks(parameter)
         if hooked and host.layer_only:
             raise host.outside_error()  # here, after the same collectives on all ranks
-        if hooked or _is_captured(host.accumulator):
+        if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
@@ -254,15 +255,6 @@ class _FromParameter(torch.autograd.Function):
         if stand_in is None:
             raise RuntimeError("backward through a streamed layer must run while the layer is there, but it is gone.")
         return stand_in.take(gradient), None
-
-
-def _is_captured(accumulator: Any) -> bool:
-    """Whether ``torch.autograd.grad`` returns what arrives at this node, which is to run."""
-    try:
-        torch._C._will_engine_execute_node(accumulator)
-    except RuntimeError:  # so it says that the node's input is captured
-        return True
-    return False
 
 
 def aligned(nbytes: int) -> int:

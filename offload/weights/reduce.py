@@ -15,10 +15,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offload.base import trace
+from offload.base.torch_private import running_ddp
 from offload.device.backend import Backend
 from offload.weights.layer import WeightLayer
 from offload.weights.parameter import HostParameter, aligned
@@ -56,7 +56,7 @@ class GradientReducer:
 
     def see_forward(self) -> None:
         """A forward runs: whether its backward averages is decided now, as ``DistributedDataParallel`` does."""
-        wrapper = DistributedDataParallel._active_ddp_module
+        wrapper = running_ddp()
         self.averages = self.enabled and (wrapper is None or wrapper.require_backward_grad_sync)
 
     def due(self, layer: WeightLayer | None) -> list[WeightLayer]:

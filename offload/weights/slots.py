@@ -11,6 +11,7 @@ import sys
 from enum import Enum
 
 from offload.base import trace
+from offload.base.torch_private import address_of
 from offload.device.backend import Backend
 from offload.weights.layer import Slot, WeightLayer
 from offload.weights.stats import WeightCounters
@@ -46,7 +47,7 @@ class WeightSlots:
         turns = (layers[number::num_slots] for number in range(min(num_slots, len(layers))))
         self.slots = [Slot(max(layer.nbytes for layer in taking), backend) for taking in turns]
         counters["slot_bytes"] = sum(len(slot.flat) for slot in self.slots)
-        self.storages = {slot.flat.untyped_storage()._cdata for slot in self.slots}
+        self.storages = {address_of(slot.flat.untyped_storage()) for slot in self.slots}
         for rank, layer in enumerate(layers):
             layer.bind(self.slots[rank % num_slots], rank)
         self._last = -1  # the rank of the layer whose forward began last

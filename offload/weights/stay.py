@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.base.torch_private import APPLY, ordinary_apply
+
 
 class _Stays:
     """In place of the ``_apply`` of one layer, which is streamed to ``device``."""
@@ -46,17 +48,17 @@ class _Stays:
 
 
 def _ordinary(module: nn.Module) -> MethodType:
-    return MethodType(type(module)._apply, module)
+    return ordinary_apply(module)
 
 
 def let_stay(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Have these layers stay when the model that they are a part of moves."""
     for number, module in enumerate(modules):
         # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
-        vars(module)["_apply"] = _Stays(module, f"layer {number} ({type(module).__name__})", device)
+        vars(module)[APPLY] = _Stays(module, f"layer {number} ({type(module).__name__})", device)
 
 
 def let_go(modules: Iterable[nn.Module]) -> None:
     """Have them move again."""
     for module in modules:
-        vars(module).pop("_apply", None)
+        vars(module).pop(APPLY, None)

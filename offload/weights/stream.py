@@ -23,8 +23,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from offload.base import trace
-from offload.base.autograd import before_backward, in_backward, tensors_in, when_backward_ends
 from offload.base.layer_events import LayerCall, LayerListener, Turn
+from offload.base.torch_private import address_of, before_backward, in_backward, tensors_in, when_backward_ends
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
@@ -103,7 +103,7 @@ class StreamedLayer(LayerListener):
                 f"{type(output).__name__}; without them its backward cannot be noticed."
             )
         for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in stream.slots.storages:
+            if tensor.layout is torch.strided and address_of(tensor.untyped_storage()) in stream.slots.storages:
                 raise RuntimeError(
                     f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                     "return a clone."

@@ -20,6 +20,7 @@ from offload.base.checks import format_bytes, format_s, is_int
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, Handle
 from offload.base.progress import progress_bar
+from offload.base.torch_private import ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
 from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
@@ -141,8 +142,7 @@ class StreamedWeights(Handle):
         if not stream.parameters <= set(named.values()):
             raise ValueError(f"model must hold the streamed layers, got a {type(model).__name__} without some of them")
         names = {name for name, parameter in named.items() if parameter in stream.parameters}
-        names.update(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        ignore_in_ddp(model, names)
         return model
 
     def synchronize(self) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 import offload
 from offload.activations import context, module_hooks, selective
-from offload.base import autograd, compiler, layer_events
+from offload.base import layer_events, torch_private
 
-MODULES = (compiler, autograd, layer_events, context, module_hooks)
+MODULES = (torch_private, layer_events, context, module_hooks)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
 from torch import nn
 
 from offload import offload_layers, stream_weights
-from offload.base.compiler import interpreted
+from offload.base.torch_private import interpreted
 
 
 def in_fresh_process(program: str) -> str:
@@ -37,7 +37,10 @@ def test_importing_loads_nothing_heavy() -> None:
     ids=["compiler last", "compiler first"],
 )
 def test_compiler_leaves_the_package_to_the_interpreter(imports: str) -> None:
-    program = f"{imports}; print(torch._dynamo.trace_rules.check_file(offload.activations.context.__file__).skipped)"
+    program = (
+        f"{imports}; offload.OffloadContext(None, 1)\n"
+        "print(torch._dynamo.trace_rules.check_file(offload.activations.context.__file__).skipped)"
+    )
     assert in_fresh_process(program) == "True"
 
 

@@ -14,7 +14,7 @@ from faults import InterruptAt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.base import autograd, layer_events
+from offload.base import layer_events, torch_private
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, listeners_on
 
 WEIGHTS, ACTIVATIONS, MEASURING = Turn
@@ -43,7 +43,7 @@ class Notes(LayerListener):
             raise self.errors["end"]
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        autograd.before_backward(output, call.first_node, lambda _: self.note("goes back"))
+        torch_private.before_backward(output, call.first_node, lambda _: self.note("goes back"))
 
 
 class Stops(nn.Module):

@@ -1,0 +1,448 @@
+"""Every private name of PyTorch that the library uses, and every change that the library makes to PyTorch.
+
+No other file uses private names, except for two attributes of tensors that PyTorch's documentation describes:
+``_version``, which counts changes in place, and ``_base``, the tensor that a view looks into. A function that the
+installed PyTorch lacks raises :class:`RuntimeError`, which names the version, when it is called for the first time.
+
+``import offload`` changes nothing in PyTorch. The first layer that is offloaded, or that a part of the library attaches
+to, calls :func:`patch_once` and :func:`leave_to_interpreter`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
+from types import MethodType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.fx.experimental.proxy_tensor
+import torch.utils._python_dispatch
+import torch.utils._pytree
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _take(name: str) -> Any:
+    """What PyTorch has under ``torch.name``; an error that names the version where PyTorch lacks it."""
+    try:
+        return functools.reduce(getattr, name.split("."), torch)
+    except AttributeError:
+        raise RuntimeError(
+            f"offload needs torch.{name}, which torch {torch.__version__} does not have; install a version of torch "
+            "that this version of offload supports (see its page on installation)."
+        ) from None
+
+
+def _find(name: str) -> Any:
+    """The function ``torch.name``; where PyTorch lacks it, a function that raises."""
+    try:
+        return _take(name)
+    except RuntimeError:
+        return lambda *_, **__: _take(name)
+
+
+_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
+_graph_task = _find("_C._current_graph_task_id")
+_executes = _find("_C._will_engine_execute_node")
+_tracing = _find("_C._get_tracing_state")
+_proxy_mode = _find("fx.experimental.proxy_tensor.get_proxy_mode")
+_fx_traces = _find("fx._symbolic_trace.is_fx_symbolic_tracing")
+_transforms = _find("_C._functorch.get_interpreter_stack")
+_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
+_set_excluded = _find("_C._SetExcludeDispatchKeyGuard")
+_COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
+_uses = _find("_C._storage_Use_Count")
+_set_eval_frame = _find("_C._dynamo.eval_frame.set_eval_frame")
+_RULES = "torch._dynamo.trace_rules"
+_PACKAGE = __name__.partition(".")[0]
+_HIGHEST_NODE = 2**64 - 1
+_patching = threading.Lock()
+
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+tree_flatten, tree_unflatten = torch.utils._pytree.tree_flatten, torch.utils._pytree.tree_unflatten
+tree_leaves = torch.utils._pytree.tree_leaves
+
+# Autograd.
+
+push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")
+"""Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
+why_no_hooks = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
+"""PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
+next_node = _find("_C._autograd._get_sequence_nr")
+"""The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
+keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward that runs was called with ``retain_graph=True``."""
+node_number = operator.methodcaller("_sequence_nr")
+"""The number that :func:`next_node` was before autograd made a node; a leaf's node has the highest there is."""
+keep_versions = _find("autograd._unsafe_preserve_version_counter")
+"""A context that undoes changes of a tensor's version."""
+CAST_NODE: Any = _take("_C._functions.ToCopyBackward0")
+"""The node of ``Tensor.to``, which autocast calls on a parameter."""
+RESHAPED_NODE: Any = _take("_C._functions.UnsafeViewBackward0")
+"""The node that gives a matrix product's result its shape."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a node of an autograd graph."""
+    return bool(_graph_task() != -1)
+
+
+def in_checkpoint() -> bool:
+    """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
+    """Take these hooks off, if they are there, also from below others.
+
+    An interrupt can leave hooks that the layer itself has put above ours: they are not ours to take off.
+    """
+    above = []
+    while (hooks := _top_hooks(True)) and hooks[0] != pack:
+        above.append(hooks)
+        _pop_hooks()
+    if hooks:
+        _pop_hooks()
+    for left in reversed(above):
+        push_hooks(*left)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> list[Any]:
+    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; returns these nodes.
+
+    The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only returns
+    belongs to another layer; its node may live on from step to step, and would collect a hook in each.
+    """
+    nodes = {
+        tensor.grad_fn: None
+        for tensor in tensors_in(output)
+        if tensor.grad_fn is not None and node_number(tensor.grad_fn) >= first_node
+    }
+    for node in nodes:
+        node.register_prehook(begin)
+    return list(nodes)
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd ``call`` when the backward that runs in this thread is over, unless backward fails."""
+    _take("autograd.Variable._execution_engine").queue_callback(call)
+
+
+def run_first(node: Any) -> None:
+    """Let backward run a node as soon as its gradient is there, as a leaf's: the highest number runs first."""
+    node._set_sequence_nr(_HIGHEST_NODE)
+
+
+def is_captured(node: Any) -> bool:
+    """Whether ``torch.autograd.grad`` returns what arrives at this node, which is to run."""
+    try:
+        _executes(node)
+    except RuntimeError:  # so it says that the node's input is captured
+        return True
+    return False
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the program has put hooks on a parameter's gradient."""
+    hooked: Any = parameter
+    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+
+
+def profiling() -> bool:
+    """Whether a profiler runs."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+# Tracing, transforms and dispatch.
+
+exclude_keys = _find("_C._ExcludeDispatchKeyGuard")
+"""A context in which the dispatcher leaves parts of PyTorch out."""
+without_torch_function = _find("_C.DisableTorchFunctionSubclass")
+"""A context in which a tensor subclass does not see what is called with it."""
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
+    return _tracing() is not None or _proxy_mode() is not None or _fx_traces()
+
+
+def is_transformed() -> bool:
+    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
+
+    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
+    """
+    transforms = _transforms()
+    if not transforms:
+        return False
+    kinds, names = {transform.key() for transform in transforms}, _take("_C._functorch.TransformType")
+    return bool(kinds & {names.Jvp, names.Functionalize}) and names.Grad not in kinds
+
+
+def leave_modes(kind: type[TorchDispatchMode]) -> None:
+    """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
+    stack = _modes()
+    outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
+    for mode in reversed(stack[outermost:]):
+        mode.__exit__(None, None, None)
+
+
+def counting_versions() -> AbstractContextManager[object]:
+    """Let ``detach`` inside of a dispatch mode give a tensor that counts changes together with its origin.
+
+    PyTorch has left the part that sees to this by the time that a mode is called.
+    """
+    guard: AbstractContextManager[object] = _set_excluded(_COUNTING, False)
+    return guard
+
+
+# Storages.
+
+address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""What tells a storage from all others while it lives: the address of PyTorch's own object."""
+# What StorageWeakRef of torch.multiprocessing does, without an object more for each storage.
+weak_storage = _find("UntypedStorage._weak_ref")
+is_expired = _find("UntypedStorage._expired")
+free_weak_storage = _find("UntypedStorage._free_weak_ref")
+negated = _find("_neg_view")
+"""A view whose elements are read with the other sign."""
+
+
+def owners_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors share a storage."""
+    return int(_uses(address_of(storage))) - 1  # one more reference is the Python object itself
+
+
+# CUDA.
+
+raw_stream = _find("_C._cuda_getCurrentRawStream")
+"""The handle of the current stream of a device, given by its index."""
+
+
+def cuda_driver_version() -> int:
+    """The highest CUDA version that the driver runs, such as 12080; 0 without PyTorch for CUDA, or a driver."""
+    ask: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", int)
+    return ask()
+
+
+# Modules, optimizers, DistributedDataParallel, pipelines.
+
+APPLY = "_apply"
+"""The method of a module that ``to``, ``cuda``, ``half`` and others call."""
+
+
+def ordinary_apply(module: nn.Module) -> MethodType:
+    """The module's own method of that name, whatever the module was given in its place."""
+    return MethodType(getattr(type(module), APPLY), module)
+
+
+def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
+    """The hooks before a module's forward, those given with keywords included."""
+    return module._forward_pre_hooks.values()
+
+
+def flat_weights(module: nn.Module) -> list[Any]:
+    """The list that an LSTM and its like compute with, in place of their attributes; other modules have none."""
+    return getattr(module, "_flat_weights", []) if isinstance(module, nn.RNNBase) else []
+
+
+def running_ddp() -> Any:
+    """The ``DistributedDataParallel`` whose forward runs, if there is one."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def ddp_parameters(wrapper: Any) -> list[nn.Parameter]:
+    """The parameters whose gradients a ``DistributedDataParallel`` reduces."""
+    return list(wrapper._module_parameters)
+
+
+def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
+    """Let ``DistributedDataParallel`` leave out parameters of a module, beside those that it was told before."""
+    ignored = names.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+
+
+def pipeline_stages(schedule: Any) -> list[Any]:
+    """The stages that a schedule of ``torch.distributed.pipelining`` runs on this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def pipeline_microbatches(schedule: Any) -> int:
+    """How many microbatches a schedule of ``torch.distributed.pipelining`` runs in a step."""
+    return int(schedule._n_microbatches)
+
+
+# torch.compile, without loading the compiler, which takes seconds.
+
+_REMEDY = (
+    "offload moves tensors here, which no graph can hold; compile without fullgraph=True, or compile each layer by "
+    "itself. For torch.export, take offloading off first, by handle.remove() or by leaving out the context, or "
+    "export with strict=False"
+)
+
+
+def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Do what ``torch.compiler.disable`` does: the interpreter runs the function and all that the function calls.
+
+    The compiler knows such a function by the same attributes. Where a graph must not break, it shows the remedy.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        compiling = _set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_eval_frame(compiling)
+
+    marked: Any = call
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = _REMEDY
+    marked._torchdynamo_orig_callable = function
+    return call
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module's whole forward is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+@functools.cache
+def leave_to_interpreter() -> None:
+    """Where a compiled layer breaks its graph, the compiler would take the library's code for the program's."""
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module(_RULES).add(_PACKAGE)
+    else:
+        sys.meta_path.insert(0, _WhenRulesAreImported())
+
+
+def forget_compiled() -> None:
+    """Let what was compiled be compiled again: the compiler does not look whether a module's hooks have changed.
+
+    The compiler keeps no record of which modules a piece of code has run through, so all code is affected.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset_code_caches()
+
+
+class _WhenRulesAreImported:
+    """Adds the package to the compiler's rules as soon as those have been imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != _RULES:
+            return None
+        sys.meta_path.remove(self)  # the finder that is asked next is the real one
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def exec_module(rules: Any) -> None:
+                load(rules)
+                rules.add(_PACKAGE)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+# Changes to PyTorch.
+
+
+class Unpackable(Protocol):
+    """What is held in place of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+
+
+def patch_once(
+    before_resize: Callable[[torch.UntypedStorage], None],
+    keep: Callable[[torch.Tensor], Unpackable | None],
+    sees: Callable[[Sequence[object]], None],
+) -> None:
+    """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
+
+    Args:
+        before_resize: Called before a storage is resized. Some programs free a saved tensor's memory by themselves,
+            ``storage.resize_(0)``, and fill it again before backward, as checkpoints that discard their output do.
+            PyTorch frees the memory at once, while a copy may still read it.
+        keep: Called with each result that selective activation checkpointing keeps, in a storage of its own below
+            autograd; returns what is kept in place of the tensor, or ``None``.
+        sees: Called with the arguments of each operation in a checkpoint of that kind.
+    """
+    with _patching:
+        resize = torch.UntypedStorage.resize_
+        if getattr(resize, "notifies", None) is not None:
+            return
+
+        @functools.wraps(resize)
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
+            before_resize(storage)
+            resize(storage, nbytes)
+
+        _patch_selective_checkpoint(keep, sees)
+        resize_.notifies = before_resize  # type: ignore[attr-defined]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+
+
+def _patch_selective_checkpoint(
+    keep: Callable[[torch.Tensor], Unpackable | None], sees: Callable[[Sequence[object]], None]
+) -> None:
+    wrapper: Any = _take("utils.checkpoint._VersionWrapper")
+    caching = _take("utils.checkpoint._CachingTorchDispatchMode")
+    cache = caching.__torch_dispatch__
+
+    class Kept(wrapper):  # type: ignore[misc]  # private in PyTorch, and without types
+        """A result that is kept, or something beside it that is no tensor."""
+
+        held: Unpackable | None = None
+
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            self.held = keep(value) if isinstance(value, torch.Tensor) else None
+            if self.held is not None:
+                self.val = None
+
+        def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+            if self.held is not None:
+                return self.held.unpack()  # compares versions itself: a changed tensor cannot be had from the host
+            return super().get_val(allow_cache_entry_mutation)
+
+    @functools.wraps(cache)
+    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sees(args)
+        return cache(mode, function, types, args, kwargs)
+
+    caching.__torch_dispatch__ = dispatch
+    checkpoint: Any = torch.utils.checkpoint
+    checkpoint._VersionWrapper = Kept
