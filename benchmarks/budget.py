@@ -19,27 +19,25 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import offload
-from benchmarks.host_cost import host_cost
-from benchmarks.instruments import deterministic, give_memory_back, metered, timed
+from benchmarks.host_cost import host_cost_per_operation
+from benchmarks.instruments import Contender, Row, Step, give_memory_back, metered, take_turns, timed
 from benchmarks.models import Llama, Model, Stack
 from benchmarks.report import asked, environment, table, write
-from benchmarks.workloads import norm_mlp, reference_decoder
+from benchmarks.workloads import reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
 
 GIB = 1 << 30
 BUDGETS_GIB = {
     "decoder": (20, 15.2, 15, 12, 9.6, 9.5, 8, 6, 4, 2.82, 2.8, 2),
-    "norm_mlp": (12, 9.5, 8, 6, 4, 2.8, 2),
     "llama": (20, 15, 12, 9.5, 8, 6, 4, 2.8, 2),
     "llama_short": (8, 4),
-    "compiled": (20, 15, 12, 9.5, 8, 6, 4),
 }
 LINES_GIB = {"llama": (6, 2.8), "llama_short": (4,)}
 """Budgets that are given to ``memory_budget=`` as well."""
@@ -59,8 +57,6 @@ HOPELESS = 1.5
 WARM_UP_S = 20.0
 """A GPU that has rested is faster than it is at its power limit, by some percent."""
 
-Row = dict[str, Any]
-
 
 def models(device: torch.device, *, small: bool) -> dict[str, Callable[[], Model]]:
     """What is measured, by name; built when it is its turn."""
@@ -70,34 +66,33 @@ def models(device: torch.device, *, small: bool) -> dict[str, Callable[[], Model
         sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 4}
         many, few, vocabulary, dtype = 64, 32, 128, torch.float32
     heads = {"num_key_value_heads": sizes["num_attention_heads"] // 4}
-    compiler = "aot_eager" if small else "inductor"
 
     def llama(tokens: int) -> Model:
         return Llama(device, tokens=tokens, dtype=dtype, vocab_size=vocabulary, **sizes, **heads)
 
     return {
         "decoder": lambda: Stack(reference_decoder(small=small), device),
-        "norm_mlp": lambda: Stack(norm_mlp(small=small), device),
         "llama": lambda: llama(many),
         "llama_short": lambda: llama(few),
-        "compiled": lambda: Stack(reference_decoder(small=small), device, compiled=compiler),
     }
 
 
 @contextmanager
-def by_plan(model: Model, plan: Any, min_bytes: int) -> Iterator[None]:
-    """Offload as planned."""
-    with offload.offload_layers(model.layers, plan=plan, min_bytes=min_bytes):
-        yield
+def within(model: Model, *around: AbstractContextManager[Any]) -> Iterator[Step]:
+    """The model's step, in these contexts."""
+    with ExitStack() as stack:
+        for one in around:
+            stack.enter_context(one)
+        yield model.step
 
 
 @contextmanager
-def around_checkpoints(model: Model, min_bytes: int) -> Iterator[None]:
-    """All computed again by PyTorch, and the layers' inputs travel."""
+def around_checkpoints(model: Model, min_bytes: int) -> Iterator[Step]:
+    """Every layer is checkpointed by PyTorch, and the layers' inputs are offloaded."""
     with model.checkpointing(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         with offload.offload_layers(model.layers, len(model.layers) - 2, min_bytes=min_bytes):
-            yield
+            yield model.step
 
 
 class Case:
@@ -117,12 +112,11 @@ class Case:
         self.small = small
         self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
         self.rows: list[Row] = []
-        self._ways: list[tuple[Row, Callable[[], AbstractContextManager[Any]]]] = []
+        self._ways: list[Contender] = []
         self._expected: list[torch.Tensor] = []
 
     def measure(self, link: Any) -> list[Row]:
         """All rows."""
-        by_region = self.name != "compiled"
         self._warm_up()
         gc.collect()
         gc.freeze()
@@ -133,35 +127,29 @@ class Case:
             min_bytes=self.min_bytes,
             device=self.device,
             steps=1 if self.small else PROFILED,
-            regions=by_region,
+            regions=True,
         )
         print(f"\n{self.name}: profiled in {time.perf_counter() - begin:.1f} s\n{profile}")
-        self._add({"what": "nothing"}, nullcontext)
-        if by_region:
-            self._add({"what": "checkpoint all"}, self.model.checkpointing)
-            self._add({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(self.model, self.min_bytes))
+        self._add({"what": "nothing"}, lambda: nullcontext(self.model.step))
+        self._add({"what": "checkpoint all"}, lambda: within(self.model, self.model.checkpointing()))
+        self._add({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(self.model, self.min_bytes))
         whole = replace(profile, layers=tuple(one.as_one_region() for one in profile.layers))
         for gib in BUDGETS_GIB[self.name]:
             budget = round(gib * GIB)
             if self.small:
                 budget = round(profile.saved_bytes * gib / 24)
-            if by_region:
-                self._add_plan(f"budget {gib:.4g} GiB", profile, budget, link)
+            self._add_plan(f"budget {gib:.4g} GiB", profile, budget, link)
             self._add_plan(f"whole layers, {gib:.4g} GiB", whole, budget, link, most_s=HOPELESS * profile.compute_s)
-        for row, enter in self._ways:
-            self._measure_first(row, enter)
-        for _ in range(TURNS - 1):
-            for row, enter in self._ways:
-                with enter():
-                    self._steps_s()
-                    row["times_s"] += [self._steps_s() for _ in range(TIMES)]
+        for one in self._ways:
+            self._measure_first(one)
+        take_turns(self._ways, self.device, rounds=TURNS - 1, times=TIMES)
         for gib in LINES_GIB.get(self.name, ()):
             self._measure_line(gib, profile.saved_bytes // 2 if self.small else round(gib * GIB))
         gc.unfreeze()
         again = [f"budget {gib:.4g} GiB" for gib in COLLECTING_GIB.get(self.name, ())]
-        for row, enter in self._ways:
-            if row["what"] in again:
-                self._measure_collecting(row, enter)
+        for one in self._ways:
+            if one.row["what"] in again:
+                self._measure_collecting(one)
         for row in self.rows:
             if "error" not in row:
                 row["step_s"] = statistics.median(row["times_s"])
@@ -173,9 +161,9 @@ class Case:
         while time.perf_counter() - begin < (0 if self.small else WARM_UP_S):
             timed(self.model.step, self.device)
 
-    def _add(self, row: Row, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _add(self, row: Row, attach: Callable[[], AbstractContextManager[Step]]) -> None:
         self.rows.append(row)
-        self._ways.append((row, enter))
+        self._ways.append(Contender(row, attach, STEPS))
 
     def _add_plan(self, what: str, profile: Any, budget: int, link: Any, most_s: float = math.inf) -> None:
         row: Row = {"what": what, "budget_bytes": budget}
@@ -195,35 +183,25 @@ class Case:
             "layers": plan.num_layers,
             "recompute_s": plan.recompute_s,
         }
-        self._add(row, lambda: by_plan(self.model, plan, self.min_bytes))
+        planned = lambda: offload.offload_layers(self.model.layers, plan=plan, min_bytes=self.min_bytes)  # noqa: E731
+        self._add(row, lambda: within(self.model, planned()))
 
-    def _measure_first(self, row: Row, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _measure_first(self, one: Contender) -> None:
         """The peak, first times, and whether gradients are those of the first row."""
         give_memory_back(self.device)
-        with enter():
+        with one.attach() as step:
             for _ in range(2):
-                self.model.step()
-            row["peak_bytes"], _ = metered(self.model.step, self.device)
-            row["times_s"] = [self._steps_s() for _ in range(TIMES)]
-            row["bit_identical"] = self._same_bits()
-        print(row, flush=True)
+                step()
+            one.row["peak_bytes"], _ = metered(step, self.device)
+            one.row["times_s"] = self._times_s()
+            one.row["bit_identical"] = self._same_bits()
+        print(one.row, flush=True)
 
-    def _steps_s(self) -> float:
-        """Seconds of a step, of some in a row."""
-
-        def steps() -> None:
-            for _ in range(STEPS):
-                self.model.step()
-
-        return timed(steps, self.device) / STEPS
+    def _times_s(self) -> list[float]:
+        return [timed(self.model.step, self.device, STEPS) for _ in range(TIMES)]
 
     def _same_bits(self) -> bool:
-        for leaf in self.model.leaves:
-            if leaf.grad is not None:
-                leaf.grad.zero_()
-        with deterministic():
-            self.model.step()
-        found = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
+        found = self.model.gradients(self.model.step)
         if not self._expected:
             self._expected = [gradient.clone() for gradient in found]
         return all(map(torch.equal, self._expected, found))
@@ -238,22 +216,20 @@ class Case:
             steps = [metered(self.model.step, self.device) for _ in range(5)]
             row["learning_s"] = [step_s for _, step_s in steps[:2]]
             row["planning_s"] = steps[2][1]  # the step that plans, and is the first to follow the plan
-            row["times_s"] = [self._steps_s() for _ in range(TIMES)]
+            row["times_s"] = self._times_s()
             row["peak_bytes"] = max(peak_bytes for peak_bytes, _ in steps[2:])
             row["predicted_s"], row["predicted_peak_bytes"] = handle.plan.step_s, handle.plan.peak_bytes
             row["bit_identical"] = self._same_bits()
         self.rows.append(row)
         print(row, flush=True)
 
-    def _measure_collecting(self, frozen: Row, enter: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _measure_collecting(self, frozen: Contender) -> None:
         """A row once more, with nothing frozen, as often as in all its turns together."""
-        row = {key: frozen[key] for key in ("budget_bytes", "predicted_s", "predicted_peak_bytes")}
-        row["what"] = COLLECTING + frozen["what"]
-        self._measure_first(row, enter)
-        with enter():
-            self._steps_s()
-            row["times_s"] += [self._steps_s() for _ in range(TIMES * (TURNS - 1))]
-        self.rows.append(row)
+        row = {key: frozen.row[key] for key in ("budget_bytes", "predicted_s", "predicted_peak_bytes")}
+        again = frozen._replace(row=row | {"what": COLLECTING + frozen.row["what"]})
+        self._measure_first(again)
+        take_turns([again], self.device, rounds=1, times=TIMES * (TURNS - 1))
+        self.rows.append(again.row)
 
 
 def best_other(row: Row, rows: list[Row]) -> float | None:
@@ -299,7 +275,7 @@ def main() -> None:
     rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
     record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
     if "host" in arguments.only:
-        costs = host_cost(device, repeats=5 if arguments.small else 50)
+        costs: Row = dict(host_cost_per_operation(device, small=arguments.small))
         record["host_cost"] = costs | {"commit": record["commit"], "date": record["date"]}
     for name, build in models(device, small=arguments.small).items():
         if name in arguments.only:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,24 @@ from torch.autograd.graph import save_on_cpu
 
 import offload
 from benchmarks import transformer_engine_file
+from benchmarks.cases import Case
 from benchmarks.models import Model
-from offload.activations.context import DEFAULT_MIN_BYTES
 
 
 @dataclass
 class Attached:
-    """A contender that has been attached to a model."""
+    """A way that has been attached to a model."""
 
-    step: Callable[[], None]
+    step: Callable[[], object]
     """One forward and backward."""
     stats: Callable[[], offload.OffloadStats] | None = None
 
+    def __call__(self) -> None:
+        self.step()
+
 
 @dataclass(frozen=True)
-class Contender:
+class Way:
     """One way to run a step of any model."""
 
     family: str
@@ -37,13 +40,13 @@ class Contender:
     label: str
     attach: Callable[[Model], AbstractContextManager[Attached]]
     k: int | None = None
-    """Number of offloaded layers, for those that choose."""
-    takes_turns: bool = True
-    """Whether its steps alternate with those of the others. One many times slower need not."""
+    """Number of offloaded layers, for ways that have one."""
+    slow: bool = False
+    """Steps take many times as long as the others', so that clocks do not matter, and no turns are taken."""
     package: str | None = None
     """What must be installed."""
     pins_all: bool = False
-    """Whether everything that autograd saves is copied to pinned memory of PyTorch's allocator."""
+    """Everything that autograd saves is copied to pinned memory of PyTorch's allocator."""
 
 
 @contextmanager
@@ -54,7 +57,7 @@ def nothing(model: Model) -> Iterator[Attached]:
 
 @contextmanager
 def checkpointed(model: Model, *, on_host: bool = False) -> Iterator[Attached]:
-    """Each layer saves its input, on the device or on the host, and is computed again in backward."""
+    """Each layer saves its input, on the device or on the host, and is recomputed in backward."""
     with model.checkpointing(on_host=on_host):
         yield Attached(model.step)
 
@@ -88,13 +91,7 @@ def trl(model: Model) -> Iterator[Attached]:
 
 @contextmanager
 def transformer_engine(model: Model, k: int, *, file: Path | None = None) -> Iterator[Attached]:
-    """Transformer Engine's context around each layer, and its sync function on each output.
-
-    Args:
-        model: What is trained.
-        k: Number of layers that it offloads.
-        file: Its ``cpu_offload.py``, where it is not installed.
-    """
+    """Transformer Engine's context around each layer, its sync function on each output; ``file`` as in the suite."""
     if file is not None:
         get_cpu_offload_context = transformer_engine_file.load(file)
     else:
@@ -103,29 +100,20 @@ def transformer_engine(model: Model, k: int, *, file: Path | None = None) -> Ite
     context, sync = get_cpu_offload_context(
         enabled=True, num_layers=k, model_layers=len(model.layers), offload_activations=True, offload_weights=False
     )
-
-    inside = False
+    entered = ExitStack()  # of a layer whose forward fails, it would leave its hooks to the next contender
 
     def enter(_module: nn.Module, _args: object) -> None:
-        nonlocal inside
-        inside = True
-        context.__enter__()
+        entered.enter_context(context)
 
     def leave(_module: nn.Module, _args: object, output: Any) -> Any:
-        nonlocal inside
-        context.__exit__(None, None, None)
-        inside = False
+        entered.close()
         return sync(output)
 
-    hooks = [layer.register_forward_pre_hook(enter) for layer in model.layers]
-    hooks += [layer.register_forward_hook(leave) for layer in model.layers]
-    try:
+    with entered, ExitStack() as hooks:
+        for layer in model.layers:
+            hooks.callback(layer.register_forward_pre_hook(enter).remove)
+            hooks.callback(layer.register_forward_hook(leave).remove)
         yield Attached(model.step)
-    finally:
-        if inside:  # it failed on the way, and would leave its hooks to the next contender
-            context.__exit__(None, None, None)
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -134,49 +122,35 @@ def offloaded(model: Model, k: int, *, min_bytes: int, checkpoint: bool = False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"num_layers = model_layers - 1")
         schedule = offload.Schedule.default(k, len(model.layers))
-    if checkpoint:
-        with model.checkpointing(), offload.offload_layers(model.layers, schedule=schedule, min_bytes=min_bytes) as own:
-            yield Attached(model.step, own.stats)
-        return
-    with offload.offload_layers(model.layers, schedule=schedule, min_bytes=min_bytes) as own:
+    with ExitStack() as stack:
+        if checkpoint:
+            stack.enter_context(model.checkpointing())
+        own = stack.enter_context(offload.offload_layers(model.layers, schedule=schedule, min_bytes=min_bytes))
         yield Attached(model.step, own.stats)
 
 
-def contenders(
-    ks: Sequence[int],
-    checkpoint_ks: Sequence[int],
-    *,
-    te_ks: Sequence[int] = (),
-    te_file: Path | None = None,
-    min_bytes: int = DEFAULT_MIN_BYTES,
-) -> list[Contender]:
-    """All contenders: the first does nothing, and this library comes at several k, the most at the end.
+def ways(case: Case, *, min_bytes: int, te_file: Path | None = None) -> list[Way]:
+    """All ways to run a case: the first does nothing, and this library with the most layers is the last.
 
     Args:
-        ks: Numbers of layers that this library offloads.
-        checkpoint_ks: Numbers of checkpointed layers whose inputs it offloads.
-        te_ks: Numbers of layers that Transformer Engine offloads.
-        te_file: Its ``cpu_offload.py``, to be run alone; ``None`` takes the package, if it is installed.
-        min_bytes: Storages below this size stay on the device with this library, in bytes.
+        case: Says with which numbers of layers.
+        min_bytes: Storages below this size, in bytes, stay on the device with this library.
+        te_file: Transformer Engine's ``cpu_offload.py``, to be run alone; ``None`` takes the package, if installed.
     """
     own = partial(offloaded, min_bytes=min_bytes)
+    around = partial(own, checkpoint=True)
     te = partial(transformer_engine, file=te_file)
     te_package = None if te_file else transformer_engine_file.PACKAGE
     return [
-        Contender("nothing", "nothing", nothing, k=0),
-        Contender("checkpoint", "torch.utils.checkpoint", checkpointed),
-        Contender("save_on_cpu", "save_on_cpu", saved_on_cpu, takes_turns=False, pins_all=True),
-        Contender("trl", "TRL OffloadActivations", trl, takes_turns=False, package="trl", pins_all=True),
-        *(Contender("te", f"Transformer Engine, k = {k}", partial(te, k=k), k, package=te_package) for k in te_ks),
-        Contender("checkpoint_on_cpu", "checkpoint under save_on_cpu", partial(checkpointed, on_host=True)),
+        Way("nothing", "nothing", nothing, k=0),
+        Way("checkpoint", "torch.utils.checkpoint", checkpointed),
+        Way("save_on_cpu", "save_on_cpu", saved_on_cpu, slow=True, pins_all=True),
+        Way("trl", "TRL OffloadActivations", trl, slow=True, package="trl", pins_all=True),
+        *(Way("te", f"Transformer Engine, k = {k}", partial(te, k=k), k, package=te_package) for k in case.te_ks),
+        Way("checkpoint_on_cpu", "checkpoint under save_on_cpu", partial(checkpointed, on_host=True)),
         *(
-            Contender(
-                "offload_checkpoint",
-                f"this library around checkpoints, k = {k}",
-                partial(own, k=k, checkpoint=True),
-                k,
-            )
-            for k in checkpoint_ks
+            Way("offload_checkpoint", f"this library around checkpoints, k = {k}", partial(around, k=k), k)
+            for k in case.checkpoint_ks
         ),
-        *(Contender("offload", f"this library, k = {k}", partial(own, k=k), k) for k in ks),
+        *(Way("offload", f"this library, k = {k}", partial(own, k=k), k) for k in case.ks),
     ]

@@ -25,7 +25,6 @@ from torch import nn
 
 import offload
 from benchmarks.instruments import give_memory_back, metered, timed
-from benchmarks.per_tensor import SaveThese
 from benchmarks.report import asked, environment, table, write
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -61,19 +60,13 @@ LARGE = Size(4096, 11008, 32, 8192, 128256, torch.bfloat16, DEFAULT_MIN_BYTES, 2
 SMALL = Size(64, 172, 4, 128, 8192, torch.float32, 1, 20, 1 << 10)
 
 
+@dataclass
 class Subject:
-    """Layers and a loss, in a training step.
+    """Layers that are called one after the other, their input, and the loss of the last one's output."""
 
-    Args:
-        layers: Called one after the other.
-        x: Their input.
-        loss: Of the last one's output.
-    """
-
-    def __init__(self, layers: nn.ModuleList, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.layers = layers
-        self.x = x
-        self.loss = loss
+    layers: nn.ModuleList
+    x: torch.Tensor
+    loss: Callable[[torch.Tensor], torch.Tensor] = loss_of
 
     def step(self) -> None:
         """One forward and backward."""
@@ -89,7 +82,7 @@ def decoder(size: Size, device: torch.device) -> Subject:
     with torch.device(device):
         blocks = [DecoderBlock(size.hidden, size.ffn, size.heads) for _ in range(size.layers)]
         x = torch.randn(1, size.tokens, size.hidden, dtype=size.dtype)
-    return Subject(nn.ModuleList(blocks).to(size.dtype), x + 0, loss_of)
+    return Subject(nn.ModuleList(blocks).to(size.dtype), x)
 
 
 def with_logits(size: Size, device: torch.device) -> Subject:
@@ -120,59 +113,22 @@ class Chain(nn.Module):
 def chains(size: Size, device: torch.device) -> Subject:
     """Layers of many small tensors."""
     layers = nn.ModuleList(Chain(size.operations) for _ in range(size.layers)).to(device)
-    return Subject(layers, torch.randn(size.elements, device=device), loss_of)
+    return Subject(layers, torch.randn(size.elements, device=device))
 
 
-class Tagged(torch.Tensor):
-    """A subclass that does not say what it is made of."""
-
-
-class SavesAll(nn.Module):
-    """Saves a tensor that travels, and one for each reason to stay."""
-
-    def __init__(self, rows: int, hidden: int) -> None:
-        super().__init__()
-        ones = torch.ones(rows, hidden)
-        self.kept = nn.Parameter(torch.ones(rows, hidden))
-        self.leaf = torch.ones(rows, hidden, requires_grad=True)
-        self.elsewhere = torch.ones(rows, hidden, device="cpu" if ones.device.type != "cpu" else "meta")
-        self.marked = ones * 1
-        self.subclass = (ones * 1).as_subclass(Tagged)
-        self.sparse = torch.eye(hidden).to_sparse()
-        offload.mark_not_offload(self.marked)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: ``[rows, hidden]``; the result has the same shape."""
-        self.freed = x * 2
-        stays = (self.kept, self.leaf, x[0, :1] * 1, self.elsewhere, self.marked, self.sparse, self.subclass)
-        y: torch.Tensor = SaveThese.apply(x * 3, x * 4, *stays, self.freed, x * 5)
-        return y
-
-
-def saves_all(size: Size, device: torch.device) -> Subject:
-    """A layer that has every reason."""
-    with torch.device(device):
-        saves = SavesAll(size.tokens, size.hidden)
-        x = torch.randn(size.tokens, size.hidden).requires_grad_() + 0
-    layers = nn.ModuleList([saves, *(nn.Identity() for _ in range(size.layers - 1))])
-    return Subject(layers, x, loss_of)
-
-
-# How each is provoked: the context gives the step, and the counters.
-
-Way = Callable[[Subject, Size], AbstractContextManager[tuple[Callable[[], object], Stats]]]
+Run = Iterator[tuple[Callable[[], object], Stats]]
+"""What a fault's context yields: the step, and its counters."""
 
 
 @contextmanager
-def offloaded(subject: Subject, size: Size, k: int = 2, **options: Any) -> Iterator[tuple[Callable[[], object], Stats]]:
+def offloaded(subject: Subject, size: Size, k: int = 2, **options: Any) -> Run:
     """The first k layers offloaded."""
-    options = {"min_bytes": size.min_bytes, **options}
-    with offload.offload_layers(subject.layers, k, **options) as handle:
+    with offload.offload_layers(subject.layers, k, **{"min_bytes": size.min_bytes, **options}) as handle:
         yield subject.step, handle.stats
 
 
 @contextmanager
-def held(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+def held(subject: Subject, size: Size) -> Run:
     """Hooks collect what the linear layers return, and drop it after backward."""
     outputs: list[torch.Tensor] = []
     modules = [module for module in subject.layers.modules() if isinstance(module, nn.Linear)]
@@ -189,7 +145,7 @@ def held(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], S
 
 
 @contextmanager
-def without_sync(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+def without_sync(subject: Subject, size: Size) -> Run:
     """A context around each layer, whose output is not passed to the sync function."""
     context, _ = offload.get_cpu_offload_context(
         enabled=True, num_layers=size.k, model_layers=size.layers, min_bytes=size.min_bytes, device=subject.x.device
@@ -206,33 +162,13 @@ def without_sync(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], ob
 
 
 @contextmanager
-def little_room(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
+def half_of_the_host_memory(subject: Subject, size: Size) -> Run:
     """Half of the host memory that is needed."""
     with offloaded(subject, size) as (step, stats):
         step()
         needed = stats().offloaded_bytes
     with offloaded(subject, size, max_host_bytes=needed // 2) as given:
         yield given
-
-
-@contextmanager
-def every_reason(subject: Subject, size: Size) -> Iterator[tuple[Callable[[], object], Stats]]:
-    """Room for two of three tensors, and a program that frees the memory of a saved one, and fills it again."""
-    saves, *others = subject.layers
-    nbytes = subject.x.nbytes
-
-    def step() -> None:
-        y = saves(subject.x)
-        storage = saves.freed.untyped_storage()
-        del saves.freed
-        storage.resize_(0)
-        for layer in others:
-            y = layer(y)
-        storage.resize_(nbytes)
-        subject.loss(y).backward()
-
-    with offloaded(subject, size, k=1, max_host_bytes=5 * nbytes // 2, min_bytes=1 + nbytes // 2) as (_, stats):
-        yield step, stats
 
 
 @dataclass(frozen=True)
@@ -242,7 +178,7 @@ class Fault:
     name: str
     sees: str
     """What one sees of it."""
-    provoke: Way
+    provoke: Callable[[Subject, Size], AbstractContextManager[tuple[Callable[[], object], Stats]]]
     build: Callable[[Size, torch.device], Subject] = decoder
     first: bool = False
     """Whether the first step is recorded."""
@@ -252,13 +188,12 @@ FAULTS = (
     Fault("healthy", "none of them: 2 of 10 layers travel free", offloaded),
     Fault("all_small", "no memory saved: everything is smaller than min_bytes", partial(offloaded, min_bytes=1 << 50)),
     Fault("held", "copied, but not freed: a hook collects outputs", held),
-    Fault("no_room", "less saved than planned: the host has half of the memory", little_room),
+    Fault("no_room", "less saved than planned: the host has half of the memory", half_of_the_host_memory),
     Fault("elsewhere", "copied and freed, but the peak is elsewhere: logits", partial(offloaded, k=6), with_logits),
     Fault("too_many", "slow: 6 of 10 layers travel, more than the link carries", partial(offloaded, k=6)),
     Fault("late_reloads", "slow: no sync function, so that reloads start late", without_sync),
     Fault("many_small", "slow: hundreds of tensors, each small", partial(offloaded, min_bytes=1), chains),
     Fault("first_step", "slow once: the first step pins host memory", partial(offloaded, k=6), first=True),
-    Fault("reasons", "a tensor for each reason in skipped", every_reason, saves_all),
 )
 
 
@@ -275,22 +210,14 @@ def examine(fault: Fault, size: Size, device: torch.device) -> tuple[dict[str, A
             before = stats()
             found = _measured(step, device)
             counted = stats() - before
-    steps = TIMED_STEPS + 2
     row = {
         "name": fault.name,
         "sees": fault.sees,
         "kept": kept,
         "found": found,
-        "per_step": {"offloaded_bytes": counted.offloaded_bytes // steps, "stall_s": counted.stall_s / steps},
         "stats": asdict(counted),
-        "steps": steps,
-        "recorded": {
-            "duration_s": timeline.duration_s,
-            "stall_s": timeline.stall_s,
-            "overlap": timeline.overlap,
-            "d2h_s": timeline.busy_s("d2h"),
-            "d2h_bytes": timeline.copied_bytes("d2h"),
-        },
+        "steps": TIMED_STEPS + 2,
+        "recorded": {"duration_s": timeline.duration_s, "stall_s": timeline.stall_s},
         "warnings": list(dict.fromkeys(str(warning.message) for warning in caught)),
     }
     return row, thinned(timeline)
@@ -316,15 +243,12 @@ def thinned(timeline: offload.Timeline) -> offload.Timeline:
 def main() -> None:
     """Provoke each fault, print what was found, write the record and the traces."""
     parser = argparse.ArgumentParser(description="Provoke faults and record what they look like.")
-    parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS])
     arguments, device = asked(parser, "results/faults.json")
     link = offload.measure_link(device)
     record = {**environment(device), "link": vars(link), "small": arguments.small, "faults": []}
     traces = arguments.out.with_suffix("")
     traces.mkdir(parents=True, exist_ok=True)
     for fault in FAULTS:
-        if arguments.only and fault.name not in arguments.only:
-            continue
         row, timeline = examine(fault, SMALL if arguments.small else LARGE, device)
         record["faults"].append(row)
         trace = json.dumps(timeline.chrome_trace(), separators=(",", ":"))
@@ -334,18 +258,10 @@ def main() -> None:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "fault": row["name"],
-        "kept ms": row["kept"]["step_s"] * 1e3,
-        "ms": row["found"]["step_s"] * 1e3,
-        "kept GiB": row["kept"]["peak_bytes"] / GIB,
-        "GiB": row["found"]["peak_bytes"] / GIB,
-        "copied GiB": row["per_step"]["offloaded_bytes"] / GIB,
-        "stall ms": row["per_step"]["stall_s"] * 1e3,
-        "late": row["stats"]["late_reloads"],
-        "wasted": row["stats"]["wasted"],
-        "skipped": row["stats"]["skipped"],
-    }
+    shown: dict[str, Any] = {"fault": row["name"]}
+    for name in ("kept", "found"):
+        shown |= {f"{name} ms": row[name]["step_s"] * 1e3, f"{name} GiB": row[name]["peak_bytes"] / GIB}
+    return shown | {name: row["stats"][name] for name in ("late_reloads", "wasted", "skipped")}
 
 
 if __name__ == "__main__":

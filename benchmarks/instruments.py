@@ -1,12 +1,13 @@
-"""What the benchmarks measure with: time, bytes copied and pinned, determinism, and an even start for everyone."""
+"""What the benchmarks measure with: time, turns, bytes copied and pinned, and determinism."""
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,17 +15,65 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 
+Row = dict[str, Any]
+Step = Callable[[], object]
 
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds from an idle device to an idle device."""
+
+def timed(step: Step, device: torch.device, steps: int = 1) -> float:
+    """Seconds of a step, of several in a row, from an idle device to an idle device."""
     _synchronize(device)
     begin = time.perf_counter()
-    step()
+    for _ in range(steps):
+        step()
     _synchronize(device)
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / steps
 
 
-def metered(step: Callable[[], object], device: torch.device) -> tuple[int, float]:
+class Contender(NamedTuple):
+    """One way to run a step, and its row of the record, whose ``times_s`` has what was measured."""
+
+    row: Row
+    attach: Callable[[], AbstractContextManager[Step]]
+    """A context in which the step that it yields can be run."""
+    steps: int = 1
+    """In a row, for one time."""
+
+
+def take_turns(contenders: Sequence[Contender], device: torch.device, *, rounds: int, times: int = 1) -> None:
+    """Let the contenders run one after the other, in several rounds; every second round is in reverse.
+
+    A GPU at its power limit changes its clocks from step to step, by some percent, depending on what ran before.
+    """
+    for number in range(rounds):
+        for one in reversed(contenders) if number % 2 else contenders:
+            attempt(one.row, lambda one=one: _take_turn(one, device, times))
+
+
+def _take_turn(one: Contender, device: torch.device, times: int) -> None:
+    with one.attach() as step:
+        step()
+        one.row["times_s"] += [timed(step, device, one.steps) for _ in range(times)]
+
+
+def attempt(row: Row, run: Step) -> None:
+    """Run it, unless the row has an error already. An error becomes the row's, and the others go on."""
+    if "error" in row:
+        return
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001  # whatever a contender raises
+        row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def with_median(row: Row) -> Row:
+    """The row with the median and the spread of its times, if it has times."""
+    if "error" in row or not row.get("times_s"):
+        return row
+    times_s = row["times_s"]
+    return row | {"step_s": statistics.median(times_s), "spread_s": max(times_s) - min(times_s)}
+
+
+def metered(step: Step, device: torch.device) -> tuple[int, float]:
     """The peak of device memory in a step, in bytes above what was there before, and its seconds.
 
     On the CPU the meter sees only what runs in eager mode, and takes time itself.

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from benchmarks.instruments import give_memory_back, metered
+from benchmarks.instruments import Row, give_memory_back, metered
 from benchmarks.models import Llama
 from benchmarks.report import asked, environment, table, write
 
@@ -39,8 +38,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
 }
-
-Row = dict[str, Any]
 
 
 class Training(Llama):

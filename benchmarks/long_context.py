@@ -37,7 +37,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import offload
-from benchmarks.instruments import give_memory_back, pinned_by_torch, timed
+from benchmarks.instruments import Row, give_memory_back, pinned_by_torch, timed
 from benchmarks.llama_8b import SHAPE, SMALL
 from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, longest_again, search
 from benchmarks.models import Llama
@@ -56,8 +56,6 @@ MARGIN = 8 * GIB
 """Of the device's memory, what a plan is not given: the allocator's gaps, and what no profile knows."""
 WAYS = ("inputs", "plan", "hand", "recompute", "equal")
 LIMITED = ("nothing", "checkpointing", "hf_offload", "inputs", "streamed", "lora")
-
-Row = dict[str, Any]
 
 
 class Long(Llama):
@@ -99,25 +97,18 @@ class Benchmark:
 
     Args:
         device: Where they run.
+        record: What other runs have written; rows of the same name are replaced.
         small: With a small model, for a CPU.
         host: The most pinned memory, in bytes.
         seconds: After so many seconds, a search for the longest context tries no more.
         whole_s: What it has found is tried with whole attention, if that should take no more seconds.
-        record: What other runs have written; rows of the same name are replaced.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        small: bool,
-        host: int,
-        seconds: float,
-        whole_s: float = 60.0,
-        record: dict[str, Any] | None = None,
+        self, device: torch.device, record: Row, *, small: bool, host: int, seconds: float, whole_s: float
     ) -> None:
         self.device, self.small, self.host, self.seconds, self.whole_s = device, small, host, seconds, whole_s
-        self.record: dict[str, Any] = {"rows": [], **(record or {})}
+        self.record: Row = {"rows": [], **record}
         self.min_bytes: int | str = 1 if small else "2MiB"
         self._model: Long | None = None
 
@@ -227,13 +218,9 @@ class Benchmark:
         """A plan for so many tokens, from the profile of fewer, which the record keeps."""
         model = self._whole()
         profiled = min(tokens, 64 if self.small else PROFILED)
-        begin = time.perf_counter()
         if "profile" not in self.record:
             model.tokens = profiled
-            with (
-                offload.use_chunked_loss(model.model),
-                offload.tile_mlp(model.layers, profiled // 4),
-            ):
+            with offload.use_chunked_loss(model.model), offload.tile_mlp(model.layers, profiled // 4):
                 profile = offload.profile_layers(
                     model.layers, model.step, min_bytes=self.min_bytes, device=self.device, regions=True
                 )
@@ -241,7 +228,6 @@ class Benchmark:
             give_memory_back(self.device)
             link = offload.measure_link(self.device)
             self.record |= {"profile": json.loads(profile.to_json()), "profiled": profiled, "link": vars(link)}
-            row["profiled_in_s"] = time.perf_counter() - begin
         profile = offload.Profile.from_json(json.dumps(self.record["profile"]))
         ratio = tokens / self.record["profiled"]
         # The loss in chunks grows by the hidden states alone, which are in four tensors at once.
@@ -252,11 +238,9 @@ class Benchmark:
             free, _ = torch.cuda.mem_get_info(self.device)
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             budget = free + cached - MARGIN
-        begin = time.perf_counter()
         plan = offload.plan(scaled, budget, offload.Link(**self.record["link"]), max_host_bytes=self.host)
         print(plan, flush=True)
         row |= {
-            "planned_in_s": time.perf_counter() - begin,
             "budget_bytes": budget,
             "predicted_s": plan.step_s,
             "predicted_peak_bytes": plan.peak_bytes,
@@ -364,16 +348,14 @@ class Benchmark:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _memory(self) -> Row:
-        """The most device memory, all in all; what is pinned, and what the process has as the system sees it."""
-        found: Row = {"peak_bytes": 0, "pinned_by_torch_bytes": pinned_by_torch(self.device)}
-        if self.device.type == "cuda":
-            found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
-            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
-        status = Path("/proc/self/status").read_text("utf-8")
-        fields = dict(line.split(":", 1) for line in status.splitlines())
-        for name in ("VmRSS", "VmHWM", "VmLck", "VmPin"):
-            found[f"{name}_bytes"] = int(fields[name].split()[0]) * 1024 if name in fields else None
-        return found
+        """The most device memory, and what PyTorch has pinned."""
+        if self.device.type == "cpu":
+            return {"peak_bytes": 0}
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            "pinned_by_torch_bytes": pinned_by_torch(self.device),
+        }
 
 
 def shown(row: Row) -> Row:
@@ -410,15 +392,9 @@ def main() -> None:
     parser.add_argument("--whole", type=float, default=60, help="how long a step of it with whole attention may take")
     arguments, device = asked(parser, "results/long_context.json")
     merged = arguments.merge or arguments.out
-    record = json.loads(merged.read_text("utf-8")) if merged.exists() else None
-    benchmark = Benchmark(
-        device,
-        small=arguments.small,
-        host=arguments.host * GIB,
-        seconds=arguments.seconds,
-        whole_s=arguments.whole,
-        record=record,
-    )
+    record = json.loads(merged.read_text("utf-8")) if merged.exists() else {}
+    limits = {"host": arguments.host * GIB, "seconds": arguments.seconds, "whole_s": arguments.whole}
+    benchmark = Benchmark(device, record, small=arguments.small, **limits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if device.type == "cuda":  # sequences of other lengths need other blocks

@@ -17,12 +17,10 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from benchmarks.instruments import timed
+from benchmarks.instruments import Row, timed
 
 BLOCKS = (4096, 1024)
 """Tokens of a block, the first size that divides the length."""
-
-Row = dict[str, Any]
 
 
 class Lengths:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.instruments import deterministic
 from benchmarks.workloads import Workload, loss_of
 
 
@@ -47,6 +48,15 @@ class Model:
         """One forward and backward."""
         self.loss().backward()
 
+    def gradients(self, step: Callable[[], object]) -> list[torch.Tensor]:
+        """The gradients of one step with deterministic kernels, as the leaves hold them."""
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                leaf.grad.zero_()
+        with deterministic():
+            step()
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
 
 class Stack(Model):
     """A workload's layers, called one after the other, and its loss.
@@ -55,8 +65,7 @@ class Stack(Model):
         workload: The layers and their input.
         device: Where they are.
         compiled: Compile each layer by this backend of ``torch.compile``.
-        loss_is_a_layer: The loss counts as one more layer, as a model's head does. Then it gives the last layer but
-            one a layer's time to leave.
+        loss_is_a_layer: The loss counts as one more layer, as a model's head does.
     """
 
     def __init__(

@@ -50,9 +50,11 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Write ``record`` as JSON, floats rounded to six digits."""
+    """Write ``record`` as JSON, floats rounded to six digits; an interrupt leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(record), indent=1) + "\n", encoding="utf-8")
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(_rounded(record), indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.instruments import Row, with_median
 
 OWN = ("offload", "offload_checkpoint")
 """The families of this library."""
@@ -22,7 +21,7 @@ NOISE = 1.01
 
 def measured(row: Row) -> bool:
     """Whether the row has a time and a peak."""
-    return "error" not in row and "times_s" in row
+    return "error" not in row and bool(row.get("times_s"))
 
 
 def with_ratios(rows: list[Row], links: Mapping[str, Row]) -> list[Row]:
@@ -35,12 +34,7 @@ def with_ratios(rows: list[Row], links: Mapping[str, Row]) -> list[Row]:
         rows: What was measured.
         links: Workload → the link as it was measured in the same run.
     """
-    rows = [
-        {**row, "step_s": statistics.median(row["times_s"]), "spread_s": max(row["times_s"]) - min(row["times_s"])}
-        if measured(row)
-        else row
-        for row in rows
-    ]
+    rows = [with_median(row) for row in rows]
     return [_with_limit(row, rows, links) for row in rows]
 
 
@@ -62,10 +56,9 @@ def _with_limit(row: Row, rows: list[Row], links: Mapping[str, Row]) -> Row:
 
 
 def verdicts(rows: list[Row]) -> list[dict[str, Any]]:
-    """The suite's claims, what was measured, and whether each holds; ``None`` where it was not measured.
+    """The suite's claims, what was measured, and whether each holds, by the rows that :func:`with_ratios` gave.
 
-    Args:
-        rows: What :func:`with_ratios` gave.
+    ``holds`` is ``None`` where a claim was not measured.
     """
     said = [_nobody_below(rows, workload) for workload in dict.fromkeys(row["workload"] for row in rows)]
     said += [
@@ -91,7 +84,8 @@ def below_curve(row: Row, own: list[Row]) -> float:
 
 
 def _nobody_below(rows: list[Row], workload: str) -> Verdict:
-    claim = f"{workload}: nobody else who moves activations to the host has a point below this library's curve"
+    who = "nobody else who moves activations to the host"
+    claim = f"{workload}: {who} needs both less memory and less time than this library"
     here = [row for row in rows if row["workload"] == workload and measured(row)]
     own = [row for row in here if row["family"] in OWN]
     others = [row for row in here if row["family"] in OTHERS]
@@ -107,13 +101,13 @@ def _nobody_below(rows: list[Row], workload: str) -> Verdict:
 def _against(row: Row, own: list[Row], ratio: float) -> str:
     beyond_bytes = min(other["peak_bytes"] for other in own) - row["peak_bytes"]
     if beyond_bytes > (NOISE - 1) * row["peak_bytes"]:
-        beyond = f"needs {beyond_bytes / GIB:.2f} GiB less than the curve's end"
-        return f"{row['contender']} {beyond}, which takes {ratio:.2f} of its time"
-    return f"{row['contender']}: within its memory, this library takes {ratio:.2f} of its time"
+        less = f"reaches {beyond_bytes / GIB:.2f} GiB less than this library"
+        return f"{row['contender']}: {less}, whose least memory takes {ratio:.2f} × its time"
+    return f"{row['contender']}: in no more memory, this library takes {ratio:.2f} × its time"
 
 
 def _near_limit(rows: list[Row], most: float) -> Verdict:
-    claim = f"decoder: with all but two layers offloaded, the step takes at most {most} of the limit"
+    claim = f"decoder: with all but two layers offloaded, the step takes at most {most} × the limit"
     row = max(
         (row for row in _of(rows, "decoder", "offload") if "ratio_to_limit" in row), key=lambda r: r["k"], default=None
     )
@@ -147,7 +141,7 @@ def _hidden(rows: list[Row], most: float) -> Verdict:
     if kept is None or not own:
         return claim, "not measured", None
     ratio = max(own, key=lambda row: row["k"])["step_s"] / kept["step_s"]
-    return claim, f"{ratio:.3f} of the time without", ratio <= most
+    return claim, f"{ratio:.3f} × the time without", ratio <= most
 
 
 def _same_gradients(rows: list[Row]) -> Verdict:
