@@ -5,16 +5,13 @@ A wing: may import the spine and ``planning``. Imported by itself, as it needs `
 """
 
 from offload.pipelining.engine import PipelineOffload, attach
-from offload.pipelining.pipeline_regions import RegionPlan, plan_regions
 from offload.pipelining.stage_plan import PipelinePlan, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 
 __all__ = [
     "PipelineOffload",
     "PipelinePlan",
-    "RegionPlan",
     "StageProfile",
     "attach",
     "plan_pipeline",
-    "plan_regions",
 ]

@@ -30,11 +30,10 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.measuring.profile_layers import measure_link
-from offload.pipelining.chunk import ChunkParts, ChunkPass, MeasuredChunk
+from offload.pipelining.chunk import ChunkParts, EvenChunk
 from offload.pipelining.order import Action, Chunk, read_actions
-from offload.pipelining.pipeline_regions import RegionPlan, plan_regions
 from offload.pipelining.probe import Probe
-from offload.pipelining.regions import LayeredChunk, Layers, RankRegions, layers_in
+from offload.pipelining.regions import FindLayers, LayeredChunk, RankRegions, layers_in
 from offload.pipelining.stage_plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
@@ -65,8 +64,7 @@ def attach(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     policies: Mapping[str, Policy | str] | None = None,
-    layers: Layers | None = None,
-    regions: bool = False,
+    layers: FindLayers | None = None,
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
 
@@ -82,8 +80,7 @@ def attach(
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
-        memory_budget: Bytes of activation sets on this rank's device at once, with what backward needs beside them as
-            far as the first step showed it, or a text such as ``"20GiB"``.
+        memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
         fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
         lookahead: Start each reload so many actions of the rank before its backward; as many as its copy needs, if
             left out.
@@ -98,10 +95,8 @@ def attach(
             ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. What is to be
             offloaded is what the rest of these options speaks of: it travels as the plan says, and else it stays.
             The parts of a chunk are its layers then, and what a stage saves outside of them stays.
-        layers: A function that is given a stage's module and returns its layers, in the order of forward; for
-            ``policies`` and ``regions``. By default they are the list of modules in it that has the most parameters.
-        regions: Whether to decide for each region of the layers what happens to it, so that the budget is met in the
-            least time; needs ``memory_budget``. In the first step, which measures, everything is recomputed.
+        layers: For ``policies``: a function that is given a stage's module and returns its layers, in the order of
+            forward. By default they are the list of modules in it that has the most parameters.
 
     Returns:
         A handle with ``plan``, ``stats()`` and ``detach()``, which is also a context manager.
@@ -116,25 +111,17 @@ def attach(
             raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
     check_costs(profile, link)
-    if policies is None and not regions and layers is not None:
+    if policies is None and layers is not None:
         raise ValueError("layers are those whose regions are treated, but there are no policies; give both")
-    if (policies is not None or regions) and parts is not None:
+    if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
-    if regions and (memory_budget is None or profile is not None or policies is not None):
-        raise ValueError("regions are decided for a memory_budget, by what the first step shows; give that alone")
     patterns = None if policies is None else parse_policies(policies)
-    if regions:
-        patterns = {"*": Policy.RECOMPUTE}
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
     used_link = link or measure_link(backend.device)
 
     def make_plan(order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> PipelinePlan:
         chunks = sum(action.kind == "F" for action in order)
-        if regions and memory_budget is not None:
-            return plan_regions(
-                order, rank.with_layers(profile), used_link, memory_budget=memory_budget, lookahead=lookahead
-            )
         return plan_pipeline(
             order,
             profile,
@@ -147,7 +134,7 @@ def attach(
 
     rank = RankRegions()
     if patterns is not None:
-        rank = RankRegions.of(stages, layers or layers_in, patterns, measures=profile is None)
+        rank.attach(stages, layers or layers_in, patterns, measures=profile is None)
     order = known_order(schedule, stages)
     plan = None
     if order is not None and profile is not None:
@@ -207,8 +194,8 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
 
     def regions(self, stage: int, layer: int = 0) -> dict[str, str]:
         """What happens to the regions of a stage's layer: policies by their names, once it has run forward."""
-        treated = self._regions.stages.get(stage)
-        return {} if treated is None else treated.policies[layer].by_name()
+        policies = self._regions.policies.get(stage)
+        return {} if policies is None else policies[layer].by_name()
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
@@ -247,16 +234,12 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         return result
 
     def _pass_of(self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:
-        treated = self._regions.stages.get(stage.stage_index)
-        if treated is not None:
-            return LayeredChunk(microbatch, number, self._regions.parts, treated, held)
-        if self.plan is not None:
-            parts = self.plan.parts
-            part_bytes = self.plan.profile[stage.stage_index].saved_bytes / parts
-            return ChunkPass(microbatch, number, parts, part_bytes, held)
-        if self._probe is not None and self._probe.memory is not None:
-            return MeasuredChunk(microbatch, number, held, self._probe.memory)
-        return ChunkPass(microbatch, number, 1, 0.0, held)
+        if stage.stage_index in self._regions.policies:
+            return LayeredChunk(microbatch, number, self._regions, stage.stage_index, held)
+        if self.plan is None:
+            return EvenChunk(microbatch, number, 1, 0.0, held)
+        part_bytes = self.plan.profile[stage.stage_index].saved_bytes / self.plan.parts
+        return EvenChunk(microbatch, number, self.plan.parts, part_bytes, held)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -275,8 +258,6 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         passing.begin_backward()
         result = self._watched(Action(chunk.stage, kind, chunk.microbatch), call)
         passing.end_backward()
-        if self._probe is not None and kind != "W":
-            self._probe.count_rises(chunk.stage, passing.rises)
         if kind != "I":
             del self._passes[chunk]
         return result
@@ -298,13 +279,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             self.plan = None  # a plan made by the order alone
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
             self.plan = self._make_plan(ran, self.profile)
-            if isinstance(self.plan, RegionPlan):
-                self._regions.follow(self.plan.policies)
             logger.info("for the order %s:\n%s", ran, self.plan)
             self._transfers.pool.reserve(self.plan.host_bytes)
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
         self._passes.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
-        policies_of = self._regions.of_round(self._numbers)
+        policies_of = self._regions.policies_of if self._regions.parts else None
         return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of, sees_all=True)

@@ -84,7 +84,7 @@ class PipelinePlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on the device at once: activation sets, with backward's workspace where the profile has it."""
+        """The most bytes on the device at once: activation sets."""
         return round(self._walk.peak_bytes(self._placed))
 
     @property
@@ -169,9 +169,8 @@ def plan_pipeline(
             the actions in a PyTorch schedule's ``pipeline_order[rank]``.
         profile: Stage → what a chunk of it costs; all alike if left out.
         link: How fast copies are; needed with a profile.
-        memory_budget: Bytes of activation sets that may be on the device at once, with the workspace of backward
-            where the profile has it, or a text such as ``"20GiB"``; needs a profile. If no schedule meets it, the one
-            that needs least is returned, with a warning.
+        memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``; needs
+            a profile. If no schedule meets it, the one that needs least is returned, with a warning.
         fraction: Fraction of the saved bytes to offload, 0 to 1. What has no time to travel stays all the same.
         lookahead: Start each reload so many actions before its backward, or right after its release if that is later;
             as many as the copy needs, if left out.

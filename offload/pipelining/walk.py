@@ -34,7 +34,6 @@ class Walk:
         # Layers are the parts of all chunks, numbered in the order of forwards.
         stages = [profile[chunk.stage] for chunk in chunks for _ in range(parts)]
         layers_of = {stage: _parts_as_layers(costs, parts) for stage, costs in profile.items()}
-        workspace_of = {stage: costs.workspace_of(parts) for stage, costs in profile.items()}
         self.parts = parts
         self.layers = [layer for chunk in chunks for layer in layers_of[chunk.stage]]
         self.nbytes = [
@@ -67,11 +66,7 @@ class Walk:
                 elif action.kind != "W":
                     self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
                 freed_at[layer] = len(self.order)  # the chunk's last action overwrites what earlier ones say
-            again_bytes = profile[action.stage].again_bytes
-            weight_bytes = profile[action.stage].weight_bytes + again_bytes
-            for layer, nbytes in zip(layers, workspace_of[action.stage], strict=True) if action.kind in "BI" else ():
-                needed = nbytes + (again_bytes / parts if action.kind == "B" else 0.0)
-                held_at += [(self.backward_at[layer], needed), (self.backward_at[layer] + 1, -needed)]
+            weight_bytes = profile[action.stage].weight_bytes
             if action.kind == "I":
                 held_at += [(self.backward_at[layer], weight_bytes / parts) for layer in layers]
             elif action.kind == "W":

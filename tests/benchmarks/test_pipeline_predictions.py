@@ -1,7 +1,7 @@
 """What is predicted of the recorded ranks, beside what was measured."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,14 @@ from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import StageProfile
 
 RESULTS = Path(pipeline_prediction.__file__).parent.parent / "results"
+PROFILE = {field.name for field in fields(StageProfile)}
 RECORDS = [json.loads((RESULTS / f"pipeline_{gpus}.json").read_text("utf-8")) for gpus in (2, 4)]
 
 MORE_POINTS, LESS_POINTS = 45.0, 1.5
 """How far the first rank's predicted slowdown may be above and below the measured one, in % of the step."""
 
-PEAK_POINTS = 3.0
-"""How far the predicted peak may be from the measured one, in % of the peak without offloading."""
+PEAK_LESS_POINTS, PEAK_MORE_POINTS = 9.0, 3.0
+"""How far less and how far more the peak may be predicted to fall than it fell, in % of the peak without offloading."""
 
 
 @pytest.fixture(scope="module", params=RECORDS, ids=lambda record: f"{record['options']['ranks']} GPUs")
@@ -51,7 +52,7 @@ def test_a_first_rank_alone_waits_at_least_as_long_as_measured(rows):
 
 def test_peaks_fall_as_far_as_predicted(rows):
     off = {place: 100 * (row["predicted_peak_saved"] - row["peak_saved"]) for place, row in rows.items()}
-    assert {place: points for place, points in off.items() if abs(points) > PEAK_POINTS} == {}
+    assert {place: points for place, points in off.items() if not -PEAK_LESS_POINTS <= points <= PEAK_MORE_POINTS} == {}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record['options']['ranks']} GPUs")
@@ -60,9 +61,11 @@ def test_the_plans_are_those_that_were_measured(record):
         if row["offload"] != NOTHING:
             plan = plan_of(row, record)
             assert written_moves(plan.schedule) == row["moves"]
-            # What a plan of the commit knew: no tensors at first, then each to be saved once.
-            known = {int(stage): StageProfile(**costs | {"last_saved": ()}) for stage, costs in row["profile"].items()}
-            assert replace(plan, profile=known).offloaded_bytes == row["offloaded_bytes"]
+            measured = {
+                int(stage): StageProfile(**{name: value for name, value in costs.items() if name in PROFILE})
+                for stage, costs in row["profile"].items()
+            }
+            assert replace(plan, profile=measured).offloaded_bytes == row["offloaded_bytes"]
 
 
 def test_moves_are_read_as_they_are_written():

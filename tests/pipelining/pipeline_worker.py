@@ -37,8 +37,6 @@ TREATED = {
     "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
 }
 """With the regions of the stages' layers treated each in its own way."""
-PLANNED = {"regions, planned": {"link": FAST_LINK, "regions": True, "memory_budget": "1KiB"}}
-TREATED |= PLANNED
 OPTIONS |= TREATED
 FEW = ["all from the first step"]  # for more than two ranks
 

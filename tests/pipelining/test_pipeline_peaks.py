@@ -1,4 +1,4 @@
-"""What backward needs beside the activation sets is measured, and with it the peaks of plans are those that come."""
+"""The measured peak of a rank falls as far as its plan predicts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,35 +13,13 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import offload
 import offload.pipelining
 from benchmarks.workloads import NormMlpBlock, loss_of
-from offload.observe.memory import CpuAllocations
 from offload.pipelining import PipelineOffload, PipelinePlan
-from offload.pipelining.probe import BackwardMemory, DeviceMemory
 from offload.pipelining.stage_plan import plan_pipeline
 from offload.planning.link import Link
 
 MICROBATCHES = 4
 MIN_BYTES = 16 * 1024
 INSTANT = Link(1e14, 1e14, 2e14)
-
-
-class CpuMemory(DeviceMemory):
-    """The memory of the CPU's tensors, as far as operations show it while ``allocations`` is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.allocations = CpuAllocations(self._change)
-        self._bytes = self._most_bytes = 0
-
-    def allocated_bytes(self) -> int:
-        return self._bytes
-
-    def peak_bytes(self) -> int:
-        found, self._most_bytes = self._most_bytes, self._bytes
-        return found
-
-    def _change(self, nbytes: int) -> None:
-        self._bytes = nbytes
-        self._most_bytes = max(self._most_bytes, nbytes)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -76,19 +54,6 @@ class Job:
     def attach(self, **options: object) -> PipelineOffload:
         return offload.pipelining.attach(self.schedule, link=INSTANT, min_bytes=MIN_BYTES, **options)  # type: ignore[arg-type]
 
-    def measured(self) -> PipelineOffload:
-        """What the first step shows."""
-        with self.attach() as handle:
-            memory = CpuMemory()
-            if self.device.type == "cpu":
-                assert handle._probe is not None
-                assert handle._probe.memory is None
-                handle._probe.memory = memory
-            with memory.allocations:
-                self.step()
-            self.step()
-        return handle
-
 
 def as_derived(plan: PipelinePlan) -> int:
     return plan.peak_bytes_without - plan.peak_bytes
@@ -99,10 +64,12 @@ def as_derived(plan: PipelinePlan) -> int:
 def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> None:
     job = Job(device)
     nothing_bytes = job.peak_bytes()
-    handle = job.measured()
+    with job.attach() as handle:
+        job.step()
+        job.step()
     profile = handle.profile
     assert profile is not None
-    assert len(profile[0].workspace) == len(profile[0].tensors) == 15
+    assert len(profile[0].tensors) == 15
     assert handle.plan is not None
     plan = plan_pipeline(handle.plan.actions, profile, INSTANT, fraction=fraction, parts=16)
     with job.attach(profile=profile) as offloading:
@@ -111,65 +78,6 @@ def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> Non
         peak_bytes = job.peak_bytes()
     assert peak_bytes < nothing_bytes
     assert as_derived(plan) == pytest.approx(nothing_bytes - peak_bytes, abs=0.015 * nothing_bytes)
-
-
-def test_without_offloading_all_is_known_but_what_stays_anyway(device: torch.device) -> None:
-    job = Job(device)
-    measured_bytes = job.peak_bytes()
-    handle = job.measured()
-    assert handle.plan is not None
-    # The first stage's inputs were there before; its outputs, of which each microbatch keeps one, and the loss are not.
-    outputs_bytes = job.inputs.nbytes
-    assert handle.plan.peak_bytes_without == pytest.approx(measured_bytes - outputs_bytes, rel=0.01)
-    bare = handle.plan.peak_bytes_without - max(handle.plan.profile[0].workspace_of(handle.plan.parts))
-    assert bare < 0.95 * (measured_bytes - outputs_bytes)
-
-
-def test_a_first_step_that_offloads_measures_no_workspace(device: torch.device) -> None:
-    job = Job(device)
-    with job.attach(fraction=0.5) as handle:
-        if device.type == "cpu":
-            assert handle._probe is not None
-            handle._probe.memory = CpuMemory()
-        job.step()
-        job.step()
-    assert handle.profile is not None
-    assert handle.profile[0].workspace == (), "what comes back meanwhile would count as needed"
-
-
-class Told(DeviceMemory):
-    """Memory that is what the test says."""
-
-    def __init__(self, *peaks: int) -> None:
-        super().__init__(torch.device("cpu"))
-        self.peaks = [*peaks]
-
-    def allocated_bytes(self) -> int:
-        return 100
-
-    def peak_bytes(self) -> int:
-        return self.peaks.pop(0)
-
-
-def test_what_rises_between_two_tensors_is_the_later_one_s() -> None:
-    backward = BackwardMemory(Told(999, 130, 70, 90), 4)
-    for tensor in (
-        4,
-        3,
-        3,
-        1,
-        2,
-        1,
-    ):  # 4 is a parameter that was saved after the last tensor; 2 is asked for out of turn
-        backward.ask(tensor)
-    assert backward.rises == [-float("inf")] * 3 + [30]
-    backward.ask(0)
-    backward.note()
-    assert backward.rises == [-10, -30, -float("inf"), 30]
-    empty = BackwardMemory(Told(5, 6), 0)
-    empty.ask(0)
-    empty.note()
-    assert empty.rises == []
 
 
 def test_ranks_are_alone() -> None:

@@ -11,7 +11,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import offload
 import offload.pipelining
 from offload.pipelining.regions import layers_in
-from offload.planning.link import Link
 
 RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 
@@ -221,33 +220,3 @@ def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         attach(schedule, **options)
     attach(schedule).detach()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "share"), [(ScheduleGPipe, 2.0), (ScheduleGPipe, 0.5), (ScheduleGPipe, 0.3), (Schedule1F1B, 0.6)]
-)
-def test_regions_are_decided_for_a_budget(kind, share):
-    schedule, stage = pipeline(kind)
-    expected = [step(schedule, stage, seed) for seed in range(4)]
-    with attach(schedule, policies={"*": "offload"}) as handle:
-        step(schedule, stage)
-        step(schedule, stage)
-    without_bytes = handle.plan.peak_bytes_without
-    slow = Link(1e3, 1e3, 2e3)
-    with attach(schedule, regions=True, memory_budget=round(share * without_bytes), link=slow) as handle:
-        found = [step(schedule, stage, seed) for seed in range(4)]
-        done = handle.regions(0, 1)
-    assert all(map(same, found, expected))
-    assert handle.stats().late_reloads == 0
-    assert set(handle.plan.policies) == {0}
-    assert ("recompute" in {done["gelu"], done["norm: native_layer_norm"]}) == (share < 1)
-    if share > 1:
-        assert handle.stats().offloaded_bytes == 0
-
-
-def test_regions_need_a_budget_and_decide_alone():
-    schedule, _ = pipeline()
-    for options in ({}, {"memory_budget": 1, "policies": RECOMPUTE_MOST}, {"memory_budget": 1, "parts": 2}):
-        with pytest.raises(ValueError, match=r"regions are decided for a memory_budget|parts must be left out"):
-            attach(schedule, regions=True, **options)

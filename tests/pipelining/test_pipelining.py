@@ -574,7 +574,7 @@ def test_all_schedules(ranks, name):
             assert stats.wasted_bytes == 0, where
             long_lived = not (name == "Schedule1F1B" and rank == len(ranks) - 1)
             if label in pipeline_worker.TREATED:
-                assert stats.offloaded_bytes > 0 or not long_lived or label in pipeline_worker.PLANNED, where
+                assert stats.offloaded_bytes > 0 or not long_lived, where
                 continue
             if long_lived:
                 assert result["planned_bytes"] >= 0.5 * result["saved_bytes"], where
@@ -588,10 +588,6 @@ def test_regions_of_all_layers_are_treated(ranks, name):
     for found in ranks:
         for label in {label for key in found if key != "further" for label in key[1:]} & set(pipeline_worker.TREATED):
             for regions in found[name, label]["regions"]:
-                if label in pipeline_worker.PLANNED:  # a budget that nothing meets: as little as there can be
-                    assert "recompute" in regions.values()
-                    assert "keep" not in regions.values()
-                    continue
                 chosen = {"up: addmm": "offload", "norm: native_layer_norm": "keep", "gelu": "recompute"}
                 if label == "all recomputed":
                     chosen = dict.fromkeys(chosen, "recompute")
