@@ -9,7 +9,7 @@ from offload.base.given_layers import remove
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
-from offload.long_context.tile_by_tile import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
+from offload.long_context import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
 from offload.measuring.profile_layers import measure_link, profile_layers
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline

@@ -21,7 +21,7 @@ def check_layers(
             f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
             + (f", such as model.{name}" if name else "")
         )
-    modules = _as_modules(layers)
+    modules = as_modules(layers)
     if not modules:
         raise ValueError("layers must hold at least one module, got none")
     for number, module in enumerate(modules):
@@ -57,14 +57,15 @@ def remove(layers: Iterable[nn.Module] | nn.Module) -> None:
     Raises:
         TypeError: ``layers`` does not hold modules.
     """
-    modules = list(layers.modules() if isinstance(layers, nn.Module) else _as_modules(layers))
+    modules = list(layers.modules() if isinstance(layers, nn.Module) else as_modules(layers))
     handles = {one.handle: None for module in modules for one in reversed(listeners_on(module, LayerListener))}
     for handle in handles:
         if handle is not None:
             handle.remove()
 
 
-def _as_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+def as_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers as a list; a ``TypeError`` for anything but modules."""
     if not isinstance(layers, Iterable) or isinstance(layers, str | Mapping):
         raise TypeError(f"layers must be a list of modules, such as model.layers, got {describe(layers)}")
     modules = list(layers)

@@ -65,6 +65,16 @@ def test_labels_that_are_shifted_already_stay() -> None:
         assert model(**batch).loss == model(**batch, shift_labels=shifted).loss
 
 
+def test_another_label_can_be_ignored() -> None:
+    """The last token has no label: it is padded with the one that is ignored."""
+    model, batch = model_and_batch()
+    batch["labels"] = batch["labels"].clamp(min=7)
+    expected = model(**batch, ignore_index=7).loss
+    with use_chunked_loss(model):
+        assert model(**batch, ignore_index=7).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert model(**batch).loss.item() != pytest.approx(expected.item(), rel=1e-3)
+
+
 def test_without_labels_and_after_remove_logits_are_there() -> None:
     model, batch = model_and_batch()
     expected = model(**batch)

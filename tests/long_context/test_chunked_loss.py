@@ -175,8 +175,8 @@ def test_nobodys_hooks_see_what_a_chunk_saves() -> None:
 def test_gradients_go_as_soon_as_they_are_handed_on() -> None:
     hidden, weight, labels = inputs()
     loss = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
-    (saved,) = [node for node, _ in loss.grad_fn.next_functions[0][0].next_functions if "Node" in str(node)]
-    assert len(saved.saved_tensors) == 2
+    saved = loss.grad_fn.next_functions[0][0]
+    assert [None if one is None else one.shape for one in saved.saved_tensors] == [(46, WIDTH), weight.shape, None]
     loss.backward()
     with pytest.raises(RuntimeError, match="have already been freed"):
         len(saved.saved_tensors)
@@ -196,6 +196,32 @@ def test_what_does_not_fit_is_refused() -> None:
         chunked_cross_entropy(hidden, weight, labels[:, 1:])
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
         chunked_cross_entropy(hidden, weight, labels, chunk_tokens=0)
+    for wrong in (weight[:, 1:], weight[0]):
+        with pytest.raises(ValueError, match=r"\(…, width\) and weight \(vocabulary, width\), got \(2, 23, 8\)"):
+            chunked_cross_entropy(hidden, wrong, labels)
+    with pytest.raises(ValueError, match=r"bias must have shape \(31,\), got \(8,\)"):
+        chunked_cross_entropy(hidden, weight, labels, bias=weight[0])
+
+
+def test_hooks_of_a_weight_run_once_on_the_sum() -> None:
+    hidden, weight, labels, bias = inputs(bias=True)
+    calls, leaves = [], [hidden, weight, bias]
+    for leaf in leaves:
+        leaf.register_hook(lambda gradient: (calls.append(gradient.shape), gradient * 0.5)[1])
+    loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=5)
+    assert not calls
+    loss.backward()
+    found = [leaf.grad for leaf in (hidden, weight, bias)]
+    assert sorted(calls) == sorted(leaf.shape for leaf in (hidden, weight, bias))
+    for one, other in zip(
+        found, torch.autograd.grad(whole(hidden, weight, labels, bias=bias), [hidden, weight, bias]), strict=True
+    ):
+        close(one, other)
+
+
+def test_a_loss_of_frozen_tensors_needs_no_gradient() -> None:
+    hidden, weight, labels = inputs()
+    assert not chunked_cross_entropy(hidden.detach(), weight.detach(), labels, chunk_tokens=5).requires_grad
 
 
 def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from llama import LAYERS, enable_checkpointing, llama
 from models import GptBlock
 from torch import nn
+from torch.func import functional_call
 
 import offload
 from offload import tile_mlp
@@ -90,7 +91,7 @@ def test_nothing_between_is_longer_than_a_tile() -> None:
         assert rows_of(model, step) == [8] * 3 * LAYERS * 2  # three tiles, forward and once more
 
 
-def test_the_input_alone_is_saved() -> None:
+def test_the_input_is_saved_and_nothing_between() -> None:
     model, _ = model_and_step()
     x = torch.rand(1, TOKENS, 32, dtype=torch.float64)
     saved = []
@@ -99,9 +100,10 @@ def test_the_input_alone_is_saved() -> None:
         saved.append(tensor.data_ptr())
         return tensor.detach()
 
+    mlp = model.model.layers[0].mlp
     with tile_mlp(model.model.layers, 8), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model.model.layers[0].mlp(x)
-    assert saved == [x.data_ptr()]
+        y = mlp(x)
+    assert saved == [x.data_ptr(), *(parameter.data_ptr() for parameter in mlp.parameters())]
     y.sum().backward()
 
 
@@ -353,11 +355,283 @@ def test_what_does_not_fit_is_refused() -> None:
     layer.mlp = nn.LSTM(3, 3)
     with (
         tile_mlp([layer], 4),
-        pytest.raises(TypeError, match="the MLP must return a tensor to run in tiles, got a tuple"),
+        pytest.raises(TypeError, match=r"'mlp' of layer 0 \(LSTM\) .* must return one tensor .*, got a tuple"),
     ):
         layer.mlp(torch.rand(8, 3))
+    with (
+        tile_mlp([layer], 4),
+        pytest.raises(TypeError, match="it must be called with one tensor, got a Tensor, a tuple"),
+    ):
+        layer.mlp(torch.rand(8, 3), (torch.rand(1, 3), torch.rand(1, 3)))
+    layer.mlp = nn.Flatten()
+    with (
+        tile_mlp([layer], 4),
+        pytest.raises(TypeError, match=r"its input's tokens \(1, 4\), got the shape \(1, 12\)"),
+    ):
+        layer.mlp(torch.rand(1, 8, 3))
+    with pytest.raises(TypeError, match=r"layers must be a list of modules, such as model\.layers, got None"):
+        tile_mlp(None)  # type: ignore[arg-type]  # wrong on purpose
     with tile_mlp(model.model.layers), pytest.raises(ValueError, match="'mlp' of layer 0 is tiled already"):
         tile_mlp(model.model.layers)
+
+
+class Layer(nn.Module):
+    """An MLP between two layers, so that its input needs a gradient."""
+
+    def __init__(self, *rest: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(8, 8)
+        self.mlp: Any = nn.Sequential(nn.Linear(8, 32), nn.GELU(), *rest, nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        output: torch.Tensor = x + self.mlp(x)
+        return output
+
+
+def tiled_and_whole(layer: Layer, step: Callable[[Layer, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Check that ``step`` returns the same, and leaves the same gradients, with tiles as without; its result."""
+    layer.double()
+    x = torch.randn(1, 64, 8, dtype=torch.float64)
+    found = []
+    for tiled in (False, True):
+        one = copy.deepcopy(layer)
+        torch.manual_seed(1)
+        with tile_mlp([one], 16) if tiled else nullcontext():
+            result = step(one, x)
+        found.append({"result": result, **gradients(one)})
+    close(found[1], found[0])
+    return found[1]["result"]
+
+
+def test_hooks_of_a_parameter_run_once_on_the_sum() -> None:
+    def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        calls = torch.zeros(3, dtype=torch.float64)
+
+        def halved(gradient: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return gradient * 0.5
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            calls[1] += 1
+            parameter.grad = parameter.grad.clamp(-1, 1) if parameter.grad is not None else None
+
+        def never(gradient: torch.Tensor) -> None:
+            calls[2] += 1
+
+        layer.mlp.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        layer.mlp.unused.register_hook(never)
+        layer.mlp.unused.register_post_accumulate_grad_hook(never)
+        layer.mlp[0].weight.register_hook(halved)
+        layer.mlp[2].weight.register_post_accumulate_grad_hook(accumulated)
+        layer(x).square().sum().backward()
+        return calls
+
+    assert tiled_and_whole(Layer(), step).tolist() == [1, 1, 0]
+
+
+def test_weights_changed_in_place_raise_as_without_tiles() -> None:
+    layer = Layer()
+    frozen = layer.mlp[0].weight.requires_grad_(False)
+    for parameter in (layer.mlp[2].weight, frozen):
+        with tile_mlp([layer], 16):
+            y = layer(torch.randn(1, 64, 8))
+        with torch.no_grad():
+            parameter.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_backward_uses_the_weights_that_forward_was_given() -> None:
+    def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        layer.mlp[2].requires_grad_(False)
+        given = {name: (one.detach() * 2).requires_grad_(one.requires_grad) for name, one in layer.named_parameters()}
+        y = functional_call(layer, given, (x,))
+        leaves = [one for one in given.values() if one.requires_grad]
+        return torch.cat([one.flatten() for one in torch.autograd.grad(y.square().sum(), leaves)])
+
+    assert tiled_and_whole(Layer(), step).any()
+
+
+def test_a_parameter_may_be_frozen_or_freed_between_forward_and_backward() -> None:
+    def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        layer.mlp[0].bias.requires_grad_(False)
+        y = layer(x)
+        layer.mlp[0].weight.requires_grad_(False)
+        layer.mlp[0].bias.requires_grad_()
+        y.square().sum().backward()
+        return y.detach()
+
+    tiled_and_whole(Layer(), step)
+
+
+def test_flags_and_buffers_that_change_before_backward_are_named() -> None:
+    layer = Layer(nn.Dropout())
+    layer.mlp.register_buffer("scale", torch.ones(1))
+
+    def double_default() -> None:
+        torch.set_default_dtype(torch.float64)
+
+    changes: dict[str, Callable[[], object]] = {
+        r"2\.training": layer.mlp[2].eval,
+        r"2\.p": lambda: setattr(layer.mlp[2], "p", 0.1),
+        r"scale \(in place\)": lambda: layer.mlp.scale.mul_(2),
+        "scale": lambda: setattr(layer.mlp, "scale", torch.zeros(1)),
+        r"torch\.get_default_dtype": double_default,
+    }
+    for name, change in changes.items():
+        layer.train()
+        with tile_mlp([layer], 16):
+            y = layer(torch.randn(1, 64, 8))
+        try:
+            change()
+            with pytest.raises(RuntimeError, match=rf"^{name}.* of 'mlp' of layer 0 \(Sequential\) has changed since"):
+                y.sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_flags_may_change_and_come_back_before_backward() -> None:
+    def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        layer.eval()
+        with torch.no_grad():
+            layer(x)
+        layer.train()
+        y.square().sum().backward()
+        return y.detach()
+
+    tiled_and_whole(Layer(), step)
+
+
+def test_a_generator_of_the_programs_draws_the_same_again() -> None:
+    generator = torch.Generator()
+
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            masks.append(torch.empty_like(x).bernoulli_(generator=generator))
+            return x * masks[-1]
+
+    masks: list[torch.Tensor] = []
+    layer = Layer(Noise())
+    with tile_mlp([layer], 16):
+        y = layer(torch.randn(1, 64, 8))
+        after = generator.get_state()
+        y.sum().backward()
+    assert len(masks) == 8
+    assert all(map(torch.equal, masks[:4], masks[4:]))
+    assert not torch.equal(masks[0], masks[1])
+    assert torch.equal(generator.get_state(), after)
+
+
+class Router(nn.Module):
+    """An expert behind a router, whose probabilities a balance loss asks for."""
+
+    def __init__(self, leave: Callable[[nn.Module, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.router, self.expert = nn.Linear(8, 2), nn.Linear(8, 8)
+        self.leave = leave
+        self.left: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.router(x).softmax(-1)
+        self.leave(self, probabilities)
+        output: torch.Tensor = self.expert(x) * probabilities[..., :1]
+        return output
+
+
+def test_what_an_mlp_puts_on_itself_is_refused() -> None:
+    layer = Layer()
+    layer.mlp = Router(lambda mlp, found: setattr(mlp, "aux", found.square().sum()))
+    with (
+        tile_mlp([layer], 16),
+        pytest.raises(TypeError, match=r"\(Router\) .* leave its attributes .* changes aux;"),
+    ):
+        layer(torch.randn(1, 64, 8))
+    layer.mlp = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with tile_mlp([layer], 16), pytest.raises(TypeError, match=r"forward changes 1\.num_batches_tracked \(in place\);"):
+        layer(torch.randn(64, 8))
+
+
+def test_a_tensor_from_inside_loses_no_gradient_without_an_error() -> None:
+    layer = Layer()
+    layer.mlp = Router(lambda mlp, found: mlp.left.append(found))
+    with tile_mlp([layer], 16):
+        y = layer(torch.randn(1, 64, 8))
+        y.sum().backward()  # nobody has asked for them
+        y = layer(torch.randn(1, 64, 8))
+    with pytest.raises(RuntimeError, match=r"'mlp' of layer 0 \(Router\) runs in tiles, so only its output may have"):
+        (y.sum() + torch.cat(layer.mlp.left[4:], -2).square().sum()).backward()
+
+
+def test_mixtrals_balance_loss_is_refused() -> None:
+    """Its router's logits reach the loss by a hook on the router. Without that loss, experts run in tiles."""
+    sizes = {"num_local_experts": 4, "num_key_value_heads": 2, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, router_aux_loss_coef=0.5, use_cache=False, **sizes
+    )
+    config._experts_implementation = "eager"  # the default has no float64
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).double()
+    tokens = torch.randint(64, (1, TOKENS))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    expected = gradients(model)
+    with tile_mlp(model.model.layers, 8):
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        close(gradients(model), expected)
+        loss = model(input_ids=tokens, labels=tokens, output_router_logits=True).loss
+        with pytest.raises(RuntimeError, match=r"\(MixtralSparseMoeBlock\) runs in tiles, .* a router's logits"):
+            loss.backward()
+
+
+def test_parameters_of_others_are_refused() -> None:
+    class Borrows(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.own, self.others = nn.Linear(8, 8), [weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(x) @ self.others[0]
+
+    layer = Layer()
+    layer.mlp = Borrows(nn.Parameter(torch.ones(8, 8)))
+    with (
+        tile_mlp([layer], 16),
+        pytest.raises(TypeError, match=r"must use its input and parameters alone, .* of shape \(8, 8\)"),
+    ):
+        layer(torch.randn(1, 64, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_weight_that_a_hook_computes_before_the_tiles_is_refused() -> None:
+    """The hook runs once around the tiles, so in backward there is no way from the weight to its parameters."""
+    layer = Layer()
+    layer.mlp = nn.utils.weight_norm(nn.Linear(8, 8))
+    with tile_mlp([layer], 16):
+        y = layer(torch.randn(1, 64, 8))
+        with pytest.raises(TypeError, match=r"use the same parameters .*, but weight_g got no gradient"):
+            y.sum().backward()
+
+
+def test_an_in_place_change_of_what_backward_needs_raises_as_without_tiles() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.exp().mul_(2)
+
+    layer = Layer(Wrong())
+    with tile_mlp([layer], 16):
+        y = layer(torch.randn(1, 64, 8))
+        with pytest.raises(RuntimeError, match="was changed in place after it was saved"):
+            y.sum().backward()
+
+
+def test_nothing_needs_a_gradient_where_everything_is_frozen() -> None:
+    layer = Layer().requires_grad_(False)
+    with tile_mlp([layer], 16):
+        assert not layer(torch.randn(1, 64, 8)).requires_grad
+        assert layer(torch.randn(1, 64, 8).requires_grad_()).requires_grad
 
 
 @pytest.mark.gpu
