@@ -15,7 +15,7 @@ import torch
 from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.pipelining.order import read_actions
-from offload.pipelining.walk import Walk
+from offload.pipelining.rank_step import RankStep
 from offload.planning.link import Link
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
@@ -46,7 +46,7 @@ def plan_of(row: Mapping[str, Any], record: Mapping[str, Any]) -> PipelinePlan:
     """The plan that the row's rank followed, on the link that the rank measured while no other rank copied."""
     actions = read_actions(row["actions"])
     profile = profile_of(row, record)
-    order = tuple(Walk(actions, profile, row["parts"]).order)
+    order = tuple(RankStep(actions, profile, row["parts"]).order)
     chunks = sum(action.kind == "F" for action in actions)
     schedule = Schedule(chunks * row["parts"], read_moves(row["moves"]), order)
     link = Link(**record["links"][row["rank"]]["alone"])

@@ -5,7 +5,7 @@ A wing: may import the spine and ``planning``. Imported by itself, as it needs `
 """
 
 from offload.pipelining.engine import PipelineOffload, attach
-from offload.pipelining.stage_plan import PipelinePlan, plan_pipeline
+from offload.pipelining.plan import PipelinePlan, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 The engine stays PyTorch's. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
 of the stage; :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a
-:class:`~offload.pipelining.stage_plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
+:class:`~offload.pipelining.plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
 stage's module directly and does not count.
 
 The first step runs as without offloading and is measured: its order, what each stage costs and saves. The plan is made
@@ -32,9 +32,9 @@ from offload.host.pool import get_host_pool
 from offload.measuring.profile_layers import measure_link
 from offload.pipelining.chunk import ChunkParts, EvenChunk
 from offload.pipelining.order import Action, Chunk, read_actions
+from offload.pipelining.plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.pipelining.probe import Probe
 from offload.pipelining.regions import FindLayers, LayeredChunk, RankRegions, layers_in
-from offload.pipelining.stage_plan import PipelinePlan, check_costs, check_options, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
 from offload.planning.link import Link

@@ -125,7 +125,7 @@ class Schedule:
         Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
         ``parts``. See :func:`offload.pipelining.plan_pipeline` for the arguments and errors.
         """
-        from offload.pipelining.stage_plan import plan_pipeline  # it stands on schedules, and needs torch.distributed
+        from offload.pipelining.plan import plan_pipeline  # it stands on schedules, and needs torch.distributed
 
         schedule: Schedule = plan_pipeline(actions, *arguments, **options).schedule
         return schedule

@@ -13,7 +13,7 @@ import offload
 import offload.pipelining
 from offload import LayerProfile, Link, Profile, Schedule
 from offload.device.select import resolve_device
-from offload.pipelining.stage_plan import PipelinePlan
+from offload.pipelining.plan import PipelinePlan
 from offload.pipelining.stage_profile import StageProfile
 
 LINK = Link(1e9, 1e9, 2e9)

@@ -14,7 +14,7 @@ import offload
 import offload.pipelining
 from benchmarks.workloads import NormMlpBlock, loss_of
 from offload.pipelining import PipelineOffload, PipelinePlan
-from offload.pipelining.stage_plan import plan_pipeline
+from offload.pipelining.plan import plan_pipeline
 from offload.planning.link import Link
 
 MICROBATCHES = 4

@@ -24,7 +24,7 @@ from offload import OffloadState, Schedule
 from offload.device.backend import Wait
 from offload.device.select import get_backend
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-from offload.pipelining.stage_plan import INSTANT_LINK, plan_pipeline
+from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 from offload.planning.link import Link
 

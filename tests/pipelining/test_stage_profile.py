@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload.pipelining.stage_plan import plan_pipeline
+from offload.pipelining.plan import plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 from offload.planning.link import Link
 
@@ -21,7 +21,7 @@ def test_parts_end_with_the_tensor_that_fills_them():
 def test_a_plan_knows_what_each_part_holds():
     costs = {0: StageProfile(1.0, 2.0, saved_bytes=100, tensors=(10, 50, 20, 20))}
     plan = plan_pipeline(["0F0", "0F1", "0B0", "0B1"], costs, Link(1e9, 1e9, 2e9), parts=4, fraction=0.0)
-    assert [plan._walk.nbytes[layer] for layer in range(4)] == [60, 0, 20, 20]
+    assert [plan._step.nbytes[layer] for layer in range(4)] == [60, 0, 20, 20]
     assert plan.peak_bytes == 200
 
 
