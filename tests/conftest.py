@@ -63,7 +63,6 @@ LONG_FILES = (
     "test_pipeline_benchmark.py",
     "test_policy_schedules.py",
     "test_pinned_from_outside.py",
-    "test_figures.py",
     "test_architectures.py",
     "test_operations.py",
     "test_data_parallel_policies.py",

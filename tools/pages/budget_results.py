@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drawing import NARROW_INCHES, Maker
-from page_text import ROOT, gib, image, ms
+from drawing import NARROW_INCHES, label_axes
+from page_text import GIB, Row, day_of, gib, more, ms, picture, read, table, torch_of
 from tabulate import tabulate
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -17,36 +15,26 @@ from offload.observe.plot import COLORS, INK, new_figure, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PICTURE = Path("docs/_static/results/budgets.svg")
-LLAMA_PICTURE = PICTURE.with_stem("budgets_llama")
 MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
-RESULTS = ROOT / "results"
-GIB = 1 << 30
-
-Row = dict[str, Any]
 
 
-def _record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
-    return found
-
-
-def _where(record: dict[str, Any], date: str) -> str:
-    return f"{record['hardware']['gpu']}, torch {record['versions']['torch'].partition('+')[0]}, {date[:10]}."
+def _where(record: Row, run: Row) -> str:
+    return f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(run)}."
 
 
 def _tabulated(rows: list[Row]) -> str:
     return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True)
 
 
-def _budgets(model: str, page: Path, name: str = "budget") -> str:
-    record = _record(name)
+def budgets(model: str, _page: Path, name: str = "budget") -> str:
+    """Within each budget: the step and the peak, predicted and measured."""
+    record = read(name)
     rows = [row for row in record["rows"] if row["model"] == model and "error" not in row]
     shown = [
         {
             "": row["what"],
             "step, ms": f"{1e3 * row['step_s']:.0f}",
-            "against nothing": f"{100 * (row['ratio'] - 1):+.1f}%",
+            "against nothing": more(row["ratio"]),
             "predicted": _percent(row, "predicted_s", "step_s"),
             "peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
             "predicted peak": _percent(row, "predicted_peak_bytes", "peak_bytes"),
@@ -56,17 +44,18 @@ def _budgets(model: str, page: Path, name: str = "budget") -> str:
     same = " Gradients are bit-identical in every row." if all(row["bit_identical"] for row in rows) else ""
     note = record.get("notes", {}).get(model)
     noted = "" if note is None else f" This run: {note}."
-    return f"{_where(record, rows[0]['date'])}{same}{noted}\n\n{_tabulated(shown)}\n"
+    return f"{_where(record, rows[0])}{same}{noted}\n\n{_tabulated(shown)}\n"
 
 
 def _percent(row: Row, predicted: str, measured: str) -> str:
-    return f"{100 * (row[predicted] / row[measured] - 1):+.1f}%" if predicted in row else ""
+    return more(row[predicted] / row[measured]) if predicted in row else ""
 
 
-def _h100(page: Path) -> str:
+@table("h100_beside")
+def h100_beside(_page: Path) -> str:
     """How the H100's rows are beside the H200's of the same names."""
     here, there = (
-        {row["what"]: row for row in _record(name)["rows"] if row["model"] == "decoder"}
+        {row["what"]: row for row in read(name)["rows"] if row["model"] == "decoder"}
         for name in ("budget_h100", "budget")
     )
     slower = [100 * (row["step_s"] / there[what]["step_s"] - 1) for what, row in here.items()]
@@ -80,8 +69,10 @@ def _h100(page: Path) -> str:
     )
 
 
-def _llama_8b(page: Path) -> str:
-    record = _record("llama_8b")
+@table("llama_8b")
+def llama_8b(_page: Path) -> str:
+    """A whole training step beside Hugging Face's checkpointing."""
+    record = read("llama_8b")
     first = record["rows"][0]
     shown = [
         {
@@ -94,24 +85,27 @@ def _llama_8b(page: Path) -> str:
         }
         for row in record["rows"]
     ]
-    return f"{_where(record, record['date'])} {record['tokens']:,} tokens.\n\n{_tabulated(shown)}\n"
+    return f"{_where(record, record)} {record['tokens']:,} tokens.\n\n{_tabulated(shown)}\n"
 
 
-def _host_cost(page: Path) -> str:
-    record = _record("budget")
+@table("budget_host_cost")
+def host_cost(_page: Path) -> str:
+    """The host's time for an operation, by how its layer is recomputed."""
+    record = read("budget")
     cost = record["host_cost"]
     shown = [
         {"": name} | {f"{way}, µs": f"{1e6 * found[f'{way}_s']:.1f}" for way in ("forward", "backward")}
         for name, found in cost.items()
         if isinstance(found, dict)
     ]
-    where = _where(record, cost.get("date", record["date"]))
+    where = _where(record, cost)
     return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
 
 
-def _clock(page: Path) -> str:
+@table("budget_clock")
+def clock(_page: Path) -> str:
     """Why whole layers are faster than predicted where forward waits."""
-    found = _record("budget")["whole_layers_clock"]
+    found = read("budget")["whole_layers_clock"]
     kept, waited = found["nothing"], found["whole layers"]
     begins = found["backward_begins_ms"]
     return (
@@ -123,9 +117,10 @@ def _clock(page: Path) -> str:
     )
 
 
-def _host_bound(page: Path) -> str:
+@table("budget_host_bound")
+def host_bound(_page: Path) -> str:
     """Why plans for the short sequence are not met as closely."""
-    found = _record("budget")["llama_host"]
+    found = read("budget")["llama_host"]
     forward, steps = found["forward_ms"], found["steps_ms"]
     plans = "; ".join(
         f"that for {budget} recorded {layers} of the 16 layers, and its forward took {forward[budget]} ms (the step "
@@ -141,14 +136,15 @@ def _host_bound(page: Path) -> str:
 
 def _curves(model: str) -> tuple[list[Row], list[Row], list[Row], list[Row]]:
     """The plans, whole layers, both with nothing first; the two ways to checkpoint all; what one line came to."""
-    rows = [row for row in _record("budget")["rows"] if row["model"] == model and "error" not in row]
+    rows = [row for row in read("budget")["rows"] if row["model"] == model and "error" not in row]
     plans, whole = (
         [rows[0], *(row for row in rows if row["what"].startswith(word))] for word in ("budget", "whole layers")
     )
     return plans, whole, *([row for row in rows if row["what"].startswith(word)] for word in ("checkpoint", "memory_b"))
 
 
-def _picture(model: str, path: Path, page: Path) -> str:
+def said(model: str) -> str:
+    """The picture in words."""
     plans, whole, checkpoints, lines = _curves(model)
     alt = (
         f"Step time against activation peak. Plans by region: from {gib(plans[0]['peak_bytes'], 1)} GiB and "
@@ -156,11 +152,11 @@ def _picture(model: str, path: Path, page: Path) -> str:
         f"layers: {ms(whole[-1]['step_s'])} ms at {gib(whole[-1]['peak_bytes'], 1)} GiB. Every layer checkpointed: "
         f"{ms(checkpoints[0]['step_s'])} ms at {gib(checkpoints[0]['peak_bytes'], 1)} GiB."
     )
-    said = [f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in lines]
-    return image(alt + (f" memory_budget=, one line: {', '.join(said)}." if said else ""), path, page)
+    one_line = [f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in lines]
+    return alt + (f" memory_budget=, one line: {', '.join(one_line)}." if lines else "")
 
 
-def draw(model: str = "decoder", *, narrow: bool = False) -> Figure:
+def draw(model: str, *, narrow: bool = False) -> Figure:
     """What a step takes within a memory budget, by three ways; for phones, as narrow as they are."""
     plans, whole, checkpoints, lines = _curves(model)
     figure = new_figure((NARROW_INCHES if narrow else 7.2, 3.9))
@@ -178,27 +174,15 @@ def draw(model: str = "decoder", *, narrow: bool = False) -> Figure:
             ax.plot(peaks, steps, line, color=color, label=label, markersize=10 if line == "*" else None)
     ax.set_xlim(0, 1.08 * plans[0]["peak_bytes"] / GIB)
     ax.set_ylim(0, 1.15e3 * max(row["step_s"] for row in [*whole, *checkpoints]))
-    ax.set_xlabel("activation peak, GiB", color=INK, fontsize=9)
-    ax.set_ylabel("step, ms", color=INK, fontsize=9)
-    gpu = _record("budget")["hardware"]["gpu"]
-    of = MODELS[model]
-    title = f"{of} within a budget" if narrow else f"{of} within a memory budget, {gpu}"
-    ax.set_title(title, color=INK, loc="left", fontsize=11)
+    gpu = "" if narrow else f", {read('budget')['hardware']['gpu']}"
+    title = f"{MODELS[model]} within a {'' if narrow else 'memory '}budget{gpu}"
+    label_axes(ax, "activation peak, GiB", "step, ms", title)
     ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     return figure
 
 
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
-    ("table", "budgets"): partial(_budgets, "decoder"),
-    ("table", "budgets_h100"): partial(_budgets, "decoder", name="budget_h100"),
-    ("table", "h100_beside"): _h100,
-    ("table", "budgets_llama"): partial(_budgets, "llama"),
-    ("table", "budgets_llama_short"): partial(_budgets, "llama_short"),
-    ("table", "llama_8b"): _llama_8b,
-    ("table", "budget_host_cost"): _host_cost,
-    ("table", "budget_clock"): _clock,
-    ("table", "budget_host_bound"): _host_bound,
-    ("picture", "budgets"): partial(_picture, "decoder", PICTURE),
-    ("picture", "budgets_llama"): partial(_picture, "llama", LLAMA_PICTURE),
-}
-PICTURES: dict[Path, Maker] = {PICTURE: draw, LLAMA_PICTURE: partial(draw, "llama")}
+for block, of in (("budgets", "decoder"), ("budgets_llama", "llama")):
+    table(block)(partial(budgets, of))
+    picture(block, partial(draw, of), partial(said, of))
+table("budgets_h100")(partial(budgets, "decoder", name="budget_h100"))
+table("budgets_llama_short")(partial(budgets, "llama_short"))

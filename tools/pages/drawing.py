@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from offload.observe.plot import INK
+from offload.observe.plot import INK, style_axes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from offload.observe.timeline import Timeline
@@ -83,6 +84,25 @@ def plotted(timeline: Timeline, *, narrow: bool, title: str | None = None, heigh
     put_title(figure, title)
     put_key(figure, 3)
     return figure
+
+
+def draw_bars(
+    ax: Axes, names: Sequence[str], values: Sequence[float], colors: Sequence[str], said: Sequence[str], *, room: float
+) -> None:
+    """A bar to the right for each name, from below, with a text at its end; the axis is ``room`` × the longest."""
+    style_axes(ax)
+    for place, (value, color, text) in enumerate(zip(values, colors, said, strict=True)):
+        ax.barh(place, value, height=0.62, color=color, linewidth=0)
+        ax.text(value, place, f" {text}", color=INK, fontsize=9, va="center_baseline")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_xlim(0, room * max(values))
+
+
+def label_axes(ax: Axes, x: str, y: str = "", title: str = "") -> None:
+    """What the axes of a panel are, and its title."""
+    ax.set_xlabel(x, color=INK, fontsize=9)
+    ax.set_ylabel(y, color=INK, fontsize=9)
+    ax.set_title(title, color=INK, loc="left", fontsize=11)
 
 
 def texts(svg: Path) -> list[tuple[str, float, float]]:

@@ -1,19 +1,15 @@
-"""What each fault looks like: from ``results/faults.json``, and from the traces beside it as far as there are.
-
-``results.py`` writes it into the pages.
-"""
+"""What each fault looks like: from ``results/faults.json``, and from the traces beside it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drawing import Maker, plotted
-from page_text import ROOT, day_of, full_record, gib, image, machine, ms
+from drawing import plotted
+from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, ms, read, table
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span
@@ -22,28 +18,7 @@ from offload.observe.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD = ROOT / "results/faults.json"
-FOLDER = Path("docs/_static/results")
-
-NAMES = (
-    "healthy",
-    "all_small",
-    "held",
-    "no_room",
-    "elsewhere",
-    "too_many",
-    "late_reloads",
-    "many_small",
-    "first_step",
-)
-"""The faults that have a picture."""
-
-Row = dict[str, Any]
-
-
-def read_record() -> Row:
-    """The record."""
-    return full_record(RECORD)
+TRACES = ROOT / "results" / "faults"
 
 
 def timeline_of(trace: Row) -> Timeline:
@@ -62,43 +37,23 @@ def timeline_of(trace: Row) -> Timeline:
     return Timeline(tuple(spans), tuple(memory), trace["otherData"]["title"])
 
 
-def trace_path(name: str) -> Path:
-    """Where a fault's trace is."""
-    return RECORD.with_suffix("") / f"{name}.json"
-
-
-def picture_path(name: str) -> Path:
-    """Where its picture goes, from the repository's root."""
-    return FOLDER / f"fault_{name}.svg"
-
-
 def draw(name: str, *, narrow: bool = False) -> Figure:
     """A fault's timeline."""
-    timeline = timeline_of(json.loads(trace_path(name).read_text("utf-8")))
+    timeline = timeline_of(json.loads((TRACES / f"{name}.json").read_text("utf-8")))
     return plotted(timeline, narrow=narrow, title="", height=3.4)
 
 
-def fault_of(record: Row, name: str) -> Row:
-    """What was found of a fault."""
-    found: Row = next(row for row in record["faults"] if row["name"] == name)
-    return found
-
-
-def fault_picture(record: Row, name: str, page: Path) -> str:
-    """A fault's timeline, what was counted, and its trace; without a trace, what was counted."""
-    row = fault_of(record, name)
-    if not trace_path(name).exists():
-        return f"{_measured(row)}\n"
-    trace = Path(os.path.relpath(trace_path(name), page.parent)).as_posix()
+def fault_picture(name: str, drawn: Path, page: Path) -> str:
+    """A fault's timeline, what was counted, and its trace."""
+    row = next(row for row in read("faults")["faults"] if row["name"] == name)
+    trace = Path(os.path.relpath(TRACES / f"{name}.json", page.parent)).as_posix()
     sees = row["sees"].replace("none of them", "no fault")  # the record's list begins with the step as it should be
-    alt = f"Recorded timeline of three streams and of memory. What one sees: {sees}. {_recorded(row)}"
+    recorded = f"{ms(row['recorded']['duration_s'])} ms, {ms(row['recorded']['stall_s'])} of them stalled"
+    alt = (
+        f"Recorded timeline of three streams and of memory. What one sees: {sees}. The recorded step takes {recorded}."
+    )
     said = f"{_measured(row)} To open in [Perfetto](https://ui.perfetto.dev): {{download}}`its trace <{trace}>`."
-    return f"{image(alt, picture_path(name), page)}\n{said}\n"
-
-
-def _recorded(row: Row) -> str:
-    recorded = row["recorded"]
-    return f"The recorded step takes {ms(recorded['duration_s'])} ms, {ms(recorded['stall_s'])} of them stalled."
+    return f"{image(alt, drawn, page)}\n{said}\n"
 
 
 def _measured(row: Row) -> str:
@@ -120,32 +75,13 @@ def _measured(row: Row) -> str:
     return f"Without offloading → with, and a step's counters: {'; '.join(said)}."
 
 
-def reasons_text(record: Row) -> str:
-    """What is counted in a step that has one tensor for each reason."""
-    row = fault_of(record, "reasons")
-    counts = {name: count // row["steps"] for name, count in row["stats"]["skipped"].items()}
-    return f"A recorded step that has one tensor for each of them counts `{counts}`.\n"
-
-
-def setting_text(record: Row) -> str:
+@table("fault_setting")
+def fault_setting(_page: Path) -> str:
     """What it was recorded on."""
-    return f"{machine(record, record['link'], day_of(record))}.\n"
+    return f"{machine(read('faults'), read('faults')['link'], day_of(read('faults')))}.\n"
 
 
-def _if_recorded(text: Callable[..., str], *arguments: Any) -> str:
-    """Nothing, as long as there is no record."""
-    return text(read_record(), *arguments) if RECORD.exists() else ""
-
-
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
-    ("table", "fault_setting"): lambda _: _if_recorded(setting_text),
-    ("table", "fault_reasons"): lambda _: _if_recorded(reasons_text),
-    **{
-        ("picture", f"fault_{name}"): partial(lambda name, page: _if_recorded(fault_picture, name, page), name)
-        for name in NAMES
-    },
-}
-"""A block's kind and name → its text, for a page at this path."""
-
-PICTURES: dict[Path, Maker] = {picture_path(name): partial(draw, name) for name in NAMES if trace_path(name).exists()}
-"""Path in the repository → what draws it."""
+for one in read("faults")["faults"]:
+    drawn_at = Path(f"docs/_static/results/fault_{one['name']}.svg")
+    PICTURES[drawn_at] = partial(draw, one["name"])
+    BLOCKS["picture", f"fault_{one['name']}"] = partial(fault_picture, one["name"], drawn_at)

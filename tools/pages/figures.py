@@ -1,14 +1,8 @@
-"""Draw the figures of the docs from the library's own schedules, states and simulator.
-
-python tools/pages/figures.py            write docs/_static/figures/*.svg, each at both widths
-python tools/pages/figures.py --check    fail if a committed figure is out of date
-"""
+"""The figures of the docs that the library's own schedules and simulator say: ``results.py`` draws them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,8 +10,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from diagrams import DIAGRAMS
-from drawing import NARROW_INCHES, WIDE_INCHES, Maker, at_both_widths, is_up_to_date, plotted, put_key, put_title, save
-from page_text import GIB, ROOT
+from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
+from page_text import GIB, PICTURES
 
 from offload.command_line import plan as plan_command
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -30,8 +24,6 @@ from offload.schedule.schedule import Schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FOLDER = ROOT / "docs" / "_static" / "figures"
 
 # A layer that saves 1 GiB, on a link that takes 18 ms for it: longer than a forward, shorter than a backward.
 LAYER = LayerProfile(forward_s=0.010, backward_s=0.020, saved_bytes=GIB)
@@ -254,27 +246,4 @@ FIGURES: dict[str, Maker] = {
 }
 
 
-def write(folder: Path) -> list[Path]:
-    """Draw all figures into ``folder``."""
-    drawn = at_both_widths({folder / f"{name}.svg": make for name, make in FIGURES.items()})
-    for path, draw in drawn.items():
-        save(draw, path)
-    return list(drawn)
-
-
-def main() -> None:
-    """Write the figures, or compare them with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a figure is out of date")
-    if not parser.parse_args().check:
-        for path in write(FOLDER):
-            print(path.relative_to(ROOT))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        stale = [path.name for path in write(Path(folder)) if not is_up_to_date(FOLDER / path.name, path)]
-    if stale:
-        sys.exit(f"out of date: {', '.join(stale)}; run python tools/pages/figures.py and commit the result.")
-
-
-if __name__ == "__main__":
-    main()
+PICTURES.update({Path(f"docs/_static/figures/{name}.svg"): make for name, make in FIGURES.items()})

@@ -1,38 +1,24 @@
-"""What offloading takes and saves inside CUDA graphs, for the pages: from ``results/graphs.json``.
-
-``results.py`` writes it into the pages.
-"""
+"""What offloading takes and saves inside CUDA graphs, for the pages: from ``results/graphs.json``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drawing import NARROW_INCHES, WIDE_INCHES, Maker
-from page_text import ROOT, day_of, gib, image, machine, markdown_table, ms
+from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
+from page_text import Row, day_of, gib, machine, markdown_table, ms, picture, read, table
 
 from offload.base.checks import format_bytes
-from offload.observe.plot import COLORS, INK, new_figure, style_axes
+from offload.observe.plot import COLORS, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RECORD = ROOT / "results" / "graphs.json"
-PICTURE = Path("docs/_static/results/graphs.svg")
 
-Row = dict[str, Any]
-
-
-def read_record() -> Row:
-    """The record of the benchmark."""
-    record: Row = json.loads(RECORD.read_text("utf-8"))
-    return record
-
-
-def graphs_table(record: Row) -> str:
+@table("graphs")
+def graphs_table(_page: Path) -> str:
     """Step and peak of both models, eager and as a graph, kept and offloaded, and what follows from them."""
+    record = read("graphs")
     shown = [
         {
             "model": row["workload"],
@@ -43,56 +29,52 @@ def graphs_table(record: Row) -> str:
         }
         for row in record["rows"]
     ]
-    where = machine(record, record["link"], day_of(record))
-    decoder, launch_bound = record["summary"]["decoder"], record["summary"]["launch_bound"]
-    said = (
-        f"On the decoder, the graph with offloading takes {decoder['graph_offload_to_graph']:.3f} times as long as the "
-        f"graph without, and saves {format_bytes(decoder['graph_saved_bytes'])}; eager mode saves "
-        f"{format_bytes(decoder['eager_saved_bytes'])}. On the launch-bound model, the graph with offloading is "
-        f"{launch_bound['graph_speedup_offloaded']:.1f} times as fast as the eager step with offloading."
+    by_way = {(row["workload"], row["mode"], bool(row["k"])): row for row in record["rows"]}
+    (eager, eager_off), (graph, graph_off) = (
+        [by_way["decoder", mode, offloads] for offloads in (False, True)] for mode in ("eager", "graph")
     )
-    return f"{where}\n\n{markdown_table(shown, left=1)}\n\n{said}\n"
+    eager_step, graph_step = (by_way["launch-bound", mode, True]["step_s"] for mode in ("eager", "graph"))
+    said = (
+        f"On the decoder, the graph with offloading takes {graph_off['step_s'] / graph['step_s']:.3f} times as long as "
+        f"the graph without, and saves {_saved(graph, graph_off)}; eager mode saves {_saved(eager, eager_off)}. On the "
+        f"launch-bound model, the graph with offloading is {eager_step / graph_step:.1f} times as fast as the eager "
+        "step with offloading."
+    )
+    return f"{machine(record, record['link'], day_of(record))}\n\n{markdown_table(shown, left=1)}\n\n{said}\n"
 
 
-def graphs_picture(record: Row, page: Path) -> str:
-    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
-    said = "; ".join(f"{_name(row)}: {ms(row['step_s'], 1)} ms" for row in record["rows"])
-    return image(f"Bars of step times. {said}.", PICTURE, page)
+def _saved(kept: Row, offloaded: Row) -> str:
+    return format_bytes(kept["peak_bytes"] - offloaded["peak_bytes"])
 
 
-def draw(record: Row, *, narrow: bool = False) -> Figure:
+def said() -> str:
+    """The picture in words."""
+    rows = read("graphs")["rows"]
+    return (
+        "Bars of step times. "
+        + "; ".join(f"{row['workload']}, {_way(row)}: {ms(row['step_s'], 1)} ms" for row in rows)
+        + "."
+    )
+
+
+def draw(*, narrow: bool = False) -> Figure:
     """A panel for each model, a bar for each way to run its step."""
+    record = read("graphs")
     models = list(dict.fromkeys(row["workload"] for row in record["rows"]))
     figure = new_figure((NARROW_INCHES, 2.0 * len(models)) if narrow else (WIDE_INCHES, 2.6))
     panels = figure.subplots(*((len(models), 1) if narrow else (1, len(models))))
     for ax, model in zip(panels, models, strict=True):
         rows = [row for row in record["rows"] if row["workload"] == model][::-1]
-        style_axes(ax)
-        for place, row in enumerate(rows):
-            color = COLORS["forward"] if row["mode"] == "graph" else COLORS["offload"]
-            ax.barh(place, row["step_s"] * 1e3, height=0.62, color=color, linewidth=0)
-            text = f" {ms(row['step_s'], 1)}"
-            ax.text(row["step_s"] * 1e3, place, text, color=INK, fontsize=9, va="center_baseline")
-        ax.set_yticks(range(len(rows)), [f"{row['mode']}, {_offloads(row)}" for row in rows])
-        ax.set_xlim(0, 1.18 * max(row["step_s"] for row in rows) * 1e3)
+        colors = [COLORS["forward"] if row["mode"] == "graph" else COLORS["offload"] for row in rows]
+        times_ms = [row["step_s"] * 1e3 for row in rows]
+        draw_bars(ax, list(map(_way, rows)), times_ms, colors, [f"{value:,.1f}" for value in times_ms], room=1.18)
         ax.set_xlabel("step, ms", color=INK, fontsize=9)
         ax.set_title(model, color=INK, loc="left", fontsize=11)
     return figure
 
 
-def _name(row: Row) -> str:
-    return f"{row['workload']}, {row['mode']}, {_offloads(row)}"
+def _way(row: Row) -> str:
+    return f"{row['mode']}, {row['k']} offloaded" if row["k"] else f"{row['mode']}, kept"
 
 
-def _offloads(row: Row) -> str:
-    return f"{row['k']} offloaded" if row["k"] else "kept"
-
-
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
-    ("table", "graphs"): lambda _: graphs_table(read_record()),
-    ("picture", "graphs"): lambda page: graphs_picture(read_record(), page),
-}
-"""A block's kind and name → its text, for a page at this path."""
-
-PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(), narrow=narrow)}
-"""Path in the repository → what draws it."""
+picture("graphs", draw, said)

@@ -1,25 +1,17 @@
-"""Tables of long sequences, and the picture of the longest, from ``results/long_context.json``.
-
-Without that record there are no blocks: ``python -m benchmarks.long_context`` makes it, in as many runs as it takes.
-"""
+"""Tables of long sequences, and pictures of the lengths and of the longest, from ``results/long_context.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drawing import NARROW_INCHES, WIDE_INCHES, Maker, put_key
-from page_text import GIB, ROOT, day_of, full_record, gib, image, markdown_table, torch_of
+from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars, label_axes, put_key
+from page_text import GIB, Row, day_of, gib, markdown_table, picture, read, table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-RECORD = ROOT / "results" / "long_context.json"
-PICTURE = Path("docs/_static/results/longest_context.svg")
-LENGTHS_PICTURE = PICTURE.with_stem("long_context")
 
 LENGTHS = {
     "inputs": "checkpointing, inputs travel",
@@ -42,17 +34,20 @@ HELD = 2 * 2 * 8_030_261_248
 """Bytes of the shape's weights and gradients."""
 STREAMED = ("streamed", "lora")
 
-Row = dict[str, Any]
 
-
-def _lengths(record: Row) -> list[Row]:
-    rows = [row for row in record["rows"] if row["way"] in LENGTHS and "step_s" in row and "limit_bytes" not in row]
+def _lengths() -> list[Row]:
+    rows = [
+        row
+        for row in read("long_context")["rows"]
+        if row["way"] in LENGTHS and "step_s" in row and "limit_bytes" not in row
+    ]
     return sorted(rows, key=lambda row: (row["tokens"], list(LENGTHS).index(row["way"])))
 
 
-def lengths_table(record: Row) -> str:
+@table("long_context")
+def lengths_table(_page: Path) -> str:
     """Step, memory and speed at each length, in each way that was measured."""
-    rows = _lengths(record)
+    rows = _lengths()
     base = {row["tokens"]: row["step_s"] for row in rows if row["way"] == "inputs"}
     shown = []
     for row in rows:
@@ -69,22 +64,22 @@ def lengths_table(record: Row) -> str:
                 "stall, s": f"{row['stall_s']:.1f}",
             }
         )
-    return f"{_where(record)}\n\n{markdown_table(shown, left=2)}\n"
+    return f"{_where()}\n\n{markdown_table(shown, left=2)}\n"
 
 
-def lengths_picture(record: Row, page: Path) -> str:
-    """The picture, with a text for those who cannot see it."""
+def lengths_said() -> str:
+    """The picture in words."""
     said = "; ".join(
         f"{row['tokens']:,} tokens, {LENGTHS[row['way']]}: {row['tokens_per_s']:,.0f} tokens/s, "
         f"{gib(row['peak_bytes'], 0)} GiB on the device, {gib(row['host_bytes'], 0)} on the host"
-        for row in _lengths(record)
+        for row in _lengths()
     )
-    return image(f"Bars of speed and memory for each length. {said}.", LENGTHS_PICTURE, page)
+    return f"Bars of speed and memory for each length. {said}."
 
 
-def draw_lengths(record: Row, *, narrow: bool = False) -> Figure:
+def draw_lengths(*, narrow: bool = False) -> Figure:
     """Speed and memory by length and way: on the device filled, on the host behind it hollow."""
-    rows = _lengths(record)
+    rows = _lengths()
     figure = new_figure((NARROW_INCHES, 6.4) if narrow else (WIDE_INCHES, 3.8))
     speed, memory = figure.subplots(*((2, 1) if narrow else (1, 2)))
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))
@@ -109,9 +104,10 @@ def draw_lengths(record: Row, *, narrow: bool = False) -> Figure:
     return figure
 
 
-def equal_sentence(record: Row) -> str:
+@table("long_context_equal")
+def equal_sentence(_page: Path) -> str:
     """How near loss and gradients are to those of the model as it is."""
-    row = next(row for row in record["rows"] if row["way"] == "equal" and "losses" in row)
+    row = next(row for row in read("long_context")["rows"] if row["way"] == "equal" and "losses" in row)
     (plain, loss), (norm, other) = row["losses"], row["gradient_norms"]
     return (
         f"At {row['tokens']:,} tokens the loss is {loss:.6f}, and {plain:.6f} for the model as it is; the norm of all "
@@ -120,12 +116,13 @@ def equal_sentence(record: Row) -> str:
     )
 
 
-def longest(record: Row) -> dict[int, dict[str, Row]]:
+def longest() -> dict[int, dict[str, Row]]:
     """By device memory and way. Where this library's was not searched for, the longest that was content with less."""
     found: dict[int, dict[str, Row]] = {}
-    for row in sorted((row for row in record["rows"] if "limit_bytes" in row), key=lambda row: row["limit_bytes"]):
+    rows = read("long_context")["rows"]
+    for row in sorted((row for row in rows if "limit_bytes" in row), key=lambda row: row["limit_bytes"]):
         found.setdefault(row["limit_bytes"], {})[row["way"]] = row
-    whole = [row for row in record["rows"] if row["way"] in LENGTHS and "peak_reserved_bytes" in row]
+    whole = [row for row in rows if row["way"] in LENGTHS and "peak_reserved_bytes" in row]
     whole = [row for row in whole if "limit_bytes" not in row]
     for nbytes, ways in found.items():
         within = [row for row in whole if row["peak_reserved_bytes"] <= nbytes]
@@ -135,7 +132,8 @@ def longest(record: Row) -> dict[int, dict[str, Row]]:
     return found
 
 
-def longest_table(record: Row) -> str:
+@table("longest_context")
+def longest_table(_page: Path) -> str:
     """The longest context by device memory."""
 
     def cell(nbytes: int, way: str) -> str:
@@ -150,17 +148,19 @@ def longest_table(record: Row) -> str:
         about = "" if row.get("whole", True) else "about "
         return f"{longest} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
 
-    rows = longest(record)
+    rows = longest()
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
     shown = [
         {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(nbytes, way) for way in ways} for nbytes in rows
     ]
     last = max((row.get("date", "") for ways in rows.values() for row in ways.values()), default="")
-    return f"{_where(record | {'date': last or record['date']})}\n\n{markdown_table(shown, left=1)}\n"
+    return f"{_where(last)}\n\n{markdown_table(shown, left=1)}\n"
 
 
-def computed_sentence(record: Row) -> str:
+@table("long_context_computed")
+def computed_sentence(_page: Path) -> str:
     """How long steps with whole attention took whose seconds had been computed from blocks before."""
+    record = read("long_context")
     found = {row["row"]: row for row in record["rows"]}
     steps = ", and ".join(
         f"{found[row['row']]['longest_tokens']:,} tokens take {found[row['row']]['step_s']:.1f} s, where "
@@ -170,19 +170,19 @@ def computed_sentence(record: Row) -> str:
     return f"Both rows of 24 GiB were made in both ways: {steps}.\n"
 
 
-def longest_picture(record: Row, page: Path) -> str:
-    """The picture, with a text for those who cannot see it."""
+def longest_said() -> str:
+    """The picture in words."""
     said = "; ".join(
         f"{nbytes / GIB:.0f} GiB: "
         + ", ".join(f"{LIMITED[way]} {row[way].get('longest_tokens', 0):,}" for way in LIMITED if way in row)
-        for nbytes, row in longest(record).items()
+        for nbytes, row in longest().items()
     )
-    return image(f"Bars of the longest context in tokens, by device memory. {said}.", PICTURE, page)
+    return f"Bars of the longest context in tokens, by device memory. {said}."
 
 
-def draw(record: Row, *, narrow: bool = False) -> Figure:
+def draw_longest(*, narrow: bool = False) -> Figure:
     """A group of bars for each size of the device; for phones, one bar below the other."""
-    rows = longest(record)
+    rows = longest()
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
     colors = (INK, COLORS["forward"], COLORS["backward"], COLORS["offload"], COLORS["reload"], COLORS["recompute"])
     color = dict(zip(LIMITED, colors, strict=True))
@@ -212,15 +212,11 @@ def _draw_below_each_other(rows: dict[int, dict[str, Row]], color: dict[str, str
     bars = [(nbytes, way, row[way]) for nbytes, row in rows.items() for way in LIMITED if way in row]
     figure = new_figure((NARROW_INCHES, 0.8 + 0.24 * len(bars)))
     ax = figure.subplots()
-    style_axes(ax)
-    for place, (_, way, found) in enumerate(bars):
-        length = found.get("longest_tokens", 0) / 1024
-        ax.barh(place, length, 0.62, color=color[way], linewidth=0)
-        ax.text(length, place, f" {_thousands(found)}", color=INK, fontsize=9, va="center_baseline")
-    ax.set_yticks(range(len(bars)), [f"{LIMITED[way]}, {nbytes / GIB:.0f} GiB" for nbytes, way, _ in bars])
+    names = [f"{LIMITED[way]}, {nbytes / GIB:.0f} GiB" for nbytes, way, _ in bars]
+    lengths = [found.get("longest_tokens", 0) / 1024 for *_, found in bars]
+    draw_bars(ax, names, lengths, [color[way] for _, way, _ in bars], [_thousands(row) for *_, row in bars], room=1.2)
     ax.invert_yaxis()
-    ax.set_xlim(0, 1.2 * max(found.get("longest_tokens", 0) for *_, found in bars) / 1024)
-    ax.set_xlabel("longest context, K tokens", color=INK, fontsize=9)
+    label_axes(ax, "longest context, K tokens")
     return figure
 
 
@@ -235,24 +231,13 @@ def _is_open(row: Row) -> bool:
     return failed is None or failed - row["longest_tokens"] > GRAIN
 
 
-def _where(record: Row) -> str:
+def _where(date: str = "") -> str:
+    record = read("long_context")
     return (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(record)}: Llama-3.1-8B's shape in bfloat16, random "
-        "weights, forward and backward."
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of({'date': date or record['date']})}: Llama-3.1-8B's "
+        "shape in bfloat16, random weights, forward and backward."
     )
 
 
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {}
-PICTURES: dict[Path, Maker] = {}
-if RECORD.exists():
-    BLOCKS = {
-        ("table", "long_context"): lambda _: lengths_table(full_record(RECORD)),
-        ("table", "long_context_equal"): lambda _: equal_sentence(full_record(RECORD)),
-        ("table", "long_context_computed"): lambda _: computed_sentence(full_record(RECORD)),
-        ("table", "longest_context"): lambda _: longest_table(full_record(RECORD)),
-    }
-    BLOCKS["picture", "long_context"] = lambda page: lengths_picture(full_record(RECORD), page)
-    PICTURES = {LENGTHS_PICTURE: lambda *, narrow: draw_lengths(full_record(RECORD), narrow=narrow)}
-    if len(longest(full_record(RECORD))) > 1:
-        BLOCKS["picture", "longest_context"] = lambda page: longest_picture(full_record(RECORD), page)
-        PICTURES[PICTURE] = lambda *, narrow: draw(full_record(RECORD), narrow=narrow)
+picture("long_context", draw_lengths, lengths_said)
+picture("longest_context", draw_longest, longest_said)

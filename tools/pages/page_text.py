@@ -1,30 +1,65 @@
-"""How the pages say what was measured: tables, times, sizes, shares, the machine, and where a picture lies."""
+"""How the pages say what was measured: records, tables, times, sizes, the machine; and all blocks and pictures."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from drawing import narrow_path
+from drawing import Maker, narrow_path
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 GB = 1e9
 
+Row = dict[str, Any]
+Text = Callable[[Path], str]
+"""Makes a block's text for a page at this path."""
 
-def full_record(path: Path) -> dict[str, Any]:
-    """What a benchmark has written.
+BLOCKS: dict[tuple[str, str], Text] = {}
+"""A block's kind and name → its text."""
+PICTURES: dict[Path, Maker] = {}
+"""Path in the repository → what draws it."""
+
+
+def table(name: str) -> Callable[[Text], Text]:
+    """Make the decorated function the text of the block ``table: NAME``."""
+
+    def register(make: Text) -> Text:
+        assert ("table", name) not in BLOCKS, name
+        BLOCKS["table", name] = make
+        return make
+
+    return register
+
+
+def picture(name: str, draw: Maker, alt: Callable[[], str]) -> None:
+    """Make ``docs/_static/results/NAME.svg`` the block ``picture: NAME``, with a text for those who cannot see it."""
+    path = Path(f"docs/_static/results/{name}.svg")
+    assert path not in PICTURES, name
+    PICTURES[path] = draw
+    BLOCKS["picture", name] = lambda page: image(alt(), path, page)
+
+
+@cache
+def read(name: str) -> Row:
+    """A benchmark's record, ``results/NAME.json``.
 
     Raises:
         ValueError: It was run with ``--small``.
     """
-    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if record["small"]:
+    return full_record(ROOT / "results" / f"{name}.json")
+
+
+def full_record(path: Path) -> Row:
+    """The record at a path; raises as :func:`read`."""
+    record: Row = json.loads(path.read_text("utf-8"))
+    if record.get("small"):
         raise ValueError(f"{path.name} must be of full size, got one of --small")
     return record
 
@@ -67,6 +102,11 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}%".replace("-", "−")
 
 
+def more(ratio: float) -> str:
+    """``1.0004`` is ``+0.0%``."""
+    return f"{100 * (ratio - 1):+.1f}%"
+
+
 def torch_of(record: Mapping[str, Any]) -> str:
     """PyTorch's version in a record, without what it was built for."""
     version: str = record["versions"]["torch"]
@@ -79,8 +119,8 @@ def day_of(run: Mapping[str, Any]) -> str:
     return date.partition("T")[0]
 
 
-def machine(record: Mapping[str, Any], link: Mapping[str, float], *more: str) -> str:
+def machine(record: Mapping[str, Any], link: Mapping[str, float], *others: str) -> str:
     """GPU, link and versions."""
     speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / GB:.0f}" for name in ("d2h", "h2d"))
     gpu = record["hardware"]["gpu"]
-    return ", ".join([gpu, f"link {speeds} GB/s (to the host and back)", torch_of(record), *more])
+    return ", ".join([gpu, f"link {speeds} GB/s (to the host and back)", torch_of(record), *others])

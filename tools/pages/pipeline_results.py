@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drawing import Maker
-from page_text import GB, day_of, gib, markdown_table, ms, percent, torch_of
+from page_text import BLOCKS, GB, PICTURES, day_of, gib, markdown_table, ms, percent, torch_of
 from pipeline_picture import PICTURE, draw, picture
 from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
 
@@ -243,7 +242,7 @@ def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
     return lambda _: make(_records())
 
 
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+BLOCKS |= {
     ("table", "pipeline_job"): _block(job_table),
     ("table", "pipeline_half"): _block(half_table),
     ("table", "pipeline_ways"): _block(ways_table),
@@ -252,7 +251,4 @@ BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
     ("table", "pipeline_ranks"): _block(ranks_table),
     ("picture", "pipeline"): lambda page: picture(_records(), page),
 }
-"""A block's kind and name → its text, for a page at this path."""
-
-PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(_records(), narrow=narrow)}
-"""Path in the repository → what draws it."""
+PICTURES[PICTURE] = lambda *, narrow: draw(_records(), narrow=narrow)

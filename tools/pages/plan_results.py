@@ -1,19 +1,14 @@
-"""What the planner says of a profile and a link that were recorded, for the pages: from ``results/long_context.json``.
-
-``results.py`` writes it into the pages.
-"""
+"""What the planner says of a recorded profile and link, for the pages: from ``results/long_context.json``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drawing import Maker
-from page_text import GIB, ROOT, full_record, torch_of
+from page_text import GIB, read, table, torch_of
 
 from offload.planning.link import Link
 from offload.planning.plan import plan
@@ -21,17 +16,16 @@ from offload.planning.profile import Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
-RECORD = ROOT / "results/long_context.json"
-
 
 @cache
 def recorded() -> tuple[dict[str, Any], Profile, Link]:
     """The record, its profile of Llama-3.1-8B's layers, and its link."""
-    record = full_record(RECORD)
+    record = read("long_context")
     return record, Profile.from_json(json.dumps(record["profile"])), Link(**record["link"])
 
 
-def regions_plan() -> str:
+@table("regions_plan")
+def regions_plan(_page: Path) -> str:
     """``print(plan)`` of a plan by region."""
     _, profile, link = recorded()
     budget, host = "24GiB", "40GiB"
@@ -39,7 +33,8 @@ def regions_plan() -> str:
     return _said(asked, str(plan(profile, memory_budget=budget, link=link, max_host_bytes=host)))
 
 
-def whole_layers() -> str:
+@table("whole_layers")
+def whole_layers(_page: Path) -> str:
     """Link, profile, plan and curve, as the page's code prints them."""
     _, regions, link = recorded()
     profile = replace(regions, layers=tuple(replace(layer, regions=()) for layer in regions.layers))
@@ -59,12 +54,3 @@ def _said(asked: str, *lines: str) -> str:
     record, _, _ = recorded()
     where = f"{record['hardware']['gpu']}, {torch_of(record)}, Llama-3.1-8B's shape, {record['profiled']:,} tokens"
     return f"{where}: `{asked}`\n\n```text\n" + "\n".join(lines) + "\n```\n"
-
-
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
-    ("table", "regions_plan"): lambda _: regions_plan(),
-    ("table", "whole_layers"): lambda _: whole_layers(),
-}
-"""A block's kind and name → its text, for a page at this path."""
-
-PICTURES: dict[Path, Maker] = {}

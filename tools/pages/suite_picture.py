@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from drawing import NARROW_INCHES, WIDE_INCHES
-from page_text import GIB, gib, image, ms
+from page_text import GIB, Row, gib, ms, picture, read
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-PICTURE = Path("docs/_static/results/suite.svg")
 
 WORKLOADS = {
     "suite_decoder": "decoder",
@@ -25,8 +22,6 @@ WORKLOADS = {
 }
 TIMES = (1, 1.25, 1.5, 2, 3, 4, 6, 8)
 """Where the axis of time has marks, as multiples of the step without anything."""
-
-Row = dict[str, Any]
 
 
 class Look(NamedTuple):
@@ -50,43 +45,34 @@ LOOKS = {
 }
 
 
-def curves_picture(record: Row, page: Path) -> str:
-    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
-    own = [f"{name}: {_span(record, name)}" for name in _panels(record)]
-    alt = f"Step time against activation peak of every contender. This library, {'; '.join(own)}."
-    return image(alt, PICTURE, page)
+def said() -> str:
+    """The picture in words."""
+    own = [f"{name}: {_span(name)}" for name in _panels()]
+    return f"Step time against activation peak of every contender. This library, {'; '.join(own)}."
 
 
-def _span(record: Row, workload: str) -> str:
-    rows = [row for row in points_of(record, workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
+def _span(workload: str) -> str:
+    rows = [row for row in points_of(workload) if row["family"] in ("nothing", "offload", "offload_checkpoint")]
     least, most = min(rows, key=lambda row: row["peak_bytes"]), max(rows, key=lambda row: row["peak_bytes"])
     return " to ".join(f"{ms(row['step_s'])} ms at {gib(row['peak_bytes'], 1)} GiB" for row in (most, least))
 
 
-def draw(record: Row, *, narrow: bool = False) -> Figure:
+def draw(*, narrow: bool = False) -> Figure:
     """Step time against activation peak of all contenders, a panel per workload; for phones, one below the other."""
-    names = _panels(record)
+    names = _panels()
     columns = 1 if narrow else 2
     rows = (len(names) + columns - 1) // columns
     figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, (2.4 if narrow else 0.9) + 2.7 * rows))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax in panels:
-        ax.set_axis_off()
     for ax, name in zip(panels, names, strict=False):
-        ax.set_axis_on()
         style_axes(ax)
-        _draw_panel(ax, points_of(record, name))
+        _draw_panel(ax, points_of(name))
         ax.set_title(name, color=INK, loc="left", fontsize=11)
+    for ax in panels[len(names) :]:
+        ax.set_axis_off()
     keys = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        keys.values(),
-        keys.keys(),
-        loc="outside lower center",
-        ncols=1 if narrow else 3,
-        frameon=False,
-        labelcolor=INK,
-        fontsize=9,
-    )
+    look = {"frameon": False, "labelcolor": INK, "fontsize": 9}
+    figure.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=1 if narrow else 3, **look)
     return figure
 
 
@@ -125,12 +111,14 @@ def _draw_panel(ax: Axes, rows: list[Row]) -> None:
     ax.set_ylabel("step, against nothing", color=INK, fontsize=9)
 
 
-def _panels(record: Row) -> list[str]:
+def _panels() -> list[str]:
     """The workloads that have something to be compared with."""
-    kept = {row["workload"] for row in record["rows"] if row["family"] == "nothing" and "step_s" in row}
-    return [name for name in WORKLOADS.values() if name in kept]
+    return [name for name in WORKLOADS.values() if any(row["family"] == "nothing" for row in points_of(name))]
 
 
-def points_of(record: Row, workload: str) -> list[Row]:
+def points_of(workload: str) -> list[Row]:
     """What was measured of a workload, contender by contender."""
-    return [row for row in record["rows"] if row["workload"] == workload and "step_s" in row]
+    return [row for row in read("suite")["rows"] if row["workload"] == workload and "step_s" in row]
+
+
+picture("suite", draw, said)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drawing import NARROW_INCHES, WIDE_INCHES, Maker
-from page_text import GB, ROOT, day_of, gb, image, markdown_table, ms, torch_of
+from drawing import NARROW_INCHES, WIDE_INCHES
+from page_text import BLOCKS, GB, PICTURES, ROOT, day_of, gb, image, markdown_table, ms, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
 
@@ -181,14 +180,11 @@ def _phases(forward_s: float, backward_s: float) -> str:
     return f"{ms(forward_s)} + {ms(backward_s)}"
 
 
-BLOCKS: dict[tuple[str, str], Callable[[Path], str]] = {
+BLOCKS |= {
     ("table", "weight_streaming"): lambda _: weight_streaming_table(read_record(RECORD)),
     ("table", "weight_memory"): lambda _: weight_memory_table(read_record(RECORD)),
     ("table", "weight_seconds"): lambda _: weight_seconds_table(read_record(RECORD)),
     ("table", "weight_losses"): lambda _: weight_losses_table(read_record(RECORD)),
     ("picture", "weight_streaming"): lambda page: weight_streaming_picture(read_record(RECORD), page),
 }
-"""A block's kind and name → its text, for a page at this path."""
-
-PICTURES: dict[Path, Maker] = {PICTURE: lambda *, narrow: draw(read_record(RECORD), narrow=narrow)}
-"""Path in the repository → what draws it."""
+PICTURES[PICTURE] = lambda *, narrow: draw(read_record(RECORD), narrow=narrow)
