@@ -1,17 +1,11 @@
-"""Offloading under ``torch.distributed.pipelining``: each rank derives its own schedule and drives it.
+"""Offload under ``torch.distributed.pipelining``: each rank derives its own schedule and follows it.
 
-A wing: may import the spine and ``planning``. Imported by itself, as it needs ``torch.distributed``. Open
-``engine.py`` first.
+May import ``measuring``, ``planning`` and what they stand on. Imported by itself, as it needs ``torch.distributed``.
+Open ``attach.py`` first.
 """
 
-from offload.pipelining.engine import PipelineOffload, attach
+from offload.pipelining.attach import PipelineOffload, attach
 from offload.pipelining.plan import PipelinePlan, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
 
-__all__ = [
-    "PipelineOffload",
-    "PipelinePlan",
-    "StageProfile",
-    "attach",
-    "plan_pipeline",
-]
+__all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "plan_pipeline"]

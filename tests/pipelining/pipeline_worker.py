@@ -131,15 +131,15 @@ def further_checks(rank, world, device):
     schedule, stages = build(rank, world, "Schedule1F1B", device)
     expected = train(*build(rank, world, "Schedule1F1B", device), device)
 
-    # Detached between two steps, evaluated, attached again with the profile.
+    # Removed between two steps, evaluated, attached again with the profile.
     handle = offload.pipelining.attach(schedule, min_bytes=MIN_BYTES, link=FAST_LINK)
     try:
         offload.pipelining.attach(schedule)
     except ValueError as error:
         found["twice"] = str(error)
     train(schedule, stages, device, steps=2)
-    handle.detach()
-    handle.detach()
+    handle.remove()
+    handle.remove()
     inputs = (batch(stages, device),) if rank == 0 else ()
     moved = handle.stats().offloaded_bytes
     profile = handle.profile
@@ -158,7 +158,7 @@ def further_checks(rank, world, device):
     found["first run moved"] = moved
     found["again moved per step"] = handle.stats().offloaded_bytes / STEPS
     found["again planned"] = handle.plan.offloaded_bytes
-    handle.detach()
+    handle.remove()
     return found
 
 

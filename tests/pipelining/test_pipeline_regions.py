@@ -192,19 +192,19 @@ def test_a_failing_layer_gives_up_the_step():
     assert handle.stats().late_reloads == 0
 
 
-def test_detached_layers_are_free_for_others():
+def test_removed_layers_are_free_for_others():
     schedule, stage = pipeline()
     twin = PipelineStage(stage.submod, 0, 1, torch.device("cpu"))
     handle = attach(schedule, policies=RECOMPUTE_MOST)
     with pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"):
         attach(ScheduleGPipe(twin, 4, loss_fn=loss_of), policies=RECOMPUTE_MOST)
-    handle.detach()
+    handle.remove()
     with (
         offload.offload_layers(stage.submod.layers, 1),
         pytest.raises(ValueError, match=r"layer 0 .*is offloaded already; call remove"),
     ):
         attach(schedule, policies=RECOMPUTE_MOST)
-    attach(schedule, policies=RECOMPUTE_MOST).detach()
+    attach(schedule, policies=RECOMPUTE_MOST).remove()
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_detached_layers_are_free_for_others():
     [
         ({"policies": {"*": "recompute"}, "parts": 4}, "parts must be left out with policies, .* got 4"),
         ({"policies": {"*": "drop"}}, "a policy must be one of 'keep', 'offload', 'recompute'"),
-        ({"layers": lambda module: module.layers}, "layers are those whose regions are treated, .* give both"),
+        ({"layers": lambda module: module.layers}, "layers are those that policies apply to, .* give both"),
     ],
 )
 def test_options_that_are_refused(options, message):
     schedule, _ = pipeline()
     with pytest.raises(ValueError, match=message):
         attach(schedule, **options)
-    attach(schedule).detach()
+    attach(schedule).remove()

@@ -331,19 +331,22 @@ def test_the_first_step_is_measured():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
     handle = attach(schedule)
-    assert repr(handle) == "PipelineOffload(no plan yet, device='cpu')"
+    assert repr(handle) == "PipelineOffload(no plan yet, device='cpu', measuring)"
     assert same(step(schedule, stage), expected)
     assert handle.stats().offloaded_bytes == 0
+    assert handle.state == "measuring"
     assert same(step(schedule, stage), expected)
+    assert handle.state == "following"
     assert handle.plan.actions == gpipe_order(0, 4)
     profile = handle.profile[0]
     assert handle.stats().offloaded_bytes == 4 * profile.saved_bytes
     assert 0 < profile.forward_s < 1
     assert 0 < profile.backward_s < 1
-    handle.detach()
+    handle.remove()
+    assert handle.state == "removed"
     assert "100% of their bytes offloaded" in repr(handle)
-    assert repr(handle).endswith("device='cpu', detached)")
-    with pytest.raises(RuntimeError, match="the handle must be in use, but it was detached"), handle:
+    assert repr(handle).endswith("device='cpu', removed)")
+    with pytest.raises(RuntimeError, match="the handle must be in use, but it was removed"), handle:
         pass
 
 
@@ -418,7 +421,7 @@ def test_states_are_those_of_the_schedule():
     for point, states in seen.items():
         on_device = {layer for layer, state in states.items() if state is not OffloadState.OFFLOADED}
         assert on_device == order[point]
-    handle.detach()
+    handle.remove()
 
 
 @pytest.mark.usefixtures("_group")
@@ -441,7 +444,7 @@ def test_a_failing_forward_gives_up_the_step():
     for _ in range(2):
         assert same(step(schedule, stage), expected)
     assert handle.stats().late_reloads == 0
-    handle.detach()
+    handle.remove()
 
 
 @pytest.mark.usefixtures("_group")
@@ -450,11 +453,11 @@ def test_an_order_that_was_not_planned_for_is_traced():
     expected = step(schedule, stage)
     wrong = gpipe_order(0, 4)
     handle = attach(schedule, profile={0: StageProfile(1.0, 2.0, 0.0, 40_000)})
-    handle.plan = handle._make_plan(wrong, handle.profile)
+    handle.make_plan(wrong)
     for _ in range(2):
         assert same(step(schedule, stage), expected)
     assert handle.plan.actions == one_f_one_b_order(0, 1, 4)
-    handle.detach()
+    handle.remove()
 
 
 @pytest.mark.usefixtures("_group")
@@ -464,7 +467,7 @@ def test_another_wrapper_put_over_ours_is_left_alone():
     handle = attach(schedule, fraction=1.0)
     ours = stage.forward_one_chunk
     stage.forward_one_chunk = theirs = functools.partial(ours)
-    handle.detach()
+    handle.remove()
     assert stage.forward_one_chunk is theirs
     assert same(step(schedule, stage), expected)
     assert handle.stats().offloaded_bytes == 0
@@ -480,19 +483,19 @@ def test_a_wrapper_that_was_there_before_comes_back():
 
 
 @pytest.mark.usefixtures("_group")
-def test_detached_between_forward_and_backward():
+def test_removed_between_forward_and_backward():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
     handle = attach(schedule, fraction=1.0, parts=1)
     loss_fn, losses = schedule._loss_fn, []
 
-    def detach_at_the_end(output, target):
+    def remove_at_the_end(output, target):
         losses.append(None)
         if len(losses) == 4:
-            handle.detach()
+            handle.remove()
         return loss_fn(output, target)
 
-    schedule._loss_fn = detach_at_the_end
+    schedule._loss_fn = remove_at_the_end
     # The graph still drives the schedule.
     assert same(step(schedule, stage), expected)
     assert handle.stats().offloaded_bytes == handle.stats().reloaded_bytes > 0
@@ -534,7 +537,9 @@ def test_refuses():
         attach(schedule, link=55e9)
     with pytest.raises(TypeError, match="profile must be a dictionary of stages, such as"):
         attach(schedule, profile=3)
-    with attach(schedule), pytest.raises(ValueError, match="stage 0 is attached already; call detach"):
+    with pytest.raises(ValueError, match="profile must have an entry for each stage, got none for stage 0"):
+        attach(schedule, profile={1: StageProfile()}, policies={"*": "recompute"})
+    with attach(schedule), pytest.raises(ValueError, match="stage 0 is attached already; call remove"):
         attach(schedule)
 
 
@@ -598,7 +603,7 @@ def test_regions_of_all_layers_are_treated(ranks, name):
 def test_attached_again(ranks):
     for rank, results in enumerate(ranks):
         found = results["further"]
-        assert found["twice"] == f"stage {rank} is attached already; call detach() on the first handle"
+        assert found["twice"] == f"stage {rank} is attached already; call remove() on the first handle"
         assert found["evaluation moved"] == 0
         assert found["again equal"]
         assert found["first run moved"] > 0

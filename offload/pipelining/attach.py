@@ -1,21 +1,22 @@
-"""Offloading under ``torch.distributed.pipelining``: each rank derives its own schedule and drives it.
+"""Offload the activations of a rank's stages under ``torch.distributed.pipelining``, by a derived schedule.
 
-The engine stays PyTorch's. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
+PyTorch runs the pipeline. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
 of the stage; :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a
-:class:`~offload.pipelining.plan.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
+:class:`~offload.pipelining.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
 stage's module directly and does not count.
 
-The first step runs as without offloading and is measured: its order, what each stage costs and saves. The plan is made
-from that when the second step begins. With a ``profile``, or with a ``fraction``, offloading starts at once.
+The first step runs without offloading and is measured: its order, the seconds of each stage and the bytes that it
+saves. The plan is made from that when the second step begins. With a ``profile``, or with a ``fraction``, offloading
+starts in the first step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -26,6 +27,7 @@ from offload.activations.round import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import parse_min_bytes
+from offload.base.layer_events import Handle
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
@@ -44,10 +46,10 @@ from offload.schedule.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 PARTS = 16
-"""Into how many parts each chunk's activation set is cut: memory comes and goes in steps of a sixteenth."""
+"""Into how many parts each chunk's activation set is cut: memory changes in steps of a sixteenth."""
 
-LAYERS = 512
-"""The most parts of all chunks together: with many chunks, larger parts are still a small share of the memory."""
+ALL_PARTS = 512
+"""The most parts of all chunks together: with many chunks, larger parts are still a small fraction of the memory."""
 
 _NOTHING_MOVES = Schedule(1)
 
@@ -68,7 +70,7 @@ def attach(
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
 
-    Call it on each rank whose activations shall move, before the first step::
+    Call it on each rank that should offload, before the first step::
 
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
         with offload.pipelining.attach(schedule) as handle:
@@ -76,7 +78,7 @@ def attach(
                 schedule.step(batch)
         print(handle.plan)
 
-    Without a budget or fraction, everything moves that the link can carry while compute goes on.
+    Without a budget or fraction, everything is offloaded that the link can copy while compute goes on.
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
@@ -90,16 +92,16 @@ def attach(
             step on; measured in the first step if left out.
         link: The bandwidth of the link between this rank's device and its host; measured if left out.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
-        device: The device whose activations move; that of the stages by default.
+        device: The device whose activations are offloaded; that of the stages by default.
         policies: What happens to the regions of each layer of the stages: patterns of their names, each with
-            ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. What is to be
-            offloaded is what the rest of these options speaks of: it travels as the plan says, and else it stays.
-            The parts of a chunk are its layers then, and what a stage saves outside of them stays.
+            ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. A region with
+            ``"offload"`` is offloaded where the plan says so, and else kept. Each layer is a part of its chunks then,
+            and tensors that a stage saves outside of its layers are kept.
         layers: For ``policies``: a function that is given a stage's module and returns its layers, in the order of
             forward. By default they are the list of modules in it that has the most parameters.
 
     Returns:
-        A handle with ``plan``, ``stats()`` and ``detach()``, which is also a context manager.
+        A handle with ``plan``, ``state``, ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
         TypeError: ``schedule`` is no pipeline schedule of PyTorch.
@@ -108,44 +110,43 @@ def attach(
     stages = stages_of(schedule)
     for stage in stages:
         if isinstance(vars(stage).get("forward_one_chunk"), Wrapper):
-            raise ValueError(f"stage {stage.stage_index} is attached already; call detach() on the first handle")
+            raise ValueError(f"stage {stage.stage_index} is attached already; call remove() on the first handle")
     check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
     check_costs(profile, link)
     if policies is None and layers is not None:
-        raise ValueError("layers are those whose regions are treated, but there are no policies; give both")
+        raise ValueError("layers are those that policies apply to, but there are no policies; give both")
     if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
     patterns = None if policies is None else parse_policies(policies)
     min_bytes = parse_min_bytes(min_bytes)
     backend = get_backend(stages[0].device if device is None else device)
-    used_link = link or measure_link(backend.device)
-
-    def make_plan(order: tuple[Action, ...], profile: Mapping[int, StageProfile]) -> PipelinePlan:
-        chunks = sum(action.kind == "F" for action in order)
-        return plan_pipeline(
-            order,
-            profile,
-            used_link,
-            memory_budget=memory_budget,
-            fraction=fraction,
-            lookahead=lookahead,
-            parts=rank.parts or parts or max(1, min(PARTS, LAYERS // chunks)),
-        )
-
-    rank = RankRegions()
+    link = link or measure_link(backend.device)
+    regions = RankRegions()
     if patterns is not None:
-        rank.attach(stages, layers or layers_in, patterns, measures=profile is None)
-    order = known_order(schedule, stages)
-    plan = None
-    if order is not None and profile is not None:
-        plan = make_plan(order, profile)
-    elif order is not None and fraction is not None:
-        plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=rank.parts or 1)
-    return PipelineOffload(stages, backend, make_plan, plan, profile, min_bytes, rank)
+        regions.attach(stages, layers or layers_in, patterns, measures=profile is None)
+    handle = PipelineOffload(
+        stages,
+        backend,
+        partial(plan_pipeline, link=link, memory_budget=memory_budget, fraction=fraction, lookahead=lookahead),
+        parts=parts,
+        profile=profile,
+        min_bytes=min_bytes,
+        regions=regions,
+    )
+    try:
+        order = known_order(schedule, stages)
+        if order is not None and profile is not None:
+            handle.make_plan(order)
+        elif order is not None and fraction is not None:  # by the order alone, until the first step is measured
+            handle.plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=regions.parts or 1)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
-class PipelineOffload(AbstractContextManager["PipelineOffload"]):
-    """A rank's stages whose activations move; made by :func:`attach`, undone by :meth:`detach`.
+class PipelineOffload(Handle):
+    """A rank's stages whose activations are offloaded; made by :func:`attach`, undone by :meth:`remove`.
 
     As a context manager it is undone at the end of the block.
     """
@@ -154,26 +155,29 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self,
         stages: list[Any],
         backend: Backend,
-        make_plan: Callable[[tuple[Action, ...], Mapping[int, StageProfile]], PipelinePlan],
-        plan: PipelinePlan | None,
+        planner: Callable[..., PipelinePlan],
+        *,
+        parts: int | None,
         profile: Mapping[int, StageProfile] | None,
         min_bytes: int,
         regions: RankRegions,
     ) -> None:
         exclude_parameters(stage.submod for stage in stages)
-        self.plan = plan
-        """What moves when; ``None`` until the second step, if neither a profile nor a fraction was given."""
+        self.plan: PipelinePlan | None = None
+        """What is offloaded when; ``None`` until the second step, if neither a profile nor a fraction was given."""
         self.profile = profile
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
         self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
-        self._make_plan = make_plan
+        self._planner = planner
+        self._parts = parts
         self._min_bytes = min_bytes
         self._regions = regions
         self._probe = Probe(backend) if profile is None else None
         self._round: Round | None = None
         self._numbers: dict[Chunk, int] = {}
-        self._passes: dict[Chunk, ChunkParts] = {}
+        self._chunks: dict[Chunk, ChunkParts] = {}
+        """Chunks whose backward is not over."""
         self._ran: list[Action] = []
         self._wrappers = [
             Wrapper(stage, name, run)
@@ -185,7 +189,21 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             )
         ]
 
-    def detach(self) -> None:
+    @property
+    def state(self) -> Literal["measuring", "following", "removed"]:
+        """Whether there is no plan yet, the plan is followed, or the stages were given back."""
+        if not self._wrappers:
+            return "removed"
+        return "measuring" if self.plan is None else "following"
+
+    def make_plan(self, order: tuple[Action, ...]) -> PipelinePlan:
+        """Plan for this order of actions, and follow the plan. The profile must be known."""
+        chunks = sum(action.kind == "F" for action in order)
+        parts = self._regions.parts or self._parts or max(1, min(PARTS, ALL_PARTS // chunks))
+        self.plan = self._planner(order, self.profile, parts=parts)
+        return self.plan
+
+    def remove(self) -> None:
         """Take the wrappers off the stages. Graphs that exist stay valid. A second call does nothing."""
         for wrapper in self._wrappers:
             wrapper.remove()
@@ -193,26 +211,22 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self._regions.remove()
 
     def regions(self, stage: int, layer: int = 0) -> dict[str, str]:
-        """What happens to the regions of a stage's layer: policies by their names, once it has run forward."""
+        """The policy of each region of a stage's layer, by the region's name, once the layer has run forward."""
         policies = self._regions.policies.get(stage)
         return {} if policies is None else policies[layer].by_name()
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what has moved so far."""
+        """A frozen snapshot of what was offloaded so far."""
         return self._transfers.stats()
 
     def __enter__(self) -> Self:
         if not self._wrappers:
-            raise RuntimeError("the handle must be in use, but it was detached; call attach again.")
+            raise RuntimeError("the handle must be in use, but it was removed; call attach again.")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.detach()
-
     def __repr__(self) -> str:
-        state = "" if self._wrappers else ", detached"
         plan = "no plan yet" if self.plan is None else repr(self.plan)
-        return f"PipelineOffload({plan}, device={str(self._backend.device)!r}{state})"
+        return f"PipelineOffload({plan}, device={str(self._backend.device)!r}, {self.state})"
 
     def _forward(self, stage: Any, method: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not (stage.has_backward and torch.is_grad_enabled()):
@@ -221,24 +235,24 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
         number = self._numbers.setdefault(action.chunk, len(self._numbers))
-        passing = self._pass_of(self._round, stage, number, held_by(stage, fwd_chunk_id, args, kwargs))
+        chunk = self._new_chunk(self._round, stage.stage_index, number, held_by(stage, fwd_chunk_id, args, kwargs))
         try:
-            with passing:
+            with chunk:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
         except BaseException:
             self._round = None
             raise
-        self._passes[action.chunk] = passing
+        self._chunks[action.chunk] = chunk
         if self._probe is not None:
-            self._probe.count(stage.stage_index, passing.saved)
+            self._probe.count(stage.stage_index, chunk.saved)
         return result
 
-    def _pass_of(self, microbatch: Round, stage: Any, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:
-        if stage.stage_index in self._regions.policies:
-            return LayeredChunk(microbatch, number, self._regions, stage.stage_index, held)
+    def _new_chunk(self, microbatch: Round, stage: int, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:
+        if stage in self._regions.policies:
+            return LayeredChunk(microbatch, number, self._regions, stage, held)
         if self.plan is None:
             return EvenChunk(microbatch, number, 1, 0.0, held)
-        part_bytes = self.plan.profile[stage.stage_index].saved_bytes / self.plan.parts
+        part_bytes = self.plan.profile[stage].saved_bytes / self.plan.parts
         return EvenChunk(microbatch, number, self.plan.parts, part_bytes, held)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -249,17 +263,17 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         self, kind: str, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         call = partial(method, bwd_chunk_id, *args, **kwargs)
-        chunk = Chunk(stage.stage_index, bwd_chunk_id)
-        passing = self._passes.get(chunk)
-        if passing is None or (kind == "I" and skips_inputs(stage)):
+        place = Chunk(stage.stage_index, bwd_chunk_id)
+        chunk = self._chunks.get(place)
+        if chunk is None or (kind == "I" and skips_inputs(stage)):
             return call()
         if kind == "W" and skips_inputs(stage):
             kind = "B"
-        passing.begin_backward()
-        result = self._watched(Action(chunk.stage, kind, chunk.microbatch), call)
-        passing.end_backward()
+        chunk.begin_backward()
+        result = self._watched(Action(place.stage, kind, place.microbatch), call)
+        chunk.end_backward()
         if kind != "I":
-            del self._passes[chunk]
+            del self._chunks[place]
         return result
 
     def _watched(self, action: Action, call: Callable[[], Any]) -> Any:
@@ -269,7 +283,7 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
         return result
 
     def _begin_step(self) -> Round:
-        """The first forward of a step: plan by what the last one showed, if there was a whole one."""
+        """The first forward of a step: plan by what the last step showed, if it was a whole one."""
         try:
             ran = read_actions(self._ran)
         except ValueError:  # it was cut off
@@ -278,11 +292,11 @@ class PipelineOffload(AbstractContextManager["PipelineOffload"]):
             self.profile, self._probe = self._probe.profile(), None
             self.plan = None  # a plan made by the order alone
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
-            self.plan = self._make_plan(ran, self.profile)
-            logger.info("for the order %s:\n%s", ran, self.plan)
-            self._transfers.pool.reserve(self.plan.host_bytes)
+            plan = self.make_plan(ran)
+            logger.info("for the order %s:\n%s", ran, plan)
+            self._transfers.pool.reserve(plan.host_bytes)
         self._numbers = {} if self.plan is None else dict(self.plan.chunks)
-        self._passes.clear()
+        self._chunks.clear()
         self._ran.clear()
         schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
         policies_of = self._regions.policies_of if self._regions.parts else None
