@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -88,16 +89,24 @@ class GradientWriter:
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
             self._land()
 
-    def when_written(self, job: Callable[[], None]) -> None:
-        """Let the worker do ``job`` when the copies that were queued so far are done, and its jobs before."""
+    def when_written(self, job: Callable[[], None], cleanup: Callable[[], None] = lambda: None) -> None:
+        """Have the worker do ``job`` after the copies that are queued by now, and ``cleanup`` whatever fails."""
         arrived = self._d2h_stream.record_event()
 
         def when_arrived() -> None:
-            self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
-            with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
-                job()
+            try:
+                self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
+                with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
+                    job()
+            finally:
+                cleanup()
 
         self._worker.submit(when_arrived, self._errors)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job of this backward has raised."""
+        return bool(self._errors)
 
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``: the end of backward. Raises what a job of the worker's has."""
@@ -171,14 +180,11 @@ class GradientWriter:
             additions.append((landed, target, first))  # the worker does not hold device memory
 
         def add() -> None:
-            try:
-                for landed, target, first in additions:
-                    self.counters["added_bytes"] += landed.nbytes
-                    target.copy_(landed) if first else target.add_(landed)
-            finally:
-                self._staging.put(buffer)  # also after an error: backward may wait for a buffer
+            for landed, target, first in additions:
+                self.counters["added_bytes"] += landed.nbytes
+                target.copy_(landed) if first else target.add_(landed)
 
-        self.when_written(add)
+        self.when_written(add, partial(self._staging.put, buffer))  # also after an error: backward may wait for it
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
         """A free staging buffer, a new one, or the next that the worker lets go."""

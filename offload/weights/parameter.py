@@ -10,7 +10,6 @@ mean without streaming.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class HostParameter:
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
         self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
         self.before: torch.Tensor | None = None  # what that sum is to be added to at the end, if it is one of its own
-        self.layer_only = False  # whether only layers may bring gradients: what they bring is averaged over ranks
+        self.refusal: RemovableHandle | None = None  # what refuses gradients that do not come from a layer
         # While parameter.grad is held: see begin_average().
         self.averaged = False
         self.used = False  # whether there is a gradient of this rank's in it
@@ -91,25 +90,31 @@ class HostParameter:
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
 
-    def watch_outside(self, tell: Callable[[HostParameter], None]) -> Iterator[RemovableHandle]:
-        """Call ``tell`` whenever autograd is about to add to ``parameter.grad`` by itself."""
+    def refuse_outside(self) -> None:
+        """Raise where a gradient does not come from a layer alone, until :meth:`allow_outside`."""
         # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle through
         # autograd's memory, where Python's collector does not look.
         this = weakref.ref(self)
 
         def see(gradients: tuple[torch.Tensor | None]) -> None:
             host = this()
-            if host is not None and gradients[0] is not None:  # else all of the gradient was taken off
-                tell(host)
+            if host is not None and gradients[0] is not None:  # None: the layer's node has taken the gradient
+                raise host.outside_error()
 
         if self.accumulator is not None:
-            yield self.accumulator.register_prehook(see)
+            self.refusal = self.accumulator.register_prehook(see)
+
+    def allow_outside(self) -> None:
+        """Let gradients come from anywhere."""
+        if self.refusal is not None:
+            self.refusal.remove()
+            self.refusal = None
 
     def outside_error(self) -> RuntimeError:
-        """What to raise where a gradient would not be averaged."""
+        """What to raise where a gradient would not be averaged, or come after the parameter's step."""
         return RuntimeError(
-            f"{self.name} must get its gradient from its layer alone if process_group is given, but it has a hook, or "
-            "the loss uses it by itself, and that gradient is this rank's own; change p.grad after backward instead."
+            f"{self.name} must get its gradient from its layer alone if process_group or step_in_backward is given, "
+            "but it has a hook, or the loss uses it by itself; leave its layer out, or give neither argument."
         )
 
     def begin_average(self, *, used: bool) -> torch.Tensor | None:
@@ -131,8 +136,7 @@ class HostParameter:
     def give_back_gradient(self) -> None:
         """All has arrived: let ``parameter.grad`` be the sum.
 
-        Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or the parameter's step in backward
-        sees to it (:class:`offload.weights.step.LayerSteps`).
+        Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or :meth:`refuse_outside` was called.
         """
         if not self.held:
             return
@@ -218,7 +222,7 @@ class StandIn:
         if not parameter.requires_grad:
             return None  # frozen since: autograd drops it as well
         hooked = has_gradient_hooks(parameter)
-        if hooked and host.layer_only:
+        if hooked and host.refusal is not None:
             raise host.outside_error()  # here, after the same collectives on all ranks
         if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload.base import trace
 from offload.base.torch_private import running_ddp
@@ -44,15 +43,11 @@ class GradientReducer:
         self._d2h_stream, self._h2d_stream = backend.copy_streams
         self._stream = backend.new_stream("reduce")
         self._left = len(layers)  # of this backward: the first so many layers have not been averaged
-        self._hooks: list[RemovableHandle] = []
         for target, source in [pair for layer in layers for pair in layer.copies]:
             target.copy_(source)  # by way of the slots, which are empty
             dist.broadcast(target, group=group, group_src=0)
             source.copy_(target)
         self._hosts = dict.fromkeys(host for layer in layers for host in layer.parameters)  # each once, in order
-        for host in self._hosts:
-            host.layer_only = True
-            self._hooks += host.watch_outside(_refuse)
 
     def see_forward(self) -> None:
         """A forward runs: whether its backward averages is decided now, as ``DistributedDataParallel`` does."""
@@ -95,13 +90,6 @@ class GradientReducer:
     def reset(self) -> None:
         """The next backward begins anew."""
         self._left = len(self._layers)
-
-    def close(self) -> None:
-        """Let gradients come from anywhere again."""
-        for hook in self._hooks:
-            hook.remove()
-        for host in self._hosts:
-            host.layer_only = False
 
     def _average(self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype) -> list[torch.Tensor]:
         backend, compute = self._backend, self._backend.compute_stream()
@@ -165,7 +153,3 @@ def check_group(group: object, device: torch.device, modules: list[nn.Module]) -
             "layers must be the same on all ranks of process_group, got {} to {} layers of {} to {} bytes, of which {} "
             "to {} are trained.".format(*(number for pair in zip(least, most, strict=True) for number in pair))
         )
-
-
-def _refuse(host: HostParameter) -> None:
-    raise host.outside_error()

@@ -31,7 +31,7 @@ from offload.weights.layer import WeightLayer
 from offload.weights.reduce import GradientReducer
 from offload.weights.slots import WeightSlots, WeightWait
 from offload.weights.stats import WeightCounters
-from offload.weights.step import LayerSteps
+from offload.weights.step import LayerSteps, MakeOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class StreamedLayer(LayerListener):
             return
         stream.enter_thread(threading.current_thread(), f"forward of {layer}")
         stream.drop_unfinished()
-        stream.steps.check(layer)
         layer.check(averaged=stream.grouped)
         if stream.reducer is not None and (call.training or torch.is_grad_enabled()):
             stream.reducer.see_forward()
@@ -114,8 +113,7 @@ class StreamedLayer(LayerListener):
             layer.needs_backward = bool(marked)
 
     def before_state_dict(self) -> None:
-        self._stream.give_up()
-        self._stream.steps.warn_of_state_dict()
+        self._stream.settle()
 
     def before_load(self) -> None:
         self._stream.settle()
@@ -130,6 +128,7 @@ class WeightStream:
         num_slots: Of how many of them the device holds the weights.
         num_staging: Of how many the gradients may wait on the host to be added.
         group: Over whose ranks gradients are averaged.
+        make_optimizer: What makes the optimizer of a layer that is stepped in backward.
     """
 
     def __init__(
@@ -139,6 +138,7 @@ class WeightStream:
         num_slots: int,
         num_staging: int,
         group: ProcessGroup | None = None,
+        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         hosts = {host for layer in layers for host in layer.parameters}
         self.device = backend.device
@@ -153,7 +153,6 @@ class WeightStream:
         self._entering = threading.Lock()  # two threads may enter at the same moment
         averaged = group is not None and group.size() > 1
         self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters, averaged=averaged)
-        self.steps = LayerSteps(layers, self._writer)
         self._compute = backend.compute_stream()  # what the layer that computes runs on
         # The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up.
         self._backward: Callable[[], _Backward | None] = lambda: None
@@ -167,6 +166,17 @@ class WeightStream:
         self.reducer = (
             GradientReducer(backend, layers, group, self.counters) if group is not None and averaged else None
         )
+        self.steps = LayerSteps(layers, self._writer, make_optimizer)
+        self._layer_only = hosts if self.reducer is not None else self.steps.hosts
+        for host in self._layer_only:
+            host.refuse_outside()
+
+    def close(self) -> None:
+        """Average and step nothing any more, and let gradients come from anywhere."""
+        self.settle()
+        self.steps.close()
+        for host in self._layer_only:
+            host.allow_outside()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread use the layers, to do ``what``, until :attr:`thread` is ``None`` again.
@@ -221,7 +231,7 @@ class WeightStream:
 
     def enter_backward(self, layer: WeightLayer, forward: _Forward | None = None) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
-        self.steps.check(layer)
+        self.steps.check_layer(layer)
         if forward is not None and forward.version != layer.version():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
@@ -249,14 +259,14 @@ class WeightStream:
     def end_backward(self) -> None:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
         self._leave_backward()
-        self.steps.complete(None)
         reducer = self._averaging()
         if reducer is not None:
             self._average(reducer, None)
             reducer.finish()
         self.slots.settle()  # the program may change weights now, in a way that nobody sees
+        self.steps.finish()
         self._writer.finish()
-        self.steps.end_backward()
+        self.steps.reset()
         self.thread = None
 
     def abort_backward(self) -> None:
@@ -272,7 +282,7 @@ class WeightStream:
                 self._writer.finish()
             except Exception:
                 logger.exception("a gradient could not be added after backward had failed")
-            self.steps.end_backward()
+            self.steps.reset()
 
     def drop_unfinished(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
@@ -283,18 +293,14 @@ class WeightStream:
             self.abort_backward()
         self.leave()
 
-    def give_up(self) -> None:
-        """The program is about to use what the host has: leave what was cut off before."""
+    def settle(self) -> None:
+        """The host is about to use or change weights: drop what was cut off, and block until no copy reads them."""
         if not in_backward():
             self.enter_thread(threading.current_thread(), "what changes or reads the host's weights")
             try:
                 self.drop_unfinished()
             finally:
                 self.thread = None
-
-    def settle(self) -> None:
-        """The host is about to change weights: block until no copy reads them, and load anew afterwards."""
-        self.give_up()
         self.slots.settle()
 
     def _leave_backward(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.base.checks import format_bytes, format_s, is_int
+from offload.base.checks import format_bytes, format_s, is_int, warn_caller
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, Handle
 from offload.base.progress import progress_bar
@@ -28,7 +28,7 @@ from offload.weights.parameter import HostParameter
 from offload.weights.reduce import check_group
 from offload.weights.stats import WeightStats
 from offload.weights.stay import let_go, let_stay
-from offload.weights.step import is_part
+from offload.weights.step import MakeOptimizer, check_make_optimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -60,37 +60,17 @@ class StreamedWeights(Handle):
         self._buffers = [(weakref.ref(each), name, device) for each, name, device in moved]
         let_stay(modules, stream.device)
 
-    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step each layer's parameters as soon as their gradients are complete, beside the rest of backward.
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step in backward, in the order of the layers; empty without ``step_in_backward``.
 
-        The step belongs to backward then. ``optimizer.step()`` after it ends the step: it steps what is left, the
-        parameters outside the layers for example, and the results are the same as without. What follows from that:
-
-        - With several microbatches per step, run all but the last one's backward inside :meth:`no_step`.
-        - Decide before backward whether a loss is to be skipped, and set hyperparameters before it.
-        - Between the two, layers must not run, and weights, gradients and the optimizer must stay as they are. What
-          needs every gradient before the first step, as a global norm and a ``GradScaler`` do, is impossible.
-        - A backward that failed may have stepped some layers. Call ``optimizer.step()`` after it, too: it steps what
-          has a gradient and has not been stepped. Nothing is ever stepped twice.
-
-        Args:
-            optimizer: Any of ``torch.optim`` that steps each parameter by itself.
-
-        Raises:
-            TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, it is LBFGS or SparseAdam, or it is a wrapper
-                of another optimizer.
-            ValueError: It has none of the layers' parameters.
-            RuntimeError: The handle was removed, or has an optimizer already. Forward and ``optimizer.step()`` raise it
-                where a loop does not keep to the above, and name what they have found.
+        Give each a scheduler, save and load the ``state_dict`` of each, and change hyperparameters between backwards.
         """
-        steps = self._alive().steps
-        if steps.optimizer is not None:
-            raise RuntimeError("step_in_backward must be called once; call remove() and stream the layers again.")
-        steps.use(optimizer)
+        return self._alive().steps.optimizers
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
-        """Inside the block, backward adds to gradients and steps nothing; see :meth:`step_in_backward`."""
+        """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
         steps = self._alive().steps
         before, steps.enabled = steps.enabled, False
         try:
@@ -167,10 +147,7 @@ class StreamedWeights(Handle):
         """
         if self._stream is None:
             return
-        self._stream.settle()
-        self._stream.steps.close()
-        if self._stream.reducer is not None:
-            self._stream.reducer.close()
+        self._stream.close()
         self._attachment.remove()
         let_go(_alive(self._modules))
         _move_buffers([(each, name, device) for found, name, device in self._buffers for each in _alive([found])])
@@ -199,6 +176,7 @@ def stream_weights(
     grad_dtype: torch.dtype | None = None,
     num_staging: int = 3,
     process_group: ProcessGroup | None = None,
+    step_in_backward: MakeOptimizer | None = None,
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory and bring each layer's to the device when it computes.
 
@@ -230,16 +208,23 @@ def stream_weights(
             device, beside backward. All its ranks must call this, with the same layers, which begin with the weights
             of its first rank; see :meth:`StreamedWeights.prepare_ddp` for what is outside the layers. ``None`` leaves
             gradients to each process.
+        step_in_backward: A function that makes the optimizer of one layer from a list of the layer's parameters, such
+            as ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)``. Each layer is stepped as soon
+            as its gradients are on the host, beside the rest of backward, and its gradients are ``None`` when
+            ``backward()`` returns. Gradients cannot be clipped by a norm over all layers, nor unscaled by a
+            ``GradScaler``: do not use these. Run all microbatches of a step but the last in
+            :meth:`StreamedWeights.no_step`. An optimizer of the program's takes the parameters outside the layers.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules, a parameter is of a kind that cannot be streamed, or
-            ``process_group`` is no process group that this rank is in.
+        TypeError: ``layers`` does not hold modules, a parameter is of a kind that cannot be streamed,
+            ``process_group`` is no process group that this rank is in, or ``step_in_backward`` makes no optimizers.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
             parameter cannot be streamed, a number is out of its range, or the process group cannot communicate on the
-            device or has other layers on another rank. Nothing has been changed then.
+            device or has other layers on another rank. Nothing has been changed then. Or ``step_in_backward`` made an
+            optimizer of other parameters than the layer's, which are on the host by then.
         HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
             page-lock it.
     """
@@ -251,6 +236,8 @@ def stream_weights(
             raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    if step_in_backward is not None:
+        check_make_optimizer(step_in_backward)
     check_room(missing_bytes(modules))
     backend = get_backend(device)
     if process_group is not None:
@@ -265,7 +252,8 @@ def stream_weights(
     weight_bytes = sum(len(host.flat) for host in known.values())
     amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
-    stream = WeightStream(backend, [layer for layer in found if layer.nbytes], num_slots, num_staging, process_group)
+    streamed = [layer for layer in found if layer.nbytes]
+    stream = WeightStream(backend, streamed, num_slots, num_staging, process_group, step_in_backward)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers()
     _streams.add(stream)
@@ -297,8 +285,28 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if is_part(optimizer):
-        return  # a layer's, which the worker steps, and cannot wait for itself; or the rest, after the whole was here
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for stream in list(_streams):
-        if not stream.parameters.isdisjoint(item for group in optimizer.param_groups for item in group["params"]):
+        _warn_of_fused_steps(optimizer, stream.parameters)
+        if stream.steps.stepping is not optimizer and not stream.parameters.isdisjoint(parameters):
+            stream.steps.check_optimizer(optimizer)
             stream.settle()
+
+
+def _warn_of_fused_steps(optimizer: torch.optim.Optimizer, streamed: set[nn.Parameter]) -> None:
+    """Before PyTorch 2.14, fused SGD on the CPU leaves most of a low-precision parameter as it was."""
+    if not isinstance(optimizer, torch.optim.SGD) or torch.__version__ >= "2.14":
+        return
+    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
+    if any(parameter.element_size() == 2 and parameter in streamed for parameter in fused):
+        warn_once(
+            "SGD with fused=True skips updates of bfloat16 and float16 parameters on the CPU "
+            "before PyTorch 2.14 (https://github.com/pytorch/pytorch/pull/192545), and streamed weights are stepped on "
+            "the CPU; write fused=False, or update PyTorch."
+        )
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn the first time."""
+    warn_caller(message)

@@ -21,7 +21,12 @@ LAYERS = 4
 STEPS = 3
 TOKENS = 8
 # Powers of two, so that hosts and GPUs round alike.
-MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.5, weight_decay=2**-6)
+make_sgd = functools.partial(torch.optim.SGD, lr=2**-6)
+make_momentum = functools.partial(make_sgd, momentum=0.5, weight_decay=2**-6)
+
+
+def parameters_of(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Block(nn.Module):
@@ -92,16 +97,14 @@ class Setting:
         *,
         microbatches=1,
         syncs="last",
-        optimizer=torch.optim.SGD,
+        make=make_sgd,
         in_backward=False,
         told=lambda step, rank, number: {},
         dtype=torch.float32,
     ):
-        """The losses, the gradients of each step, and what the parameters are in the end, all on the CPU."""
-        # A power of two, so that it makes no difference which device rounds the update.
-        stepping = optimizer(model.parameters(), lr=2**-6)
-        if in_backward:
-            streamed.step_in_backward(stepping)
+        """The losses, the gradients that each step leaves, and what the parameters are in the end, all on the CPU."""
+        stepped = set() if streamed is None else {p for each in streamed.optimizers for p in parameters_of(each)}
+        optimizer = make([p for p in model.parameters() if p not in stepped])
         found = []
         for step in range(STEPS):
             for number, x in enumerate(self.batches(microbatches, dtype)):
@@ -109,14 +112,15 @@ class Setting:
                 with contextlib.ExitStack() as stack:
                     if not last and syncs == "last":
                         stack.enter_context(model.no_sync())
-                    if not last and in_backward:
+                    if not last and stepped:
                         stack.enter_context(streamed.no_step())
                     loss = model(x, **told(step, self.rank, number)).float().square().mean() / microbatches
                     loss.backward()
                 found.append(loss.item())
-            found += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
-            stepping.step()
-            stepping.zero_grad()
+            if not in_backward:
+                found += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
         return found + [p.detach().cpu().clone() for p in model.parameters()]
 
     def compare(self, *, stream=None, build=None, **options):
@@ -124,7 +128,9 @@ class Setting:
         stream, build = stream or {}, build or {}
         dtype = build.get("dtype", torch.float32)
         plain = self.wrap(self.build(**build), static=stream.get("static", False))
-        expected = self.train(plain, dtype=dtype, **{**options, "in_backward": False})
+        expected = self.train(plain, dtype=dtype, **options)
+        if options.get("in_backward"):
+            stream = {**stream, "step_in_backward": options.get("make", make_sgd)}
         streamed, model = self.stream(self.build(**build), **stream)
         with streamed:
             found = self.train(model, streamed, dtype=dtype, **options)
@@ -139,17 +145,17 @@ def skipping(step, rank, number):
 
 CASES = {
     "one microbatch": {},
-    "momentum": {"optimizer": MOMENTUM},
+    "momentum": {"make": make_momentum},
     "bfloat16": {"build": {"dtype": torch.bfloat16}},
     "no_sync": {"microbatches": 3},
     "no_sync in bfloat16": {"microbatches": 3, "build": {"dtype": torch.bfloat16}},
     "every microbatch": {"microbatches": 3, "syncs": "each"},
     "three slots": {"microbatches": 2, "stream": {"num_slots": 3}},
     "step in backward": {"microbatches": 2, "in_backward": True},
-    "momentum in backward": {"in_backward": True, "optimizer": MOMENTUM},
+    "momentum in backward": {"in_backward": True, "make": make_momentum},
     "experts": {
         "build": {"experts": 3},
-        "optimizer": MOMENTUM,
+        "make": make_momentum,
         "told": lambda step, rank, number: {"expert": (rank + step // 2) % 3},
     },
     "experts, none of a rank's own": {"build": {"experts": 3}, "told": lambda step, rank, number: {"expert": step % 2}},

@@ -93,7 +93,7 @@ def test_a_gradient_that_does_not_come_from_its_layer(ranks: Found) -> None:
     errors, gradients = zip(*(rank["from_outside"] for rank in ranks), strict=True)
     assert [len(each) for each in errors] == [len(errors[0])] * 2 != [0, 0]
     for error in [error for each in errors for error in each]:
-        assert "layer 1's out.weight must get its gradient from its layer alone if process_group is given" in error
+        assert "layer 1's out.weight must get its gradient from its layer alone if process_group or" in error
     assert not differing(*gradients)
 
 
