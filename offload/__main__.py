@@ -1,4 +1,4 @@
-"""``python -m offload``: questions about this machine and about a model, answered without training one."""
+"""``python -m offload``: the command line."""
 
 import sys
 

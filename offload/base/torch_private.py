@@ -248,12 +248,6 @@ raw_stream = _find("_C._cuda_getCurrentRawStream")
 """The handle of the current stream of a device, given by its index."""
 
 
-def cuda_driver_version() -> int:
-    """The highest CUDA version that the driver runs, such as 12080; 0 without PyTorch for CUDA, or a driver."""
-    ask: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", int)
-    return ask()
-
-
 # Modules, optimizers, DistributedDataParallel, pipelines.
 
 APPLY = "_apply"

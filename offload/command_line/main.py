@@ -1,33 +1,47 @@
-"""The commands of ``python -m offload``: their options, and where their answers go."""
+"""The command line: ``python -m offload``, or ``offload``. Options of all commands, and the exit status."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from offload.command_line import doctor, link, plan
+import torch
+
+from offload import __version__
+from offload.base.checks import parse_bytes
+from offload.command_line.answer import Answer
+from offload.command_line.doctor import answer_doctor
+from offload.command_line.link import answer_link
+from offload.command_line.llama import ITEM_BYTES
+from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
+from offload.measuring.profile_layers import PIECE_BYTES
 from offload.planning.as_json import to_json
 
-COMMANDS: dict[str, ModuleType] = {"link": link, "doctor": doctor, "plan": plan}
-"""The file of each: it has ``add_options`` and ``answer``, and its docstring begins with the help of the command."""
+COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+    "link": answer_link,
+    "doctor": answer_doctor,
+    "plan": answer_plan,
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command, and write its answer to standard output.
+    """Run one command and write its answer to standard output.
 
     Args:
-        words: What stands behind ``python -m offload``; from the command line if left out.
+        words: The arguments of ``python -m offload``; by default those of the process.
 
     Returns:
-        The exit status: 0 if all is well, 1 if the answer says that it is not. What is wrong with the options, or
-        cannot be done here, is one line on standard error and 2.
+        The exit status: 0 if all is well, 1 if the answer says that it is not. Wrong options, and what cannot be
+        answered, are one line on standard error and 2.
     """
-    options = _parser().parse_args(words)
+    options = read_options(sys.argv[1:] if words is None else words)
     try:
-        answer = COMMANDS[options.command].answer(options)
+        answer = COMMANDS[options.command](options)
     except (ValueError, TypeError, OSError, HostMemoryError) as error:
         sys.stderr.write(f"offload {options.command}: {error}\n")
         return 2
@@ -36,12 +50,87 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0 if answer.ok else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m offload", description="Ask about this machine, and about a model.")
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a command, by name.
+
+    Raises:
+        SystemExit: An option is wrong, with status 2; or it asks for help or the version, with status 0.
+    """
+    parser = argparse.ArgumentParser("offload", description="Ask about this machine, and about a model.")
+    parser.add_argument("--version", action="version", version=f"offload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    adds = {}
     for name, command in COMMANDS.items():
         text = (command.__doc__ or "").partition("\n")[0]
-        options = commands.add_parser(name, help=text, description=text)
-        command.add_options(options)
-        options.add_argument("--json", action="store_true", help="answer as JSON, for programs")
-    return parser
+        one = commands.add_parser(name, help=text, description=text)
+        one.add_argument("--json", action="store_true", help="answer as JSON, for programs")
+        adds[name] = one.add_argument
+    for name in ("link", "doctor"):
+        adds[name]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
+    adds["link"]("--piece", type=_size, default=PIECE_BYTES, help="the size of one copy; 64MiB by default")
+    add = adds["plan"]
+    add("model", nargs="?", type=Path, help="the path of a Hugging Face config.json, or of the folder that holds it")
+    for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab"):
+        add(f"--{name}", type=_count, help="in place of the config's")
+    add("--no-gate", dest="gated", action="store_const", const=False, help="the MLP has two products in place of three")
+    fused = "each norm is one operation; by default the operations of Hugging Face's Llama, in float32"
+    add("--fused-norms", action="store_const", const=True, help=fused)
+    add("--dtype", choices=[*ITEM_BYTES], help="of weights and activations, in place of the config's")
+    add("--tokens", type=_count, default=4096, help="tokens of a sequence; 4096 by default")
+    add("--batch", type=_count, default=1, help="sequences in a microbatch; 1 by default")
+    add("--memory", type=_size, help="device memory, such as 24GiB; by default that of this machine's GPU")
+    add("--host-memory", type=_size, help="host memory that may be used, such as 100GiB; no limit by default")
+    add("--link", type=_size, help="bytes per second each way, such as 26GB; an H200's by default")
+    add("--flops", type=_rate, help="FLOP per second inside of layers; 630e12, an H200's, by default")
+    add("--bandwidth", type=_rate, help="bytes per second of device memory; 4e12, an H200's, by default")
+    state = "bytes of optimizer state per parameter; by default AdamW's two numbers of the dtype"
+    add("--optimizer-bytes", type=_count_or_zero, help=state)
+    add("--fused-loss", action="store_true", help="the loss never holds all logits: offload.use_chunked_loss, Liger's")
+    return parser.parse_args(_joined(words))
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """An option with its negative value as one word: argparse takes ``-5GiB`` for an option."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("value ")) from None
+
+
+def _number(text: str, wanted: str, least: float, kind: Callable[[str], float]) -> float:
+    try:
+        found = kind(text)
+    except ValueError:
+        found = math.nan
+    if not least <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+    return found
+
+
+def _count(text: str) -> float:
+    return _number(text, "a whole number, at least 1", 1, int)
+
+
+def _count_or_zero(text: str) -> float:
+    return _number(text, "a whole number, at least 0", 0, int)
+
+
+def _rate(text: str) -> float:
+    return _number(text, "a number above 0, such as 630e12", math.ulp(0.0), float)

@@ -14,6 +14,7 @@ from offload.command_line.main import COMMANDS, main
 PAGE = Path(__file__).resolve().parents[2] / "docs/howto/command_line.md"
 BLOCKS = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
 LLAMA = {
+    "model_type": "llama",
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "intermediate_size": 14336,
@@ -39,9 +40,9 @@ def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     # A machine like that on which the page was written.
     monkeypatch.setattr(torch.version, "cuda", None)
-    for name, found in (("driver_version", None), ("driver_cuda", None), ("locked_limit", 8 << 20)):
-        monkeypatch.setattr(f"offload.command_line.machine.{name}", lambda found=found: found)
-    monkeypatch.setattr("offload.command_line.doctor.memory_groups", list)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, 8 << 20))
+    for name, found in (("driver_version", None), ("memory_groups", [])):
+        monkeypatch.setattr(f"offload.command_line.doctor.{name}", lambda found=found: found)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Llama-3.1-8B").mkdir()
     (tmp_path / "Llama-3.1-8B/config.json").write_text(json.dumps(LLAMA))

@@ -1,166 +1,129 @@
-"""``python -m offload link``, and what it reads about the bus."""
+"""``python -m offload link``, what it reads about the bus, and what all commands have in common."""
 
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import offload
-from offload.command_line import machine
-from offload.command_line.link import describe, free_flop_per_byte
+from offload.command_line.link import Bus, bus_of, describe_link
 from offload.command_line.main import main
 
 ADDRESS = "0000:17:00.0"
 H200 = offload.Link(55.4e9, 55.5e9, 101.6e9, "cuda:0")
-
-
-def silent(address, fields):
-    return None
-
-
-def make_device(root, *, upper="16.0 GT/s PCIe", now="16"):
-    """A card of Gen5 x16 behind a port, as Linux lists them."""
-    port = root / "sys/devices/pci0000:16/0000:16:01.0"
-    card = port / ADDRESS
-    card.mkdir(parents=True)
-    for end, speed in ((port, upper), (card, "32.0 GT/s PCIe")):
-        (end / "max_link_speed").write_text(f"{speed}\n")
-        (end / "max_link_width").write_text("16\n")
-    (card / "current_link_width").write_text(f"{now}\n")
-    (card / "numa_node").write_text("1\n")
-    listed = root / "sys/bus/pci/devices"
-    listed.mkdir(parents=True)
-    (listed / ADDRESS).symlink_to(card)
-    return card
+MEASURED = ["link", "--device", "cpu", "--piece", "64KiB"]
 
 
 def test_measures_here(capsys):
-    assert main(["link", "--device", "cpu", "--piece", "1MiB", "--json"]) == 0
+    assert main([*MEASURED, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["offload"], found["version"], found["ok"]) == ("link", 1, True)
     assert found["d2h_bytes_per_s"] > 0
     assert found["promised_bytes_per_s"] is found["ratio"] is None
-    assert found["free_flop_per_byte"] == found["flop_per_s"] / min(
-        found["d2h_bytes_per_s"], 2 * found["h2d_bytes_per_s"]
-    )
-
-
-def test_says_that_it_is_the_cpu(capsys):
-    assert main(["link", "--device", "cpu", "--piece", "1MiB"]) == 0
+    slower = min(found["d2h_bytes_per_s"], 2 * found["h2d_bytes_per_s"])
+    assert found["free_flop_per_byte"] == found["flop_per_s"] / slower
+    assert main(MEASURED) == 0
     text = capsys.readouterr().out
     assert text.startswith("device    the CPU,")
-    assert "promised  unknown" in text
+    assert "promised  unknown: there is no bus" in text
 
 
 @pytest.mark.slow
-def test_runs_as_a_module():
-    command = [sys.executable, "-m", "offload", "link", "--device", "cpu", "--piece", "64KiB", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_runs_as_a_module_which_the_library_does_not_import():
+    done = subprocess.run([sys.executable, "-m", "offload", *MEASURED, "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["offload"] == "link"
-
-
-@pytest.mark.slow
-def test_importing_the_library_imports_no_command():
     code = "import sys, offload; assert 'offload.command_line' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_has_a_script_and_a_version(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"offload": "offload.command_line.main:main"}
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"offload {project['version']}\n"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["link", "--device", "meta"], "offload link: device must be on this machine"),
-        (["link", "--piece", "0"], "offload link: piece_bytes must be at least 1, got 0"),
+        (["link", "--piece", "0B"], "offload link: piece_bytes must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(words, said, capsys):
+def test_what_cannot_be_answered_is_one_line(words, said, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(said)
     assert error.count("\n") == 1
 
 
-def test_a_device_must_be_one(capsys):
+SIZE = "must be a number and a unit, such as '40GiB', got"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("link --device tpu:0", "argument --device: Expected one of cpu, cuda"),
+        ("link --piece 1MibB", f"argument --piece: {SIZE} '1MibB'"),
+        ("plan --memory 80", f"argument --memory: {SIZE} '80'"),
+        ("plan --memory=-5GiB", f"argument --memory: {SIZE} '-5GiB'"),
+        ("plan --memory -5GiB", f"argument --memory: {SIZE} '-5GiB'"),
+        ("plan --memory 8GiB --host-memory 64", f"argument --host-memory: {SIZE} '64'"),
+        ("plan --link 26", f"argument --link: {SIZE} '26'"),
+        ("plan --layers 0", "argument --layers: must be a whole number, at least 1, got '0'"),
+        ("plan --tokens x", "argument --tokens: must be a whole number, at least 1, got 'x'"),
+        ("plan --optimizer-bytes -1", "argument --optimizer-bytes: must be a whole number, at least 0, got '-1'"),
+        ("plan --flops -1", "argument --flops: must be a number above 0, such as 630e12, got '-1'"),
+        ("plan --bandwidth 0", "argument --bandwidth: must be a number above 0, such as 630e12, got '0'"),
+        ("plan --flops nan", "argument --flops: must be a number above 0, such as 630e12, got 'nan'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(words, said, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["link", "--device", "tpu:0"])
+        main(words.split())
     assert exit_.value.code == 2
-    assert "argument --device: Expected one of cpu, cuda" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
-def test_a_size_needs_a_unit_that_there_is(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["link", "--piece", "1 MibB"])
-    assert exit_.value.code == 2
-    assert "argument --piece: must be a number and a unit, such as '40GiB', got '1 MibB'" in capsys.readouterr().err
-
-
-def test_compares_with_what_the_bus_promises():
-    answer = describe("NVIDIA H200 (cuda:0)", H200, machine.Bus(5, 16), 785e12)
+def test_compares_with_the_promise_of_the_bus():
+    answer = describe_link("NVIDIA H200 (cuda:0)", H200, Bus(5, 16, 16), 785e12)
     assert answer.values["ratio"] == pytest.approx(55.4 / 63.016)
     assert "63.0 GB/s each way by PCIe Gen5 x16; reached 88%" in str(answer)
     assert "14,170 FLOP" in str(answer)
     assert "another link" not in str(answer)
+    faster = describe_link("", offload.Link(350e9, 350e9, 700e9), Bus(5, 16, 16), 785e12)
+    assert "another link" in str(faster)
 
 
-def test_more_than_the_bus_promises_is_another_link():
-    assert "another link" in str(describe("", offload.Link(350e9, 350e9, 700e9), machine.Bus(5, 16), 785e12))
+@pytest.mark.parametrize(("h2d", "free"), [(40.0, 20.0), (10.0, 50.0)])
+def test_reloads_have_twice_the_time_of_offloads(h2d, free):
+    answer = describe_link("", offload.Link(50.0, h2d, 50.0 + h2d), None, 1000.0)
+    assert answer.values["free_flop_per_byte"] == free
 
 
-def test_free_is_bound_by_the_way_out_unless_the_way_back_is_half_as_fast():
-    assert free_flop_per_byte(offload.Link(50.0, 40.0, 90.0), 1000.0) == 20.0
-    assert free_flop_per_byte(offload.Link(50.0, 10.0, 60.0), 1000.0) == 50.0
-
-
-def test_a_bus_is_as_fast_as_its_slower_end(tmp_path):
-    make_device(tmp_path)
-    assert machine.bus_of(ADDRESS, tmp_path, silent) == machine.Bus(4, 16, 16)
-    assert machine.numa_node(ADDRESS, tmp_path) == 1
-
-
-def test_the_driver_knows_better(tmp_path):
-    make_device(tmp_path)
-    asked = []
-
-    def ask(address, fields):
-        asked.append((address, fields))
-        return ["5", "16", "8"]
-
-    assert machine.bus_of(ADDRESS, tmp_path, ask) == machine.Bus(5, 16, 8)
-    assert asked == [(ADDRESS, "pcie.link.gen.max,pcie.link.width.max,pcie.link.width.current")]
-
-
-@pytest.mark.parametrize("upper", ["Unknown", "7.0 GT/s"])
-def test_an_end_that_says_nothing_does_not_count(tmp_path, upper):
-    make_device(tmp_path, upper=upper)
-    assert machine.bus_of(ADDRESS, tmp_path, lambda *_: ["[N/A]", "[N/A]", "[N/A]"]) == machine.Bus(5, 16, 16)
-
-
-def test_nobody_says(tmp_path):
-    assert machine.bus_of(ADDRESS, tmp_path, silent) is None
-    assert machine.bus_of(None) is None
-    assert machine.numa_node(ADDRESS, tmp_path) is None
-    make_device(tmp_path)
-    (tmp_path / "sys/bus/pci/devices" / ADDRESS / "max_link_width").write_text("255\n")
-    assert machine.bus_of(ADDRESS, tmp_path, silent) is None
-    (tmp_path / "sys/bus/pci/devices" / ADDRESS / "numa_node").write_text("-1\n")
-    assert machine.numa_node(ADDRESS, tmp_path) is None
-
-
-def test_asks_the_tool_if_there_is_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "bus"),
+    [
+        ('echo "5, 16, 8"', Bus(5, 16, 8)),
+        ('echo "[N/A], [N/A], [N/A]"', None),
+        ('echo "9, 16, 16"', None),  # a generation of the future
+        ('test "$1" = --id=0000:17:00.0 && echo "4, 8, 8"', Bus(4, 8, 8)),
+        ("exit 6", None),
+    ],
+)
+def test_asks_nvidia_smi_for_the_bus(script, bus, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.ask_nvidia(ADDRESS, "driver_version") is None
+    assert bus_of(ADDRESS) is None  # there is no such tool
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\necho "$1, $2, $3"\n')
+    tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
-    assert machine.ask_nvidia(ADDRESS, "driver_version") == [
-        f"--id={ADDRESS}",
-        "--query-gpu=driver_version",
-        "--format=csv",
-        "noheader",
-        "nounits",
-    ]
-    tool.write_text("#!/bin/sh\nexit 6\n")
-    assert machine.ask_nvidia(ADDRESS, "driver_version") is None
+    assert bus_of(ADDRESS) == bus
+    assert bus_of(None) is None
 
 
 @pytest.mark.gpu

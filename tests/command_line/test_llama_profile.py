@@ -45,58 +45,33 @@ def assert_alike(counted, found):
         assert one.saved_bytes == other.saved_bytes > 0
 
 
+GQA = {"num_key_value_heads": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "head_dim", "min_bytes"),
+    ("kind", "dtype", "options", "min_bytes"),
     [
-        ("float32", 2, 8, 1),
-        ("float32", 4, 8, 1),
-        ("bfloat16", 2, 8, 1),
-        ("bfloat16", 1, 16, 1),
-        ("bfloat16", 2, 8, 600),  # tensors that are too small, and inputs
-        ("float32", 2, 8, 5000),
+        (transformers.LlamaConfig, "float32", GQA, 1),
+        (transformers.LlamaConfig, "float32", {}, 5000),
+        (transformers.LlamaConfig, "bfloat16", {"num_key_value_heads": 1, "head_dim": 16}, 1),
+        (transformers.LlamaConfig, "bfloat16", GQA, 600),  # tensors that are too small, and inputs
+        (transformers.MistralConfig, "bfloat16", {**GQA, "sliding_window": None}, 1),
+        (transformers.Qwen2Config, "bfloat16", GQA, 1),  # with biases
+        (transformers.ArceeConfig, "float32", {"hidden_act": "gelu"}, 1),  # an MLP without a gate
+        (transformers.ArceeConfig, "bfloat16", {"hidden_act": "gelu", "head_dim": 8}, 1),
     ],
 )
-def test_has_the_regions_that_are_measured(dtype, kv_heads, head_dim, min_bytes, tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        use_cache=False,
-        dtype=dtype,
-    )
+def test_has_the_regions_that_are_measured(kind, dtype, options, min_bytes, tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3}
+    config = kind(**sizes, num_attention_heads=4, use_cache=False, dtype=dtype, **options)
     config.save_pretrained(tmp_path)
     shape = read_shape(tmp_path, {})
     model, found = measured(config, dtype, min_bytes, 2, 16)
     assert_alike(profile_of(shape, 2, 16, RATES, min_bytes), found)
     parameters = [parameter.numel() for parameter in model.model.layers.parameters()]
     assert shape.layers * shape.layer_parameters == sum(parameters)
-    assert shape.outside_parameters == sum(parameter.numel() for parameter in model.parameters()) - sum(parameters)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_mlp_without_a_gate(dtype, tmp_path):
-    config = transformers.ArceeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=8,
-        hidden_act="gelu",
-        use_cache=False,
-        dtype=dtype,
-    )
-    config.save_pretrained(tmp_path)
-    shape = read_shape(tmp_path, {"gated": False})
-    model, found = measured(config, dtype, 1, 2, 16)
-    assert_alike(profile_of(shape, 2, 16, RATES, 1), found)
-    assert shape.layers * shape.layer_parameters == sum(each.numel() for each in model.model.layers.parameters())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -141,13 +116,8 @@ def test_comes_near_to_what_an_h200_measures():
 
 
 def write(folder, **values):
-    config = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "vocab_size": 64,
-    } | values
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 64} | sizes | values
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -160,26 +130,58 @@ def test_reads_a_config_or_the_folder_that_it_is_in(tmp_path):
     assert shape.outside_parameters == 64 * 32 + 32
 
 
-def test_knows_the_decoder_of_a_larger_model(tmp_path):
-    config = {
-        "text_config": {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 8, "num_attention_heads": 2}
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_shape(tmp_path, {}) == Shape(2, 8, 8, 2)
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"num_local_experts": 8}, "must be of dense layers, got num_local_experts; measure it with"),
         ({"torch_dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"hidden_size": None}, "^hidden must be in .* or the command line; give --hidden"),
         ({"num_hidden_layers": 0}, "layers must be at least 1, got 0"),
+        ({"head_dim": -8}, "head_dim must be at least 0, got -8"),
+        (
+            {"model_type": None},
+            "counted: model_type is missing. Counted are .* with model_type llama, mistral, ",
+        ),
+        ({"model_type": "qwen3"}, "cannot be counted: model_type 'qwen3'. Counted are"),
+        (
+            {"hidden_act": "relu2"},
+            "counted: hidden_act 'relu2'. .* measure this model with offload.profile_layers",
+        ),
+        ({"attention_bias": True}, "counted: attention_bias True"),
+        ({"num_local_experts": 8}, "counted: num_local_experts 8"),
+        ({"sliding_window": 4096}, "counted: sliding_window 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "counted: layer_types other than full_attention"),
+        (
+            {"is_encoder_decoder": True, "vision_config": {"depth": 2}},
+            "is_encoder_decoder True, vision_config",
+        ),
     ],
 )
 def test_refuses_what_it_cannot_count(config, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         read_shape(write(tmp_path, **config), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Gemma2", ["model_type 'gemma2'", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"]),
+        ("Qwen3", ["model_type 'qwen3'"]),
+        ("Mistral", ["sliding_window"]),
+        ("Mixtral", ["model_type 'mixtral'", "num_local_experts"]),
+        ("T5", ["model_type 't5'", "is_encoder_decoder"]),
+        ("LlavaNext", ["model_type 'llava_next'", "text_config", "vision_config"]),
+    ],
+)
+def test_names_what_it_cannot_count_of_other_models(kind, fields, tmp_path):
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot be counted") as error:
+        read_shape(tmp_path, {})
+    assert [field for field in fields if field not in str(error.value)] == []
+
+
+def test_windows_that_are_not_used_do_not_matter(tmp_path):
+    folder = write(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    assert read_shape(folder, {}).qkv_bias
 
 
 def test_names_what_is_missing():

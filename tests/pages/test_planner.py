@@ -227,12 +227,12 @@ def random_command(draw):
     memory = int(draw.choice((fixed * draw.random(), fixed + saved * draw.random(), 1.2 * (fixed + saved))))
     host = draw.choice((None, None, int((fixed + saved) * draw.random())))
     words = [f"--{name.replace('_', '-')}={shape[name]}" for name in shape if name not in ("gated", "fused_norms")]
-    words += [f"--batch={batch}", f"--tokens={tokens}", f"--memory={memory}"]
+    words += [f"--batch={batch}", f"--tokens={tokens}", f"--memory={memory}B"]
     words += [f"--flops={rates.flop_per_s!r}", f"--bandwidth={rates.bytes_per_s!r}"]
     words += ["--no-gate"] * (not shape["gated"]) + ["--fused-norms"] * shape["fused_norms"]
     words += ["--fused-loss"] * fused_loss
-    for name, value in (("link", link), ("optimizer-bytes", state), ("host-memory", host)):
-        words += [] if value is None else [f"--{name}={value}"]
+    for name, value, unit in (("link", link, "B"), ("optimizer-bytes", state, ""), ("host-memory", host, "B")):
+        words += [] if value is None else [f"--{name}={value}{unit}"]
     way = command.H200 if link is None else Link(link, link, command.DUPLEX * link)
     asked = {"shape": shape, "batch": batch, "tokens": tokens, "rates": asdict(rates), "link": asdict(way)}
     asked |= {"memory": memory, "host": host, "state": state, "fused_loss": fused_loss}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +12,8 @@ from diagrams import DIAGRAMS
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
 from page_text import GIB, PICTURES
 
-from offload.command_line import plan as plan_command
+from offload.command_line.main import read_options
+from offload.command_line.plan import answer_plan
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
 from offload.planning.link import Link
@@ -187,12 +187,10 @@ MEMORIES_GIB = (24, 26, 28, 30, 32, 36, 40, 48, 64, 80, 82, 84, 86, 88, 92, 96, 
 @cache
 def ways_steps() -> dict[str, dict[int, float]]:
     """Way → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
-    parser = argparse.ArgumentParser()
-    plan_command.add_options(parser)
     steps: dict[str, dict[int, float]] = {name: {} for name in WAYS}
     for memory in MEMORIES_GIB:
-        asked = parser.parse_args([*SIZES.split(), f"--memory={memory}GiB"])
-        for way in plan_command.answer(asked).values["ways"]:
+        asked = read_options(["plan", *SIZES.split(), f"--memory={memory}GiB"])
+        for way in answer_plan(asked).values["ways"]:
             if not way["misfit"]:
                 steps[way["name"]][memory] = way["step_s"]
     return steps
