@@ -10,7 +10,7 @@ from numbers import Real
 
 _UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
@@ -63,9 +63,9 @@ def describe(value: object) -> str:
 
 
 def parse_bytes(value: int | str, name: str = "value") -> int:
-    """A number of bytes from an int or from a text such as ``"40GiB"``, ``"1.5 GiB"`` or ``"512MB"``.
+    """A number of bytes from an int or from a text such as ``"40GiB"``, ``"1.5 gib"``, ``"40G"`` or ``"512MB"``.
 
-    KiB to TiB count in 1024, KB to TB in 1000.
+    KiB to TiB, and K to T, count in 1024, KB to TB in 1000.
 
     Raises:
         TypeError: ``value`` is neither an int nor a str; the message calls it by its ``name``.
@@ -78,11 +78,12 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
             raise ValueError(f"{name} must be at least 0 bytes, got {value}")
         return value
     match = _TEXT.fullmatch(value)
-    if match is None or match[2] not in _UNITS:
+    scale = None if match is None else {unit.lower(): scale for unit, scale in _UNITS.items()}.get(match[2].lower())
+    if match is None or scale is None:
         raise ValueError(
             f"{name} must be a number and a unit, such as '40GiB', got {value!r}; units are {', '.join(_UNITS)}"
         )
-    return round(float(match[1]) * _UNITS[match[2]])
+    return round(float(match[1]) * scale)
 
 
 def parse_min_bytes(value: int | str) -> int:
