@@ -11,6 +11,7 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
+from offload.base.checks import format_bytes, parse_bytes
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Handle, compute_device
 from offload.host.limits import HostMemory, WhenFull
@@ -19,6 +20,10 @@ from offload.measuring.follow_plan import PlannedLayers
 from offload.planning.plan import Plan
 from offload.recompute.policies import LayerPolicies, Policy, parse_policies
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
+
+DEFAULT_NUM_LAYERS = 4
+_MOST_BYTES = 1 << 50
+"""More than any device has."""
 
 
 class OffloadedLayers(Handle):
@@ -71,7 +76,7 @@ class OffloadedLayers(Handle):
 
 def offload_layers(
     layers: Iterable[nn.Module],
-    num_layers: int | Literal["auto"] = 4,
+    num_layers: int | Literal["auto"] | None = None,
     *,
     schedule: Schedule | None = None,
     plan: HasSchedule | None = None,
@@ -94,9 +99,9 @@ def offload_layers(
     Args:
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
             iterable of modules. A layer may be skipped in a forward, but not called twice.
-        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. Or ``"auto"``, as many as make
-            the step no longer: the first two microbatches run with everything recomputed and are measured; the result
-            is the handle's ``plan``.
+        num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. By default 4, or all layers but
+            the last of fewer than 5. Or ``"auto"``, as many as make the step no longer: the first two microbatches run
+            with everything recomputed and are measured; the result is the handle's ``plan``.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``.
@@ -124,12 +129,26 @@ def offload_layers(
     Raises:
         TypeError: ``layers`` does not hold modules, or an argument is of another type; the message says which, and what
             to write.
-        ValueError: There are no layers, one is listed twice, inside another or offloaded already, or the schedule
-            does not fit their number.
+        ValueError: There are no layers, one is listed twice, inside another or offloaded already, the schedule does
+            not fit their number, or arguments exclude each other.
     """
     modules = check_layers(layers, OffloadListener, "offloaded", "cannot be offloaded")
     if schedule is not None:
         check_schedule(schedule)
+    if isinstance(num_layers, str) and num_layers != "auto":
+        raise TypeError(
+            f"num_layers must be an int or 'auto', got {num_layers!r}; for a size, write memory_budget={num_layers!r}."
+        )
+    for name, decides in (("memory_budget", memory_budget), ("plan", plan), ("schedule", schedule)):
+        if num_layers is not None and decides is not None:
+            raise ValueError(f"{name} excludes num_layers, which it decides; leave one of them out.")
+    if memory_budget is not None and memory_budget != "auto":
+        nbytes = parse_bytes(memory_budget, "memory_budget")
+        if not 0 < nbytes < _MOST_BYTES:
+            raise ValueError(
+                f"memory_budget must be more than 0 bytes and less than {format_bytes(_MOST_BYTES)}, got "
+                f"{memory_budget!r}; write a part of the device's memory, such as '40GiB'."
+            )
     if memory_budget is not None and (schedule, plan, policies) != (None, None, None):
         raise ValueError("memory_budget excludes schedule, plan and policies, which it decides; give it alone.")
     if plan is not None:
@@ -143,7 +162,8 @@ def offload_layers(
     if device is None:
         device = _device_of(modules)
     if schedule is None:
-        schedule = Schedule.default(0 if measured or num_layers == "auto" else num_layers, len(modules))
+        default = min(DEFAULT_NUM_LAYERS, len(modules) - 1) if num_layers is None else num_layers
+        schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     host = HostMemory(max_host_bytes, when_host_full)

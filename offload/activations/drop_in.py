@@ -16,7 +16,7 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext, Output
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
-from offload.base.checks import check_int, is_int
+from offload.base.checks import check_int, check_type, is_int
 from offload.device.backend import Stream
 from offload.host.limits import HostMemory, WhenFull
 from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
@@ -186,6 +186,7 @@ def get_cpu_offload_context(
     Warns:
         UserWarning: ``num_layers`` is ``model_layers - 1``, which leaves nothing to overlap the copies with.
     """
+    check_type("enabled", enabled, bool, "True or False")
     if not enabled:
         nothing = DisabledContext()
         return (nothing, nothing.sync, None) if manual_synchronization else (nothing, nothing.sync)

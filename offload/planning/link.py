@@ -22,7 +22,8 @@ class Link:
         device: What was measured, for people.
 
     Raises:
-        ValueError: A bandwidth is not a positive, finite number.
+        ValueError: A bandwidth is not a positive, finite number, or both directions together have less than a
+            millionth of one alone.
     """
 
     d2h_bytes_per_s: float
@@ -33,6 +34,12 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             check_number(name, getattr(self, name), positive=True, unit="bytes per second")
+        slower = min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
+        if self.duplex_bytes_per_s < slower / 1e6:  # a factor; measured ones can be far below one alone
+            raise ValueError(
+                "duplex_bytes_per_s must be the bytes per second of both directions together, got "
+                f"{self.duplex_bytes_per_s:g} for a link of {slower:g} alone; if unknown, write {2 * slower:g}."
+            )
 
     def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
         """Bytes per second of the d2h and the h2d stream, of which the given ones are busy.

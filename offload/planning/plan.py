@@ -256,8 +256,6 @@ def plan(
 
         link = measure_link()
     check_link(link)
-    if not profile.layers:
-        raise ValueError("profile must have at least one layer, got none; profile the layers to offload.")
     regions = any(layer.regions for layer in profile.layers)
     searches = [Search(one, budget, math.inf if host is None else host) for one in _choices(profile, link)]
     choices, choice = _best(searches) if regions else (searches[0].choices, searches[0].fewest())

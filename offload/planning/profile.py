@@ -54,9 +54,9 @@ class LayerProfile:
     recorded_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recorded_s", max(self.forward_s, self.recorded_s))
-        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
+        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes", "recorded_s"):
             check_number(name, getattr(self, name))
+        object.__setattr__(self, "recorded_s", max(self.forward_s, self.recorded_s))
         if self.regions:
             self._check_regions()
         for nbytes in self.tensors:
@@ -176,6 +176,8 @@ class Profile(Stored):
                     f"layers must hold a LayerProfile for each layer, got {describe(layer)}; profile_layers(layers, "
                     "step) measures a model's."
                 )
+        if not layers:
+            raise ValueError("layers must hold at least one LayerProfile, got none; profile the layers to offload.")
         object.__setattr__(self, "layers", layers)
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))

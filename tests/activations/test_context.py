@@ -55,6 +55,12 @@ def test_disabled_does_nothing() -> None:
     assert sync(value) is value
 
 
+@pytest.mark.parametrize("enabled", ["no", 0, None])
+def test_enabled_is_true_or_false(enabled: Any) -> None:
+    with pytest.raises(TypeError, match="enabled must be True or False, got "):
+        get_cpu_offload_context(enabled, 1, 3)
+
+
 def test_disabled_with_manual_synchronization() -> None:
     context, sync, synchronizer = get_cpu_offload_context(enabled=False, manual_synchronization=True)
     assert isinstance(context, contextlib.nullcontext)

@@ -31,7 +31,7 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-def handle_for(layers: Any, num_layers: int = 3, **options: Any) -> Any:
+def handle_for(layers: Any, num_layers: int | None = 3, **options: Any) -> Any:
     return offload_layers(layers, num_layers, **{"min_bytes": 0, **options})
 
 
@@ -80,7 +80,7 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
     layers, x = build("decoder", 3, device)
     schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
     expected = step_gradients(layers, x)
-    with handle_for(layers, schedule=schedule) as handle:
+    with handle_for(layers, None, schedule=schedule) as handle:
         assert handle.schedule is schedule
         assert_same(expected, step_gradients(layers, x))
         assert handle.stats().reloaded_bytes > 0
@@ -90,10 +90,10 @@ def test_schedule_of_anything_that_has_one() -> None:
     schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
     plan = SimpleNamespace(schedule=schedule)
     layers = [nn.Tanh() for _ in range(3)]
-    with handle_for(layers, plan=plan) as handle:
+    with handle_for(layers, None, plan=plan) as handle:
         assert handle.schedule is schedule
     with pytest.raises(ValueError, match="schedule and plan exclude each other"):
-        handle_for(layers, plan=plan, schedule=schedule)
+        handle_for(layers, None, plan=plan, schedule=schedule)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -540,4 +540,30 @@ def test_refusals(layers: Callable[[], Any], kind: type[Exception], text: str) -
 
 def test_refuses_a_schedule_of_another_size() -> None:
     with pytest.raises(ValueError, match="the schedule must be over 3 layers, got one over 4"):
-        handle_for([nn.Tanh() for _ in range(3)], schedule=Schedule(4))
+        offload_layers([nn.Tanh() for _ in range(3)], schedule=Schedule(4))
+
+
+@pytest.mark.parametrize("name", ["memory_budget", "plan", "schedule"])
+def test_refuses_a_number_of_layers_beside_what_decides_it(name: str) -> None:
+    value = "1GiB" if name == "memory_budget" else Schedule.default(2, 6)
+    value = SimpleNamespace(schedule=value) if name == "plan" else value
+    with pytest.raises(ValueError, match=f"{name} excludes num_layers, which it decides"):
+        offload_layers([nn.Tanh() for _ in range(6)], 2, **{name: value})
+
+
+@pytest.mark.parametrize("budget", [0, "0GiB", 1 << 70, 1 << 50])
+def test_refuses_a_budget_that_is_no_devices(budget: int | str) -> None:
+    with pytest.raises(ValueError, match=f"memory_budget must be more than 0 bytes and less .*, got {budget!r}; write"):
+        offload_layers([nn.Tanh() for _ in range(6)], memory_budget=budget)
+
+
+def test_a_size_in_place_of_a_number_of_layers_has_a_hint() -> None:
+    with pytest.raises(TypeError, match=r"got '40GiB'; for a size, write memory_budget='40GiB'\."):
+        offload_layers([nn.Tanh() for _ in range(6)], "40GiB")  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.filterwarnings("ignore:num_layers = model_layers - 1")
+@pytest.mark.parametrize(("model_layers", "offloaded"), [(1, 0), (2, 1), (4, 3), (5, 4), (6, 4)])
+def test_the_default_fits_the_number_of_layers(model_layers: int, offloaded: int) -> None:
+    with offload_layers([nn.Tanh() for _ in range(model_layers)]) as handle:
+        assert handle.schedule == Schedule.default(offloaded, model_layers)

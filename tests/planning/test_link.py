@@ -15,7 +15,7 @@ from offload.measuring import profile_layers as measure
 from offload.measuring.profile_layers import measure_link
 from offload.planning.link import Link
 
-rates = st.floats(1.0, 1e12)
+rates = st.floats(1e7, 1e12)
 
 
 class TestRates:
@@ -43,6 +43,12 @@ def test_refuses(value):
     text = r"h2d_bytes_per_s must be a positive, finite number \(bytes per second\), got "
     with pytest.raises(ValueError, match=f"^{text}{value!r}$"):
         Link(1.0, value, 1.0)
+
+
+def test_refuses_a_factor_in_place_of_a_bandwidth():
+    with pytest.raises(ValueError, match=r"^duplex_bytes_per_s must be .*, got 1 for a link of 1e\+09 alone; "):
+        Link(1e9, 1e9, 1.0)
+    assert Link(1e9, 5e9, 1e4).duplex_bytes_per_s == 1e4
 
 
 def test_str():

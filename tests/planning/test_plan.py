@@ -75,8 +75,13 @@ def test_refuses_budget(budget, kind):
 
 
 def test_refuses_no_layers():
-    with pytest.raises(ValueError, match=r"^profile must have at least one layer, got none; profile "):
-        plan(Profile(()), "1GiB", LINK)
+    with pytest.raises(ValueError, match=r"^layers must hold at least one LayerProfile, got none; profile "):
+        Profile(())
+
+
+def test_a_layers_seconds_must_be_numbers():
+    with pytest.raises(TypeError, match=r"^forward_s must be a finite number, at least 0, got 'a'"):
+        LayerProfile("a", 0.02, GIB)
 
 
 def test_measures_the_link_if_none_is_given(monkeypatch):

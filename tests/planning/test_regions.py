@@ -576,7 +576,10 @@ class TestText:
             ('{"offload": "plan", "version": 1}', "got a plan of version 1"),
             ('{"offload": "profile", "version": 9}', "got a profile of version 9"),
             ('{"offload": "profile", "version": 1}', "but something is missing or unknown: 'layers'"),
-            (Profile(()).to_json().replace("other_s", "others"), "but something is missing or unknown: 'other_s'"),
+            (
+                Profile((LayerProfile(0.01, 0.02, GIB),)).to_json().replace("other_s", "others"),
+                "but something is missing or unknown: 'other_s'",
+            ),
         ],
     )
     def test_refuses(self, text, what):
