@@ -6,6 +6,7 @@ that the context learns when the layer's backward begins.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import NamedTuple, Self, TypeVar
@@ -90,6 +91,8 @@ class OffloadContext(ContextDecorator):
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
+        self._thread = threading.current_thread()
+        """The one that has entered the context last."""
         self._counts = True
         """Whether the number of the layer that was entered last was counted here, and not given."""
         self._usage = Usage(model_layers)
@@ -130,12 +133,14 @@ class OffloadContext(ContextDecorator):
             self._entered.append(None)
             self.skipped = True
             return
+        self.check_thread(layer)
         if self._open is not None:
             raise OffloadStateError(
                 f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
                 "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
                 "reset()."
             )
+        self._thread = threading.current_thread()
         self._usage.forward_begins()
         self._counts = layer is None
         number = self._next_layer(layer)
@@ -191,6 +196,23 @@ class OffloadContext(ContextDecorator):
             raise
         if failed:
             self._give_up_round()
+
+    def check_thread(self, layer: int | None = None) -> None:
+        """Raise if ``layer`` begins in this thread while another one is between its first layer and its last."""
+        last = self._round.last_layer
+        number = last + 1 if layer is None else layer
+        goes_on = last < number < self.model_layers and bool(self._round.sets) and not self._round.abandoned
+        if not self.in_this_thread and self._thread.is_alive() and (goes_on or self._open is not None):
+            raise RuntimeError(
+                f"layer {number} must run in the thread {self._thread.name!r}, which is in the forward of the same "
+                f"layers, but runs in {threading.current_thread().name!r}; use one copy of the model per thread, each "
+                "with offloading of its own."
+            )
+
+    @property
+    def in_this_thread(self) -> bool:
+        """Whether this thread has entered the context last."""
+        return self._thread is threading.current_thread()
 
     def abort(self, depth: int = 0) -> None:
         """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""

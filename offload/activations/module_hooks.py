@@ -68,13 +68,14 @@ class OffloadListener(LayerListener):
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._entered = not self._context.has_nothing_to_do()
         if self._entered:
+            self._context.check_thread(self._number)
             self._context.abort()  # a forward that an interrupt has cut off, of this layer or another
             self._context.enter(self._number, inputs)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
-        if self._entered:
+        if self._entered and self._context.in_this_thread:
             self._context.exit(failed=failed)
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        if self._entered:
+        if self._entered and self._context.in_this_thread:
             self._context.sync(output)

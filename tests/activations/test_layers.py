@@ -7,6 +7,7 @@ import importlib
 import io
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -567,3 +568,45 @@ def test_a_size_in_place_of_a_number_of_layers_has_a_hint() -> None:
 def test_the_default_fits_the_number_of_layers(model_layers: int, offloaded: int) -> None:
     with offload_layers([nn.Tanh() for _ in range(model_layers)]) as handle:
         assert handle.schedule == Schedule.default(offloaded, model_layers)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])
+def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.device) -> None:
+    """The thread that came first goes on, with the right gradients, and both may run one after the other."""
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    refused: list[str] = []
+
+    def step() -> None:
+        # Not from the first layer on, which begins another microbatch.
+        try:
+            for layer in layers if inside else layers[2:]:
+                layer(x)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def meanwhile(*_: object) -> None:
+        if not refused and threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=step, name="other")
+            other.start()
+            other.join()
+
+    with handle_for(layers) as handle:
+        hook = (
+            layers[1].norm2.register_forward_hook(meanwhile) if inside else layers[1].register_forward_hook(meanwhile)
+        )
+        assert_same(expected, step_gradients(layers, x))
+        hook.remove()
+        assert len(refused) == 1
+        assert "'MainThread', which is in the forward of the same layers, but runs in 'other'" in refused[0]
+        assert "use one copy of the model per thread" in refused[0]
+        found: list[list[torch.Tensor]] = []
+        alone = threading.Thread(target=lambda: found.append(step_gradients(layers, x)))
+        alone.start()
+        alone.join()
+        assert_same(expected, found[0])
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().offloaded_bytes
