@@ -1,4 +1,4 @@
-"""What happened: timelines, recorded or simulated, their pictures, and a memory meter.
+"""Timelines, recorded or simulated, their pictures, and a memory meter.
 
-A wing: may import the spine, no other wing. Open ``timeline.py`` first.
+May import ``base``, ``schedule`` and ``device``. Open ``timeline.py`` first.
 """

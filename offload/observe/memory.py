@@ -26,9 +26,9 @@ class MemoryMeter:
 def memory_meter(device: torch.device | str | int | None = None) -> Iterator[MemoryMeter]:
     """Measure the peak of device memory inside the block.
 
-    On an accelerator the reading is its caching allocator's, which is asked to forget earlier peaks. On the CPU, the
-    memory of the tensors that PyTorch operations return inside the block is counted until it is freed; what
-    a kernel allocates for itself is not seen, nor is the host memory that stands for pinned memory there.
+    On an accelerator the reading is its caching allocator's, whose earlier peaks are reset. On the CPU, the memory of
+    tensors that PyTorch operations return inside the block is counted until it is freed; memory that a kernel allocates
+    for itself is not counted, nor is the host memory that stands for pinned memory.
 
     Args:
         device: The device to measure; the current accelerator by default, and the CPU where there is none.
@@ -56,7 +56,7 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
 
 
 class CpuAllocations(TorchDispatchMode):
-    """Counts each storage that an operation returns, from then until it is freed in whatever thread.
+    """Counts each storage that an operation returns until the storage is freed, in whatever thread.
 
     Args:
         on_change: Called with the bytes alive after each change.
@@ -67,7 +67,7 @@ class CpuAllocations(TorchDispatchMode):
         self._on_change = on_change
         self.peak_bytes = 0
         self._live_bytes = 0
-        # Weakly: a storage must be freed when the program lets it go, which is what is measured.
+        # Weak references: the meter must not keep the storages alive that it measures.
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(

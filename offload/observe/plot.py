@@ -1,8 +1,7 @@
-"""Timelines drawn with matplotlib, which is imported here and nowhere else in the library.
+"""Timelines drawn with matplotlib.
 
-Every colour has a contrast of at least 3 to white and to a dark page, and the background is
-transparent, so one picture serves both. No meaning rests on colour alone: streams have rows,
-layers have numbers, stalls have hatching.
+Every colour has a contrast of at least 3 to white and to a dark page, and the background is transparent, so one picture
+serves both. Nothing is told by colour alone: streams have rows, layers have numbers, stalls have hatching.
 """
 
 from __future__ import annotations
@@ -68,16 +67,11 @@ def plot_timeline(
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """A figure with a transparent background that a notebook shows once, when a cell returns it.
-
-    Note:
-        pyplot makes the figure, because that is what tells a notebook how to show one, and forgets
-        it at once, because it would be shown a second time otherwise.
-    """
+    """A figure with a transparent background that a notebook shows once, when a cell returns it."""
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=size, layout="constrained", facecolor="none")
-    plt.close(figure)
+    figure = plt.figure(figsize=size, layout="constrained", facecolor="none")  # notebooks know figures of pyplot
+    plt.close(figure)  # or a notebook would show it twice
     return figure
 
 
@@ -118,18 +112,10 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
     ax.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)])
     present = {span.kind for span in spans}
     keys = [Patch(label=kind, **style) for kind, style in styles.items() if kind in present]
-    ax.legend(
-        handles=keys,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=max(1, len(keys)),
-        frameon=False,
-        labelcolor=INK,
-        fontsize=9,
-        handlelength=1.2,
-        columnspacing=1.2,
-        borderaxespad=0.1,
-    )
+    look: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": 9}
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    place |= {"handlelength": 1.2, "columnspacing": 1.2, "borderaxespad": 0.1}
+    ax.legend(handles=keys, ncols=max(1, len(keys)), **look, **place)
     # Only now are the boxes as wide as they will be.
     ax.figure.figure.draw_without_rendering()
     for row, boxes in enumerate(rows):
@@ -140,31 +126,23 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else upright if that is no higher, else not at all."""
     numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
-    letters = [
-        "" if box.layer is None else {"forward": "F", "backward": "B", "recompute": "R"}.get(box.kind, "")
-        for box in boxes
+    letters = {"forward": "F", "backward": "B", "recompute": "R"}
+    names = [
+        number if box.layer is None else letters.get(box.kind, "") + number
+        for box, number in zip(boxes, numbers, strict=True)
     ]
-    names = [letter + number for letter, number in zip(letters, numbers, strict=True)]
     longest_name, longest_number = (0.66 * max(map(len, texts), default=0) for texts in (names, numbers))
     area = ax.get_window_extent()
     wide, high = (points * 72 / ax.figure.dpi / LABEL_POINTS for points in (area.width, area.height))
     room_upright = BOX_HEIGHT * high / len(LANES)
+    look: dict[str, Any] = {"rotation_mode": "anchor", "ha": "center", "va": "center_baseline"}
     for box, name, number in zip(boxes, names, numbers, strict=True):
         room = box.duration_s / end * wide
         upright = 0.75 if 0.66 * len(name) <= room_upright else math.inf
         for text, needed, rotation in ((name, longest_name, 0), (number, longest_number, 0), (name, upright, 90)):
             if room >= needed:
-                ax.text(
-                    (box.start_s + box.end_s) / 2,
-                    row,
-                    text,
-                    color=text_color(COLORS[box.kind]),
-                    fontsize=LABEL_POINTS - bool(rotation),
-                    rotation=rotation,
-                    rotation_mode="anchor",
-                    ha="center",
-                    va="center_baseline",
-                )
+                look |= {"color": text_color(COLORS[box.kind]), "fontsize": LABEL_POINTS - bool(rotation)}
+                ax.text((box.start_s + box.end_s) / 2, row, text, rotation=rotation, **look)
                 break
 
 

@@ -1,16 +1,15 @@
-"""What a device really did during a step, as a timeline.
+"""A timeline of what the device did during a step.
 
-On CUDA the source is ``torch.profiler``: kernels and copies with their device times. Each is matched
-to a layer through the library's marks: the last mark before the call that launched it. The compute stream
-counts as stalled where the next kernel had been launched already, yet started late. On the CPU
-backend the source is the backend's own record.
+On CUDA the source is ``torch.profiler``: kernels and copies with their device times. Each is matched to a layer by the
+last of the library's marks before the call that launched it. The compute stream is stalled where the next kernel had
+been launched already, yet started late. On the CPU the source is the backend's own record.
 
 Note:
-    Memory is allocated in host time, while the host runs ahead of the device. A stream-ordered allocator hands out
-    memory for the work launched next, so each change is drawn at the device time of that work.
+    The host allocates memory ahead of the device, for the work that it launches next. Each change of memory is drawn
+    at the device time of that work.
 
-    A replay of a CUDA graph is one launch, runs no Python and allocates nothing. So it has no marks and no memory
-    curve: its kernels are of kind ``"other"``, and its copies belong to no layer. Stalls are seen as ever.
+    A replay of a CUDA graph is one launch without Python and allocations, so it has no marks and no memory curve. Its
+    kernels are of kind ``"other"``, and its copies belong to no layer. Stalls are found as in an eager step.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
 
 STALL_S = 20e-6
-"""Shorter pauses between two kernels are not drawn: launching takes as long."""
+"""Shorter pauses between two kernels are not drawn: a launch takes as long."""
 MERGE_S = 200e-6
-"""Copies of one layer that follow each other more closely are drawn as one; those of no known layer, at ``STALL_S``."""
+"""Copies of one layer with a shorter pause are drawn as one; for copies of no known layer it is ``STALL_S``."""
 
-PHASES = ("forward", "backward", "other")
-"""What marks say of compute."""
+PHASES = ("forward", "backward", "other")  # marks of compute
 COPY_KINDS: dict[str, Kind] = {"d2h": "offload", "h2d": "reload"}
 
-_Memory = list[tuple[float, int]]
-"""From each time on so many bytes."""
+_Memory = list[tuple[float, int]]  # (seconds, bytes from then on)
 
 
 def record_timeline(
@@ -59,11 +56,11 @@ def record_timeline(
 ) -> Timeline:
     """Run ``step`` under observation and return what the device did.
 
-    Layers are known by the offload context that the step runs in, with none offloaded too: ``num_layers=0``. In a
-    replay of a CUDA graph nothing is known of layers and memory; streams, stalls and bytes are.
+    Layers are known where ``offload_layers`` or a context is used, also with ``num_layers=0``. The replay of a CUDA
+    graph shows streams, stalls and bytes, but neither layers nor memory.
 
     Args:
-        step: One training step, forward and backward, without arguments; or the ``replay`` of a graph that holds one.
+        step: One training step, forward and backward, without arguments; or the ``replay`` of a graph of one.
         device: The device to watch; the current accelerator by default, and the CPU where there is none.
         warmup: How often ``step`` runs before it is recorded.
         title: The timeline's title.
@@ -148,8 +145,7 @@ def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span
     phases, waits, copies = (_Marks(marks, whats) for whats in (PHASES, ("wait",), tuple(COPY_KINDS)))
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")]
     spans: list[Span] = []
-    kernels: list[tuple[float, float]] = []
-    """When each was launched, and when it started."""
+    kernels: list[tuple[float, float]] = []  # (launched, started)
     last_end_s = math.inf
     for event in sorted(work, key=itemgetter("ts")):
         start_s, end_s = event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6
@@ -168,7 +164,7 @@ def _read(events: list[dict[str, Any]], device: torch.device) -> tuple[list[Span
 
 
 def _memory(events: list[dict[str, Any]], kernels: list[tuple[float, float]], device: torch.device) -> _Memory:
-    """Device bytes above those before the step, at the device time of the work launched next."""
+    """Device bytes above those before the step, each at the device time of the work launched next."""
     place = {"Device Id": device.index or 0, "Device Type": 1}
     changes = [event for event in events if event.get("name") == "[memory]" and place.items() <= event["args"].items()]
     changes.sort(key=itemgetter("ts"))
@@ -192,7 +188,7 @@ class _Marks:
         self.times_s = [time_s for time_s, _ in self._marks]
 
     def last(self, time_s: float) -> Mark:
-        """The last one made until then."""
+        """The last mark at or before this time."""
         index = bisect_right(self.times_s, time_s)
         return self._marks[index - 1][1] if index else Mark("other", None)
 
@@ -207,7 +203,7 @@ def _stall(start_s: float, end_s: float, wait: Mark) -> Span:
 
 
 def _tidied(spans: list[Span]) -> list[Span]:
-    """By stream, merged where they belong together: kernels of a layer, copies close behind each other."""
+    """Sorted by stream, with the kernels of a layer merged, and copies with short pauses between them."""
 
     def gap_s(span: Span) -> float:
         if span.lane == "compute":

@@ -1,4 +1,4 @@
-"""One stream busy with one thing: the pieces that a timeline consists of."""
+"""Spans: the parts of a timeline, each one stream busy with one thing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Span:
         start_s: Seconds since the timeline's start.
         end_s: Not before ``start_s``.
         label: A few words for people.
-        layer: The layer that it belongs to; for a stall, the one whose copies are waited for.
+        layer: Number of its layer; for a stall, of the layer whose copies compute waits for.
         nbytes: Bytes copied.
 
     Raises:
@@ -55,7 +55,7 @@ class Span:
 
 
 def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Span]:
-    """Spans of one stream, by start; those of one kind and layer are one where they are no further apart than that."""
+    """Spans of one stream, by start; neighbours of one kind and layer are one if the pause is at most ``gap_s``."""
     parts: list[Span] = []
     end_s = 0.0
     for span in spans:
@@ -69,12 +69,12 @@ def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Sp
 
 
 def _joined(parts: Sequence[Span], end_s: float) -> Span:
-    """The first one, with the bytes of all, and this end."""
+    """The first span, with the bytes of all and this end."""
     return parts[0] if len(parts) == 1 else replace(parts[0], end_s=end_s, nbytes=sum(part.nbytes for part in parts))
 
 
 def covered_s(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans runs; they are sorted by start."""
+    """Seconds in which at least one span runs, of spans sorted by start."""
     seconds, until_s = 0.0, -math.inf
     for span in spans:
         seconds += max(0.0, span.end_s - max(span.start_s, until_s))

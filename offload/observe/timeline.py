@@ -1,7 +1,6 @@
-"""What ran when: the compute, d2h and h2d streams beside each other, and the memory below them.
+"""Timelines: what the compute, d2h and h2d streams did when, and the memory.
 
-A timeline is pure data and imports no torch. The simulator produces one from a schedule, a
-recording produces one from what a device really did; both read, compare and draw the same.
+A timeline is pure data and imports no torch. The simulator makes one of a schedule, a recording one of a real step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Timeline:
 
     Args:
         spans: In any order; they are kept sorted by start.
-        memory: ``(seconds, bytes)``: from this time on so many bytes were on the device.
+        memory: ``(seconds, bytes on the device from then on)``.
         title: A line for the table and the plot.
     """
 
