@@ -73,16 +73,19 @@ class GradientWriter:
 
         Device memory in ``held`` is not reused before they have arrived either.
         """
-        gradients = layer.gradients
-        if not gradients:
+        if not layer.gradients:
             return
         compute = self._backend.compute_stream()
         # The host has queued what computes these gradients, and is far ahead of the device.
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
         with trace.mark("d2h", layer.number):
-            self._copy_out(gradients)
-        self._flights.append(_Flight(layer.number, [*gradients.values(), *held], self._d2h_stream.record_event()))
-        gradients.clear()  # the flight alone holds them now, and lets each go as soon as compute has waited
+            for gradients in layer.gradients:
+                self._copy_out(gradients)
+        leaving = [gradient for gradients in layer.gradients for gradient in gradients.values()]
+        self._flights.append(_Flight(layer.number, [*leaving, *held], self._d2h_stream.record_event()))
+        # The flight alone holds them now, and lets each go as soon as compute has waited.
+        layer.gradients.clear()
+        del leaving, gradients
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
             # From here on compute may reuse the memory: it is told to wait for the copy that reads it.
@@ -114,21 +117,18 @@ class GradientWriter:
             if self._flights:
                 # The program reads p.grad next. Copies run in order: the last one's end is that of all.
                 self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
-        finally:
-            # Whatever has failed, the next backward begins anew.
+        finally:  # whatever has failed, the next backward begins anew
             while self._flights:
                 self._land()
-            try:
-                self._worker.drain()  # additions that still wait in its queue
-            finally:
-                self._staging_made = self._staging.qsize()  # an interrupt or error may have lost one
-                for layer in self._layers:
-                    for host in layer.parameters:
-                        host.give_back_gradient()
-            if self._errors:
-                error = self._errors[0]
-                self._errors.clear()
-                raise error
+            self._worker.drain()  # additions that still wait in its queue
+            self._staging_made = self._staging.qsize()  # an interrupt may have lost one
+            for layer in self._layers:
+                for host in layer.parameters:
+                    host.give_back_gradient()
+            errors = list(self._errors)
+            self._errors.clear()
+        if errors:
+            raise errors[0]
 
     def _copy_out(self, gradients: Gradients) -> None:
         """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""

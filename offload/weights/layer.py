@@ -12,13 +12,15 @@ and recomputation nest with weight streaming in any order.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.activations.what_moves import exclude
-from offload.base.torch_private import ddp_parameters, flat_weights, running_ddp
+from offload.base.torch_private import APPLY, ddp_parameters, flat_weights, ordinary_apply, running_ddp
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
 from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
@@ -57,7 +59,8 @@ class WeightLayer:
         self.number = number
         self.kind = type(module).__name__
         self.needs_backward = True  # whether the last training forward gave an output that needs a gradient
-        self.gradients: Gradients = {}  # what backward has computed since the layer was entered, on the device
+        # What backward has computed since the layer was entered, on the device; see StandIn.take().
+        self.gradients: list[Gradients] = []
         self.stand_ins: list[StandIn] = []
         # What a load copies, to the slot from pinned memory: all that no earlier layer holds is one copy.
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -135,6 +138,50 @@ class WeightLayer:
 
     def __repr__(self) -> str:
         return f"layer {self.number} ({self.kind})"
+
+
+class _Stays:
+    """In place of the ``_apply`` of one layer: it leaves parameters on the host and buffers on the device.
+
+    ``to``, ``cuda``, ``half`` and their like call ``_apply`` of every module in a model, and trainers call
+    ``model.to(device)`` on what they are given.
+    """
+
+    def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
+        self._module = weakref.ref(module)  # the module holds this
+        self._name = name
+        self._device = device
+        self._dtypes = {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module | None:
+        for dtype in self._dtypes:
+            made = fn(torch.empty(0, dtype=dtype))  # what is asked for shows in a tensor without memory
+            on_cpu = made.device.type == "cpu"
+            if made.dtype is dtype and (not made.is_shared() if on_cpu else made.device == self._device):
+                continue
+            what = made.dtype if made.dtype is not dtype else "memory that processes share" if on_cpu else made.device
+            raise RuntimeError(
+                f"{self._name} must stay what and where it is while its weights are streamed to {self._device}, but is "
+                f"to become {what} (by .to(), .half() or share_memory() for example); call remove(), change the model, "
+                "then stream again."
+            )
+        return self._module()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ordinary_apply, (self._module(),)  # a copy of the module is not streamed
+
+
+def let_stay(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Keep these layers where they are when the model that they are a part of moves."""
+    for number, module in enumerate(modules):
+        # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
+        vars(module)[APPLY] = _Stays(module, f"layer {number} ({type(module).__name__})", device)
+
+
+def let_move(modules: Iterable[nn.Module]) -> None:
+    """Undo :func:`let_stay`."""
+    for module in modules:
+        vars(module).pop(APPLY, None)
 
 
 def check_parameters(modules: list[nn.Module]) -> None:

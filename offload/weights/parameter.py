@@ -163,11 +163,11 @@ class StandIn:
         of: The parameter.
         places: Containers of the layer's modules, each with the key under which it holds the parameter.
         flat: The device memory, uint8.
-        gradients: The layer's, where this one's is left.
+        gradients: The layer's, one dictionary for each run of autograd's engine: this one's is left there.
     """
 
     def __init__(
-        self, of: HostParameter, places: list[tuple[Any, Any]], flat: torch.Tensor, gradients: Gradients
+        self, of: HostParameter, places: list[tuple[Any, Any]], flat: torch.Tensor, gradients: list[Gradients]
     ) -> None:
         self.of = of
         self.places = places
@@ -232,12 +232,15 @@ class StandIn:
                 "sparse=False, or leave the layer out of the streamed ones."
             )
         host.hold_gradient()
-        before = self._gradients.get(host)
-        # A tensor of its own: autograd may give the same one to several parameters.
-        gradient = gradient.detach() if before is None else before + gradient
+        gradient = gradient.detach()  # a tensor of its own: autograd may give the same one to several parameters
         if gradient.stride() != host.stride:  # so that its copy is one transfer
             gradient = gradient.new_empty_strided(host.size, host.stride).copy_(gradient)
-        self._gradients[host] = gradient
+        # Each run of the engine, such as a reentrant checkpoint's, adds to p.grad by itself: a sum here would round
+        # otherwise.
+        free = next((each for each in self._gradients if host not in each), None)
+        if free is None:
+            self._gradients.append(free := {})
+        free[host] = gradient
         return None
 
 

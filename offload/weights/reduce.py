@@ -20,9 +20,12 @@ from offload.base import trace
 from offload.base.torch_private import running_ddp
 from offload.device.backend import Backend
 from offload.weights.layer import WeightLayer
-from offload.weights.parameter import HostParameter, aligned
+from offload.weights.parameter import Gradients, HostParameter, aligned
 from offload.weights.slots import WeightWait
 from offload.weights.stats import WeightCounters
+
+_Sum = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A gradient, what is on the host to be added to it, and where that lands on the device."""
 
 
 class GradientReducer:
@@ -67,9 +70,11 @@ class GradientReducer:
         The d2h stream waits for them. Returns what else must be held until they have left the device.
         """
         trained = [host for host in layer.parameters if host.parameter.requires_grad]
+        averages: Gradients = {}
         held = []
         for dtype in dict.fromkeys(host.gradient_dtype for host in trained):
-            held += self._average(layer, [host for host in trained if host.gradient_dtype is dtype], dtype)
+            held += self._average(layer, [host for host in trained if host.gradient_dtype is dtype], dtype, averages)
+        layer.gradients[:] = [averages]
         return held
 
     def finish(self) -> None:
@@ -91,20 +96,13 @@ class GradientReducer:
         """The next backward begins anew."""
         self._left = len(self._layers)
 
-    def _average(self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        backend, compute = self._backend, self._backend.compute_stream()
-        sizes = [aligned(host.parameter.numel() * dtype.itemsize) for host in hosts]
-        # Compute gathers: copies on the device are quick, and the gradients themselves go at once.
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=backend.device)
-        sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for host, memory in zip(hosts, flat.split(sizes), strict=True):
-            average, gradient = host.over(memory, dtype), layer.gradients.get(host)
-            average.zero_() if gradient is None else average.copy_(gradient)
-            layer.gradients[host] = average
-            before = host.begin_average(used=gradient is not None)
-            if before is not None:
-                sums.append((average, before, host.over(backend.empty(len(memory)), dtype)))
-        gathered = compute.record_event()
+    def _average(
+        self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype, averages: Gradients
+    ) -> list[torch.Tensor]:
+        """Average gradients of one dtype; returns the sums that are added to them."""
+        backend = self._backend
+        flat, sums = self._gather(layer, hosts, dtype, averages)
+        gathered = backend.compute_stream().record_event()
         if sums:
             # The sums land in memory that compute has just allocated, and may have used for something else before.
             backend.wait(self._h2d_stream, gathered, WeightWait.SUM_LANDING)
@@ -127,6 +125,24 @@ class GradientReducer:
         # The copies to the host are queued next.
         backend.wait(self._d2h_stream, self._stream.record_event(), WeightWait.AVERAGED)
         return [landed for *_, landed in sums]
+
+    def _gather(
+        self, layer: WeightLayer, hosts: list[HostParameter], dtype: torch.dtype, averages: Gradients
+    ) -> tuple[torch.Tensor, list[_Sum]]:
+        """Copy gradients into flat memory, on compute: they go at once."""
+        sizes = [aligned(host.parameter.numel() * dtype.itemsize) for host in hosts]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._backend.device)
+        sums: list[_Sum] = []
+        for host, memory in zip(hosts, flat.split(sizes), strict=True):
+            average = averages[host] = host.over(memory, dtype)
+            found = [gradients[host] for gradients in layer.gradients if host in gradients]
+            average.copy_(found[0]) if found else average.zero_()
+            for gradient in found[1:]:
+                average.add_(gradient)
+            before = host.begin_average(used=bool(found))
+            if before is not None:
+                sums.append((average, before, host.over(self._backend.empty(len(memory)), dtype)))
+        return flat, sums
 
 
 def check_group(group: object, device: torch.device, modules: list[nn.Module]) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -154,12 +152,10 @@ class WeightStream:
         averaged = group is not None and group.size() > 1
         self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters, averaged=averaged)
         self._compute = backend.compute_stream()  # what the layer that computes runs on
-        # The backward that runs. Weak: autograd alone holds it, so that it goes when autograd gives up.
-        self._backward: Callable[[], _Backward | None] = lambda: None
-        self._forward: _Forward | None = None  # whose backward runs now
-        # Autograd's thread may drop a backward that failed while the program gives it up. The same thread may come
-        # twice: what the first call lets go of may hold the backward.
-        self._aborting = threading.RLock()
+        self.backward: object = None  # the one that runs
+        # Autograd's thread and the program may drop a failed backward at once; and what the drop lets go of may hold
+        # the backward, which is dropped again by the same thread.
+        self._dropping = threading.RLock()
         for layer in layers:
             layer.renew(backend.compute_stream_id())
         self.grouped = group is not None
@@ -242,19 +238,14 @@ class WeightStream:
         elif forward is not None and forward.thread is not None:
             # Autograd has one thread for all backwards of a GPU: go by the one that ran forward.
             self.enter_thread(forward.thread, f"backward of {layer}")
-        if self._backward() is None:
+        if self.backward is None:
             self.leave()  # a forward that was cut off before its end
-            token = _Backward(self)
-            when_backward_ends(token)
-            self._backward = weakref.ref(token)
+            key = object()
+            when_backward_ends(_Backward(self, key))
+            self.backward = key
         if self.computes is not layer:
             self._leave_backward()
             self.enter(layer, "backward", step=-1)
-        elif (forward is None or forward is not self._forward) and self._averaging() is None:
-            # Another call of the same layer. Reentrant checkpoints add each call's gradient to p.grad by itself,
-            # and a sum of both on the device would round otherwise.
-            self._write_back(layer)
-        self._forward = forward
 
     def end_backward(self) -> None:
         """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
@@ -267,12 +258,13 @@ class WeightStream:
         self.steps.finish()
         self._writer.finish()
         self.steps.reset()
-        self.thread = None
+        self.backward = self.thread = None
 
-    def abort_backward(self) -> None:
-        """Backward has raised: drop what it left unfinished. Safe from any thread."""
-        with self._aborting:
-            self._backward = lambda: None
+    def drop_backward(self, backward: object) -> bool:
+        """Drop what a backward that has raised left undone, unless that was done before. Safe from any thread."""
+        with self._dropping:
+            if backward is None or backward is not self.backward:
+                return False
             self.leave()
             for layer in self.layers:
                 layer.gradients.clear()
@@ -283,14 +275,12 @@ class WeightStream:
             except Exception:
                 logger.exception("a gradient could not be added after backward had failed")
             self.steps.reset()
+            self.backward = None
+            return True
 
     def drop_unfinished(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
-        backward = self._backward()
-        if backward is not None:
-            # It has failed, and autograd's own thread has not let go of it yet.
-            backward.stream = None
-            self.abort_backward()
+        self.drop_backward(self.backward)  # autograd's own thread may hold a failed one for a moment
         self.leave()
 
     def settle(self) -> None:
@@ -337,18 +327,16 @@ class _Forward(NamedTuple):
 
 
 class _Backward:
-    """One run of autograd's engine, which owns it: called at its end, and gone without a call if it failed."""
+    """One run of autograd's engine, which owns this object: called at its end, and gone without a call if it failed."""
 
-    def __init__(self, stream: WeightStream) -> None:
-        self.stream: WeightStream | None = stream  # None if there is nothing to do any more
+    def __init__(self, stream: WeightStream, key: object) -> None:
+        self._stream = stream
+        self._key = key
 
     def __call__(self) -> None:
-        if self.stream is not None:
-            self.stream.end_backward()
-            self.stream = None  # if not reached, an error or interrupt has left a part undone: __del__ ends it
+        if self._stream.backward is self._key:
+            self._stream.end_backward()
 
     def __del__(self) -> None:
-        stream = self.stream
-        if stream is not None and not sys.is_finalizing():
-            stream.abort_backward()
-            stream.thread = None
+        if not sys.is_finalizing() and self._stream.drop_backward(self._key):
+            self._stream.thread = None

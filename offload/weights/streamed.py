@@ -23,11 +23,10 @@ from offload.base.progress import progress_bar
 from offload.base.torch_private import ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
-from offload.weights.layer import WeightLayer, check_parameters, missing_bytes
+from offload.weights.layer import WeightLayer, check_parameters, let_move, let_stay, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import check_group
 from offload.weights.stats import WeightStats
-from offload.weights.stay import let_go, let_stay
 from offload.weights.step import MakeOptimizer, check_make_optimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
@@ -149,7 +148,7 @@ class StreamedWeights(Handle):
             return
         self._stream.close()
         self._attachment.remove()
-        let_go(_alive(self._modules))
+        let_move(_alive(self._modules))
         _move_buffers([(each, name, device) for found, name, device in self._buffers for each in _alive([found])])
         self._stream = None
 

@@ -290,6 +290,25 @@ def test_reentrant_checkpoint_inside_a_layer_called_in_a_row(device: torch.devic
     check(layers, x, lambda layers, x: plain([layer for layer in layers for _ in range(3)], x), microbatches=3)
 
 
+class UsedTwice(nn.Module):
+    """Uses a weight in two reentrant checkpoints and once more: three runs of autograd bring its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.linear(x)), x, use_reentrant=True)
+        return x + checkpoint(self.linear, torch.tanh(self.linear(y)), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_that_share_a_weight_of_their_layer(device: torch.device) -> None:
+    """Each adds to ``p.grad`` by itself, in the order in which they run: another order rounds otherwise."""
+    layers, x = build(UsedTwice, 3, device)
+    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
+    check(layers, x, microbatches=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights_first", [True, False])
 @pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
@@ -341,12 +360,32 @@ def test_with_saved_tensor_hooks_of_the_users(device: torch.device) -> None:
     check(*build("decoder", LAYERS, device), forward)
 
 
-def test_autocast(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return plain(layers, x)
+def autocast(layers: Sequence[nn.Module], x: Any, **options: Any) -> Any:
+    with torch.autocast(x.device.type, torch.bfloat16, **options):
+        return plain(layers, x)
 
-    check(*build("decoder", LAYERS, device), forward, microbatches=2)
+
+def test_autocast(device: torch.device) -> None:
+    check(*build("decoder", LAYERS, device), autocast, microbatches=2)
+
+
+class Repeated(nn.Module):
+    """Uses a weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(torch.tanh(self.linear(x)))
+
+
+def test_autocast_of_a_weight_that_is_used_several_times(device: torch.device) -> None:
+    """PyTorch casts the weight once and adds in the lower precision; streaming is as without that cache."""
+    layers, x = build(Repeated, LAYERS, device)
+    check(layers, x, autocast, reference=partial(autocast, cache_enabled=False), microbatches=2)
+    with pytest.raises(AssertionError, match="differs"):
+        check(layers.to(device), x, autocast)
 
 
 @pytest.mark.slow
