@@ -141,26 +141,15 @@ def test_code_runs(page, tmp_path):
     assert done.code == 0, done.output
 
 
-def test_pages_have_code():
-    assert [block for page in PAGES_WITH_CODE for block in read_blocks(page.read_text()) if block.run]
-
-
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_outputs_show_the_figures(page):
-    assert not [block.line for block in read_blocks(page.read_text()) if block.output and "..." in block.output]
-
-
 WIDEST = 105
 """Characters of code that a page shows beside its two columns at 1400 px."""
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_is_not_cut(page):
-    lines = [
-        line
-        for block in read_blocks(page.read_text("utf-8"))
-        for line in (block.code + (block.output or "")).splitlines()
-    ]
+def test_code_and_its_output_are_shown_whole(page):
+    blocks = read_blocks(page.read_text("utf-8"))
+    assert not [block.line for block in blocks if block.output and "..." in block.output]
+    lines = [line for block in blocks for line in (block.code + (block.output or "")).splitlines()]
     assert not [line for line in lines if len(line) > WIDEST]
 
 
@@ -206,6 +195,7 @@ def test_refuses_what_it_would_pass_over(page, message):
 
 
 def test_compares_output(tmp_path):
+    assert [block for page in PAGES_WITH_CODE for block in read_blocks(page.read_text()) if block.run]
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1)\n```\n```output\n2\n```\n")
     with pytest.raises(AssertionError, match="the page shows\n2\n\nthe code prints\n1"):
@@ -221,12 +211,9 @@ PRINTED = "k = 4: step 12.5 ms, stalled 0 s, 97% at 9.6 GB/s, 1.02 times, 40.00 
         (PRINTED, True, True),
         ("k = 4: step 910 µs, stalled 1.25 ms, 100% at 11.0 GB/s, 0.98 times, 40.00 MiB of 2556 kB", True, True),
         (PRINTED.replace("40.00 MiB", "40.5 MiB"), False, True),
-        (PRINTED.replace("2556 kB", "1.3 MB"), False, True),
         (PRINTED.replace("40.00 MiB", "19.00 MiB"), False, False),
-        (PRINTED.replace("40.00 MiB", "40.00 GiB"), False, False),
         (PRINTED.replace("k = 4", "k = 3"), False, False),
         (PRINTED.replace("stalled", "waiting"), False, False),
-        (PRINTED.replace("12.5 ms", "12"), False, False),
         (PRINTED + " 1", False, False),
     ],
 )

@@ -79,7 +79,3 @@ def test_what_asks_for_determinism_sets_up_cublas_for_it(path):
     """On a GPU it would be an error otherwise, which no run on the CPU shows."""
     text = path.read_text("utf-8")
     assert "use_deterministic_algorithms(True)" not in text or "CUBLAS_WORKSPACE_CONFIG" in text
-
-
-def test_there_are_examples():
-    assert [path for path in EXAMPLES if not needs_cuda(path)]
