@@ -28,23 +28,10 @@ class Model:
     tokens: int
     dtype: torch.dtype = torch.bfloat16
 
-    @property
-    def operations(self) -> int:
-        """Floating-point operations of one microbatch's forward on one rank: matrix products, causal attention."""
-        per_token = 2 * (4 * self.hidden**2 + 3 * self.hidden * self.ffn) + 2 * self.tokens * self.hidden
-        return self.layers * self.batch * self.tokens * per_token
-
-    @property
-    def saved(self) -> int:
-        """Elements that it saves, but for small ones."""
-        return self.layers * self.batch * self.tokens * (8 * self.hidden + 4 * self.ffn)
-
 
 MODELS = {
     "4096": Model(4096, 11008, 32, layers=4, batch=2, tokens=4096),
-    "8192": Model(8192, 22016, 64, layers=4, batch=1, tokens=4096),
     "12288": Model(12288, 36864, 96, layers=4, batch=1, tokens=4096),
-    "16384": Model(16384, 53248, 128, layers=2, batch=1, tokens=4096),
 }
 SMALL = {"small": Model(64, 172, 4, layers=2, batch=2, tokens=64, dtype=torch.float32)}
 
@@ -93,4 +80,4 @@ def _loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 def described(model: Model) -> dict[str, Any]:
     """The model as it is recorded."""
-    return {**asdict(model), "dtype": str(model.dtype), "operations": model.operations, "saved": model.saved}
+    return {**asdict(model), "dtype": str(model.dtype)}

@@ -1,4 +1,4 @@
-"""What one pipeline rank runs, and in which order: actions as data.
+"""The order of forwards and backwards that one pipeline rank runs, as data.
 
 An action is a forward (``F``) or a backward (``B``) of one chunk, that is of one microbatch on one stage. Schedules
 without bubbles run a backward in two halves, for the inputs (``I``) and for the weights (``W``). The notation is
@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
     @property
     def chunk(self) -> Chunk:
-        """What it runs on."""
+        """The chunk that the action runs."""
         return Chunk(self.stage, self.microbatch)
 
     def __repr__(self) -> str:
@@ -43,16 +43,16 @@ class Action(NamedTuple):
 
 
 def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
-    """The computations of one rank, in order.
+    """Read the forwards and backwards of one rank, in order.
 
     Args:
         actions: Texts such as ``"2F0"`` or ``"(0F4;3B1)OVERLAP_F_B"``, or the actions in a PyTorch schedule's
-            ``pipeline_order[rank]``. Communication, and ``None`` for a bubble, are passed over.
+            ``pipeline_order[rank]``. Communication, and ``None`` for a bubble, are left out.
 
     Raises:
         ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
     """
-    check_type("actions", actions, Iterable, 'what a rank runs, in order, such as ["0F0", "0F1", "0B0", "0B1"]')
+    check_type("actions", actions, Iterable, 'the actions of a rank in order, such as ["0F0", "0F1", "0B0", "0B1"]')
     found = tuple(_read(actions))
     ran: dict[Chunk, str] = {}
     for action in found:
@@ -72,7 +72,7 @@ def gpipe_order(stage: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages from here on, then one backward and one forward in turn.
+    """As many forwards as there are stages from this one on, then one backward and one forward in turn.
 
     The first of two stages: ``0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3``; the last: ``1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3``.
     """
@@ -86,10 +86,7 @@ def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> tuple[Actio
 
 
 def without_idle_inputs(actions: Sequence[Action], stage: int) -> tuple[Action, ...]:
-    """The actions as ``stage`` really runs them if nobody needs its input's gradient.
-
-    PyTorch's first stage does nothing in ``I``, and its whole backward in ``W``.
-    """
+    """The actions of a ``stage`` whose input needs no gradient: PyTorch runs its whole backward in ``W``."""
     split = {action.chunk for action in actions if action.kind == "I" and action.stage == stage}
     return tuple(
         action._replace(kind="B") if action.chunk in split and action.kind == "W" else action

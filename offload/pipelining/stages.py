@@ -1,4 +1,4 @@
-"""What the stages and schedules of ``torch.distributed.pipelining`` tell about themselves."""
+"""The stages of a schedule of ``torch.distributed.pipelining``: order, inputs, and wrappers of their methods."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[
 def known_order(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: list[Any]
 ) -> tuple[Action, ...] | None:
-    """What this rank will run, if the schedule says so.
+    """The order that this rank will run; ``None`` if the schedule does not say.
 
-    GPipe and 1F1B are loops of their own, and the order that 1F1B lists is not the one it runs on the last rank.
+    GPipe and 1F1B list no order, or, on the last rank of 1F1B, another order than they run.
     """
     if isinstance(schedule, PipelineScheduleMulti):
         order = read_actions(schedule.pipeline_order[schedule.rank])
@@ -47,19 +47,19 @@ def known_order(
 
 
 def skips_inputs(stage: Any) -> bool:
-    """Whether the stage's backward for the inputs does nothing, and that for the weights everything."""
+    """Whether the stage does nothing in its backward for the inputs, and everything in that for the weights."""
     return bool(stage.is_first) and stage.dw_builder is None
 
 
 def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterator[torch.Tensor]:
-    """What the stage keeps on the device until the chunk's backward anyway: its inputs."""
+    """The inputs of a chunk, which the stage keeps on the device until the chunk's backward."""
     yield from tensors_in((args, kwargs))
     for info in stage.args_recv_info.get(microbatch, ()):
         yield from tensors_in(getattr(info, "buffer", None))
 
 
 class Wrapper:
-    """Stands in for one method of one stage, on the instance."""
+    """Replaces one method of one stage, on the instance."""
 
     def __init__(self, stage: Any, name: str, run: Callable[..., Any]) -> None:
         self._stage = stage
@@ -75,7 +75,7 @@ class Wrapper:
         return self._method(*args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what was there; if something else was put over it since, only stop taking part."""
+        """Restore the method. If it was replaced again since, only pass calls on from now on."""
         self._active = False
         if vars(self._stage).get(self._name) is self:
             self._put_back()

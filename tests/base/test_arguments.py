@@ -96,7 +96,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Profile(3), TypeError, "layers must hold a LayerProfile for each layer, got 3"),
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
-    (lambda: offload.pipelining.plan_pipeline(3), TypeError, "actions must be what a rank runs, in order"),
+    (lambda: offload.pipelining.plan_pipeline(3), TypeError, "actions must be the actions of a rank in order"),
     (
         lambda: offload.pipelining.plan_pipeline(ORDER, PROFILE, LINK),
         TypeError,
