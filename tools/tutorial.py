@@ -29,9 +29,7 @@ from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from tabulate import tabulate
 
 CellCallback = Callable[[int], None]  # called with the index of a cell
 
@@ -123,32 +121,22 @@ def _headings(notebook: nbformat.NotebookNode) -> list[str]:
     return headings
 
 
-def _execute_with_progress(path: Path, result: Path, console: Console) -> nbformat.NotebookNode:
+def _execute_and_say(path: Path, result: Path) -> nbformat.NotebookNode:
+    """Execute a notebook, with a line for each cell: its number, its seconds and its heading."""
     notebook = nbformat.read(path, as_version=4)
     headings = _headings(notebook)
     # nbclient passes over empty cells without a call.
     total = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    progress = Progress(*columns, console=console)
-    task = progress.add_task(path.name, total=total)
-    began = 0.0
+    began_s: list[float] = []
 
     def start(index: int) -> None:
-        nonlocal began
-        began = time.monotonic()
-        progress.update(task, description=headings[index])
+        began_s.append(time.monotonic())
+        print(f"{path.name}, {len(began_s)} of {total}: {headings[index]} ... ", end="", flush=True)
 
-    def end(index: int) -> None:
-        progress.advance(task)
-        # A line for each cell as well, for logs, where the bar is drawn only once.
-        line = f"{time.monotonic() - began:7.1f} s  {headings[index]}"
-        progress.console.print(line, markup=False, highlight=False)
+    def end(_index: int) -> None:
+        print(f"{time.monotonic() - began_s[-1]:.1f} s", flush=True)
 
-    with progress:
-        env = {"OFFLOAD_TUTORIAL_RESULT": str(result)}
-        executed = execute(path, env=env, on_cell_start=start, on_cell_end=end)
-        progress.update(task, description=path.name)
-    return executed
+    return execute(path, env={"OFFLOAD_TUTORIAL_RESULT": str(result)}, on_cell_start=start, on_cell_end=end)
 
 
 def _to_html(notebook: nbformat.NotebookNode, title: str) -> str:
@@ -156,15 +144,6 @@ def _to_html(notebook: nbformat.NotebookNode, title: str) -> str:
     exporter = HTMLExporter(embed_images=True, require_js_url="", mathjax_url="")
     html, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
     return html
-
-
-def _table(rows: list[dict[str, object]]) -> Table:
-    table = Table()
-    for title, value in rows[0].items():
-        table.add_column(title, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
 
 
 def main() -> int:
@@ -175,11 +154,10 @@ def main() -> int:
     parser.add_argument("--inplace", action="store_true", help="write the outputs into the notebook instead")
     arguments = parser.parse_args()
 
-    console = Console()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         try:
-            notebook = _execute_with_progress(arguments.notebook, result, console)
+            notebook = _execute_and_say(arguments.notebook, result)
         except CellExecutionError as error:
             print(error, file=sys.stderr)
             return 1
@@ -194,7 +172,7 @@ def main() -> int:
     page = arguments.output / arguments.notebook.with_suffix(".html").name
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_to_html(notebook, arguments.notebook.stem), encoding="utf-8")
-    console.print(_table(rows))
+    print(tabulate(rows, headers="keys", floatfmt=".4g"))
     print(f"Open {page}")
     return 0
 

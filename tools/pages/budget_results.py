@@ -117,23 +117,6 @@ def clock(_page: Path) -> str:
     )
 
 
-@table("budget_host_bound")
-def host_bound(_page: Path) -> str:
-    """Why plans for the short sequence are not met as closely."""
-    found = read("budget")["llama_host"]
-    forward, steps = found["forward_ms"], found["steps_ms"]
-    plans = "; ".join(
-        f"that for {budget} recorded {layers} of the 16 layers, and its forward took {forward[budget]} ms (the step "
-        f"{steps[budget]['measured']:.0f}, predicted {steps[budget]['predicted']:.0f})"
-        for budget, layers in found["layers_recorded"].items()
-    )
-    return (
-        "Two plans in a run of their own, alone on a machine with 16 cores, where forward took "
-        f"{forward['nothing recorded']} ms with nothing recorded, and its kernels {forward['kernels']} in any case: "
-        f"{plans}.\n"
-    )
-
-
 def _curves(model: str) -> tuple[list[Row], list[Row], list[Row], list[Row]]:
     """The plans, whole layers, both with nothing first; the two ways to checkpoint all; what one line came to."""
     rows = [row for row in read("budget")["rows"] if row["model"] == model and "error" not in row]
