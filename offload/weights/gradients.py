@@ -1,4 +1,4 @@
-"""Gradients on their way to ``p.grad``: the d2h stream, pinned staging, and the worker that adds on the host.
+"""Copies gradients to the host and into ``p.grad``: the d2h stream, pinned staging, and the worker that adds.
 
 Where ``p.grad`` is ``None``, the first microbatch after ``zero_grad()``, the copy lands in it, and the host has nothing
 to do. Later microbatches are copied into staging and added to ``p.grad`` by a worker thread, so that no gradient goes
@@ -30,7 +30,7 @@ _Staged = tuple[HostParameter, torch.Tensor, torch.Tensor, bool]
 
 
 class _Flight(NamedTuple):
-    """Gradients of a layer on their way to the host; held until compute waits for their copies."""
+    """Gradients of a layer that are being copied to the host; held until compute waits for their copies."""
 
     layer: int
     gradients: list[torch.Tensor]
@@ -40,7 +40,7 @@ class _Flight(NamedTuple):
 class GradientWriter:
     """Takes the gradients of each layer when its backward has ended, and sees that they end up in ``p.grad``.
 
-    Those of ``num_flights`` layers may be on their way while compute goes on.
+    Gradients of ``num_flights`` layers may be copied while compute goes on.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class GradientWriter:
         missing = []
         for host in gradients:
             memory = self._memory.get(host)
-            # Once the user has let go of parameter.grad and all its views, the tensor kept here is the only owner.
+            # Without other owners, the user has dropped parameter.grad and all its views.
             if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
                 missing.append(host)
         for landing in (True, False):
@@ -187,7 +187,7 @@ class GradientWriter:
         self.when_written(add, partial(self._staging.put, buffer))  # also after an error: backward may wait for it
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
-        """A free staging buffer, a new one, or the next that the worker lets go."""
+        """A free staging buffer, a new one, or the next that the worker frees."""
         buffer = None
         if self._staging.empty() and self._staging_made < self._num_staging:
             self._staging_made += 1

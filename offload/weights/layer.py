@@ -42,7 +42,7 @@ class Slot:
 class WeightLayer:
     """One layer's parameters on the host and, once bound to a slot, on the device.
 
-    Those that earlier layers hold already are ``known``, and this layer's own are added there.
+    Parameters that earlier layers hold are in ``known``, and this layer's own are added there.
     """
 
     slot: Slot
@@ -140,7 +140,7 @@ class WeightLayer:
         return f"layer {self.number} ({self.kind})"
 
 
-class _Stays:
+class _InPlace:
     """In place of the ``_apply`` of one layer: it leaves parameters on the host and buffers on the device.
 
     ``to``, ``cuda``, ``half`` and their like call ``_apply`` of every module in a model, and trainers call
@@ -171,15 +171,15 @@ class _Stays:
         return ordinary_apply, (self._module(),)  # a copy of the module is not streamed
 
 
-def let_stay(modules: Iterable[nn.Module], device: torch.device) -> None:
+def keep_in_place(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Keep these layers where they are when the model that they are a part of moves."""
     for number, module in enumerate(modules):
         # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
-        vars(module)[APPLY] = _Stays(module, f"layer {number} ({type(module).__name__})", device)
+        vars(module)[APPLY] = _InPlace(module, f"layer {number} ({type(module).__name__})", device)
 
 
 def let_move(modules: Iterable[nn.Module]) -> None:
-    """Undo :func:`let_stay`."""
+    """Undo :func:`keep_in_place`."""
     for module in modules:
         vars(module).pop(APPLY, None)
 

@@ -1,7 +1,7 @@
 """One of the user's parameters: in pinned host memory, and what stands in for it on the device.
 
 Autograd finds the user's parameter from the loss: each stand-in is made from it by a node of the graph. When a
-backward has added up a gradient, the node takes it away, so that it can travel while backward goes on, and
+backward has added up a gradient, the node takes it away, so that its copy can run while backward goes on, and
 passes nothing on. Only where somebody needs the gradient at once (a hook on the parameter, ``torch.autograd.grad``)
 it waits for a copy and passes that on. So these, ``backward(inputs=...)``, and uses outside of the layer mean what they
 mean without streaming.
@@ -43,7 +43,7 @@ class HostParameter:
         # The parameter's order of dimensions, without gaps.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.accumulator: Any = None  # autograd's node that adds to parameter.grad
-        # Whether one backward may bring several gradients: several layers use it, or the loss does by itself.
+        # Whether one backward may bring several gradients: several layers use it, or the loss uses it by itself.
         self.shared = False
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
         self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
@@ -249,7 +249,7 @@ class _FromParameter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
-        ctx.variable = parameter  # as autograd's own nodes of leaves have it, for who walks the graph
+        ctx.variable = parameter  # as autograd's own nodes of leaves have it, for code that reads the graph
         ctx.stand_in = weakref.ref(stand_in)  # it holds this node by what forward returns: no circle that never dies
         ctx.set_materialize_grads(False)
         return stand_in.new()  # made here: of an input autograd would return a view

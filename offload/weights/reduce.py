@@ -58,7 +58,7 @@ class GradientReducer:
         self.averages = self.enabled and (wrapper is None or wrapper.require_backward_grad_sync)
 
     def due(self, layer: WeightLayer | None) -> list[WeightLayer]:
-        """What to average when backward leaves ``layer``, or ends if that is ``None``: also what it has skipped."""
+        """The layers to average when backward leaves ``layer``, or ends (``None``): also layers that it has skipped."""
         first = 0 if layer is None else layer.rank
         layers = self._layers[first : self._left][::-1]
         self._left = min(self._left, first)
@@ -78,7 +78,7 @@ class GradientReducer:
         return held
 
     def finish(self) -> None:
-        """All layers have been averaged: let go of the averages of parameters that no rank has a gradient of."""
+        """All layers have been averaged: drop the averages of parameters that no rank has a gradient of."""
         hosts = [host for host in self._hosts if host.averaged]
         used = torch.tensor([host.used for host in hosts], dtype=torch.int32, device=self._backend.device)
         # Compute has made the tensor.

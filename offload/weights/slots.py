@@ -113,6 +113,6 @@ class WeightSlots:
 
 
 def _holds(layer: WeightLayer, *, fresh: bool) -> bool:
-    """Whether the layer's weights are in its slot, or on the way there; with ``fresh``, as the host has them now."""
+    """Whether the layer's weights are in its slot, or being loaded; with ``fresh``, as the host has them now."""
     slot = layer.slot
     return slot.rank == layer.rank and slot.version == layer.version() and (slot.fresh or not fresh)

@@ -1,4 +1,4 @@
-"""Counters of weights and gradients that travelled, and their frozen snapshot."""
+"""Counters of the weights and gradients that were copied, and their frozen snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightStats:
     gradient_bytes: int = 0
     """Gradients copied from the device to the host."""
     added_bytes: int = 0
-    """Those of them that the worker added to, or converted for, ``p.grad``; the others landed there."""
+    """Copied gradients that the worker added to ``p.grad``, or converted for it; the others landed in ``p.grad``."""
     staging_waits: int = 0
     """How often backward waited on the host until the worker had freed a staging buffer."""
     early_steps: int = 0

@@ -61,7 +61,7 @@ class LayerSteps:
         return [host for _, hosts in self._of.values() for host in hosts]
 
     def check_layer(self, layer: WeightLayer) -> None:
-        """Raise if backward comes back to a layer that has stepped."""
+        """Raise if backward needs a layer again that has stepped."""
         if layer in self._announced:
             raise RuntimeError(
                 f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "

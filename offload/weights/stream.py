@@ -153,8 +153,8 @@ class WeightStream:
         self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters, averaged=averaged)
         self._compute = backend.compute_stream()  # what the layer that computes runs on
         self.backward: object = None  # the one that runs
-        # Autograd's thread and the program may drop a failed backward at once; and what the drop lets go of may hold
-        # the backward, which is dropped again by the same thread.
+        # Autograd's thread and the program may drop a failed backward at once. Reentrant: what the drop frees may hold
+        # the backward, which then drops itself in the same thread.
         self._dropping = threading.RLock()
         for layer in layers:
             layer.renew(backend.compute_stream_id())

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -23,11 +23,11 @@ from offload.base.progress import progress_bar
 from offload.base.torch_private import ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
-from offload.weights.layer import WeightLayer, check_parameters, let_move, let_stay, missing_bytes
+from offload.weights.layer import WeightLayer, check_parameters, keep_in_place, let_move, missing_bytes
 from offload.weights.parameter import HostParameter
-from offload.weights.reduce import check_group
+from offload.weights.reduce import GradientReducer, check_group
 from offload.weights.stats import WeightStats
-from offload.weights.step import MakeOptimizer, check_make_optimizer
+from offload.weights.step import LayerSteps, MakeOptimizer, check_make_optimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class StreamedWeights(Handle):
         inner = [each for module in modules for each in module.modules()]
         moved = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
         self._buffers = [(weakref.ref(each), name, device) for each, name, device in moved]
-        let_stay(modules, stream.device)
+        keep_in_place(modules, stream.device)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -67,31 +67,17 @@ class StreamedWeights(Handle):
         """
         return self._alive().steps.optimizers
 
-    @contextmanager
-    def no_step(self) -> Iterator[None]:
+    def no_step(self) -> AbstractContextManager[None]:
         """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
-        steps = self._alive().steps
-        before, steps.enabled = steps.enabled, False
-        try:
-            yield
-        finally:
-            steps.enabled = before
+        return _off(self._alive().steps)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients stay each rank's own; the first backward outside averages their sums.
 
         As with ``DistributedDataParallel.no_sync()``, which does the same, forward belongs into the block, too.
         """
         reducer = self._alive().reducer
-        before = reducer is not None and reducer.enabled
-        try:
-            if reducer is not None:
-                reducer.enabled = False
-            yield
-        finally:
-            if reducer is not None:
-                reducer.enabled = before
+        return nullcontext() if reducer is None else _off(reducer)
 
     def prepare_ddp(self, model: nn.Module) -> nn.Module:
         """Let ``DistributedDataParallel``, which is to wrap ``model``, leave the streamed parameters alone.
@@ -177,7 +163,7 @@ def stream_weights(
     process_group: ProcessGroup | None = None,
     step_in_backward: MakeOptimizer | None = None,
 ) -> StreamedWeights:
-    """Keep the parameters of ``layers`` in pinned host memory and bring each layer's to the device when it computes.
+    """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
 
     Nothing changes in the model or in the training loop. Parameters stay the same objects under the same names,
     on the CPU from now on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as they do for a
@@ -198,7 +184,7 @@ def stream_weights(
             Buffers move to the device and stay there.
         device: Where the layers compute; ``None`` is the current accelerator, and the CPU where there is none.
         num_slots: Of how many layers the weights are on the device at once, at least 2. The loads run that many
-            layers ahead, less one; and as many gradients may be on their way back.
+            layers ahead, less one; and as many layers' gradients may be copied back.
         grad_dtype: ``torch.float32`` to add the gradients of microbatches up in float32, and find them so in
             ``p.grad``; ``None`` for each parameter's own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
         num_staging: How many layers' gradients may wait on the host to be added, from the second
@@ -257,6 +243,16 @@ def stream_weights(
     _watch_optimizers()
     _streams.add(stream)
     return handle
+
+
+@contextmanager
+def _off(part: LayerSteps | GradientReducer) -> Iterator[None]:
+    """Let backward go without a part of its work inside the block."""
+    before, part.enabled = part.enabled, False
+    try:
+        yield
+    finally:
+        part.enabled = before
 
 
 def _alive(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
