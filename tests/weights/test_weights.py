@@ -206,12 +206,6 @@ def test_layers_without_parameters(device: torch.device) -> None:
     assert check(mixed, x).stats().late_loads == 2
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
-def test_recurrent_layers(kind: Callable[..., nn.Module], device: torch.device) -> None:
-    check(*build(partial(Recurrent, kind), 4, device))
-
-
 # Recomputation and activation offload.
 
 
@@ -252,44 +246,6 @@ def test_checkpoint_inside_a_layer(block: Callable[[], nn.Module], device: torch
     assert stats.late_loads == 2
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_around_several_layers(use_reentrant: bool, device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        for first in range(0, len(layers), 2):
-            x = checkpoint(plain, layers[first : first + 2], x, use_reentrant=use_reentrant)
-        return x
-
-    layers, x = build("gpt", 6, device)
-    check(layers, x, forward, microbatches=2)
-
-
-def test_reentrant_checkpoint_of_layers_called_twice(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        for _ in range(2):
-            x = checkpoint(plain, layers, x, use_reentrant=True)
-        return x
-
-    layers, x = build("gpt", 3, device)
-    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
-    check(layers, x, forward, microbatches=3)
-
-
-def test_reentrant_checkpoint_of_a_layer_called_in_a_row(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        for layer in layers:
-            x = checkpoint(layer, layer(layer(x)), use_reentrant=True)
-        return x
-
-    layers, x = build("gpt", 3, device)
-    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
-    check(layers, x, forward, microbatches=3)
-
-
-def test_reentrant_checkpoint_inside_a_layer_called_in_a_row(device: torch.device) -> None:
-    layers, x = build(InnerReentrantCheckpoint, 3, device)
-    check(layers, x, lambda layers, x: plain([layer for layer in layers for _ in range(3)], x), microbatches=3)
-
-
 class UsedTwice(nn.Module):
     """Uses a weight in two reentrant checkpoints and once more: three runs of autograd bring its gradient."""
 
@@ -300,13 +256,6 @@ class UsedTwice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = checkpoint(lambda x: torch.tanh(self.linear(x)), x, use_reentrant=True)
         return x + checkpoint(self.linear, torch.tanh(self.linear(y)), use_reentrant=True)
-
-
-def test_reentrant_checkpoints_that_share_a_weight_of_their_layer(device: torch.device) -> None:
-    """Each adds to ``p.grad`` by itself, in the order in which they run: another order rounds otherwise."""
-    layers, x = build(UsedTwice, 3, device)
-    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
-    check(layers, x, microbatches=3)
 
 
 @pytest.mark.slow
@@ -352,21 +301,9 @@ def test_with_an_offload_context_around_checkpoints(device: torch.device) -> Non
     assert context.stats().offloaded_bytes > 0
 
 
-def test_with_saved_tensor_hooks_of_the_users(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu():
-            return plain(layers, x)
-
-    check(*build("decoder", LAYERS, device), forward)
-
-
 def autocast(layers: Sequence[nn.Module], x: Any, **options: Any) -> Any:
     with torch.autocast(x.device.type, torch.bfloat16, **options):
         return plain(layers, x)
-
-
-def test_autocast(device: torch.device) -> None:
-    check(*build("decoder", LAYERS, device), autocast, microbatches=2)
 
 
 class Repeated(nn.Module):
@@ -475,10 +412,6 @@ class TiedInside(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-def test_tied_inside_a_layer(device: torch.device) -> None:
-    check(*build(TiedInside, LAYERS, device), microbatches=3)
-
-
 def shared_layers(device: torch.device) -> tuple[nn.ModuleList, torch.Tensor]:
     """Layers 0, 2 and 4 share a weight, as an embedding and a head do; layers 1 and 3 a whole module."""
     layers, x = build("gpt", LAYERS, device)
@@ -504,19 +437,8 @@ def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch
 @pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [2, 0, 1], [0, 2], [1], [0, 1, 2, 1, 0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_order_of_calls(order: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        return plain([layers[number] for number in order], x)
-
     layers, x = build("gpt", 3, device)
-    layers, x = layers.to(dtype), x.detach().to(dtype).requires_grad_()
-    check(layers, x, forward, microbatches=3)
-
-
-def test_layers_skipped_at_random(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        return plain([layer for layer in layers if torch.rand(()) < 0.6], x)
-
-    check(*build("gpt", 8, device), forward, microbatches=4)
+    check(layers.to(dtype), x.detach().to(dtype).requires_grad_(), called(*order), microbatches=3)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -535,13 +457,6 @@ def test_several_microbatches_in_flight(together: bool, device: torch.device) ->
     assert_same_when_streamed(leaves, step, layers, device)
 
 
-def test_two_towers(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        return plain(layers[:3], x) * plain(layers[3:], x)
-
-    check(*build("gpt", 6, device), forward, microbatches=2)
-
-
 class Passing(nn.Module):
     """Passes an early layer's output on, as T5 does with its position bias, and adds to a side loss."""
 
@@ -558,12 +473,72 @@ class Passing(nn.Module):
         return {"x": y, "passed": passed, "losses": (*losses, y.square().mean())}
 
 
-def test_passed_on_outputs_and_side_losses(device: torch.device) -> None:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        state = plain(layers, {"x": x, "passed": None, "losses": ()})
-        return state["x"] + sum(state["losses"])
+def passed_on(layers: Sequence[nn.Module], x: Any) -> Any:
+    state = plain(layers, {"x": x, "passed": None, "losses": ()})
+    return state["x"] + sum(state["losses"])
 
-    check(*build(Passing, LAYERS, device), forward, microbatches=2)
+
+def called(*numbers: int) -> Forward:
+    return lambda layers, x: plain([layers[number] for number in numbers], x)
+
+
+def skipped_at_random(layers: Sequence[nn.Module], x: Any) -> Any:
+    return plain([layer for layer in layers if torch.rand(()) < 0.6], x)
+
+
+def towers(layers: Sequence[nn.Module], x: Any) -> Any:
+    return plain(layers[:3], x) * plain(layers[3:], x)
+
+
+def saved_on_cpu(layers: Sequence[nn.Module], x: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return plain(layers, x)
+
+
+def checkpointed_pairs(layers: Sequence[nn.Module], x: Any, use_reentrant: bool) -> Any:
+    for first in range(0, len(layers), 2):
+        x = checkpoint(plain, layers[first : first + 2], x, use_reentrant=use_reentrant)
+    return x
+
+
+def checkpointed_twice(layers: Sequence[nn.Module], x: Any) -> Any:
+    return checkpoint(plain, layers, checkpoint(plain, layers, x, use_reentrant=True), use_reentrant=True)
+
+
+def checkpointed_at_last(layers: Sequence[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = checkpoint(layer, layer(layer(x)), use_reentrant=True)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("block", "number", "forward"),
+    [
+        pytest.param(partial(Recurrent, nn.LSTM), 4, plain, id="LSTM"),
+        pytest.param(partial(Recurrent, nn.GRU), 4, plain, id="GRU"),
+        pytest.param("gpt", 6, partial(checkpointed_pairs, use_reentrant=False), id="checkpointed pairs"),
+        pytest.param("gpt", 6, partial(checkpointed_pairs, use_reentrant=True), id="reentrant checkpoints of pairs"),
+        pytest.param("gpt", 3, checkpointed_twice, id="reentrant checkpoints of layers called twice"),
+        pytest.param("gpt", 3, checkpointed_at_last, id="reentrant checkpoint of a layer called in a row"),
+        pytest.param(
+            InnerReentrantCheckpoint, 3, called(0, 0, 0, 1, 1, 1, 2, 2), id="reentrant checkpoints inside, in a row"
+        ),
+        pytest.param(UsedTwice, 3, plain, id="reentrant checkpoints that share a weight of their layer"),
+        pytest.param("decoder", LAYERS, saved_on_cpu, id="saved-tensor hooks of the user's"),
+        pytest.param("decoder", LAYERS, autocast, id="autocast"),
+        pytest.param(TiedInside, LAYERS, plain, id="weights tied inside a layer"),
+        pytest.param("gpt", 8, skipped_at_random, id="skipped at random"),
+        pytest.param("gpt", 6, towers, id="two towers"),
+        pytest.param(Passing, LAYERS, passed_on, id="outputs passed on, and side losses"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
+def test_every_way_to_call_layers(
+    block: Any, number: int, forward: Forward, dtype: torch.dtype, device: torch.device
+) -> None:
+    layers, x = build(block, number, device)
+    check(layers.to(dtype), x.detach().to(dtype).requires_grad_(), forward, microbatches=3)
 
 
 def test_modules_between_layers(device: torch.device) -> None:
