@@ -595,12 +595,13 @@ def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.
             other.join()
 
     with handle_for(layers) as handle:
-        hook = (
-            layers[1].norm2.register_forward_hook(meanwhile) if inside else layers[1].register_forward_hook(meanwhile)
-        )
+        assert_same(expected, step_gradients(layers, x))
+        in_a_step = handle.stats().offloaded_bytes
+        hook = (layers[1].norm2 if inside else layers[1]).register_forward_hook(meanwhile)
         assert_same(expected, step_gradients(layers, x))
         hook.remove()
         assert len(refused) == 1
+        assert handle.stats().offloaded_bytes == 2 * in_a_step
         assert "'MainThread', which is in the forward of the same layers, but runs in 'other'" in refused[0]
         assert "use one copy of the model per thread" in refused[0]
         found: list[list[torch.Tensor]] = []
@@ -609,4 +610,4 @@ def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.
         alone.join()
         assert_same(expected, found[0])
         assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().offloaded_bytes
+        assert handle.stats().offloaded_bytes == 4 * in_a_step

@@ -282,6 +282,20 @@ def test_losses_kept_from_earlier_steps_do_not_confuse(layers, inputs):
     assert context.stats().late_reloads == 0
 
 
+def test_a_microbatch_whose_backward_is_over_is_not_released(layers, inputs):
+    """Its sets live on with the loss, where they were when backward came, and the calls mean the next microbatch."""
+    expected = expected_gradients(layers, inputs[1:2])
+    context, sync, controller = manual()
+    kept = run(layers, inputs[0], controller.start_offload_layer, context, sync)
+    kept.backward()
+    gradients(layers)
+    loss = run(layers, inputs[1], controller.start_offload_layer, context, sync)
+    controller.release_activation_forward_gpu_memory(0)
+    loss.backward()
+    assert context.stats().late_reloads > 0, "nothing of this microbatch was released"
+    assert_equal(gradients(layers), expected)
+
+
 def test_a_layer_that_saved_nothing(layers, inputs):
     context, sync, controller = manual()
     with context:

@@ -60,6 +60,15 @@ def test_a_stream_waits_for_an_event_of_another(streams: tuple[CpuStream, CpuStr
     assert done == ["one", "two"]
 
 
+def test_synchronize_waits_for_a_stream_of_the_programs_own(lab: Lab) -> None:
+    done: list[int] = []
+    mine = lab.backend.new_stream("mine")
+    lab.delay(mine, 0.1)
+    mine.submit(lambda: done.append(1))
+    lab.backend.synchronize()
+    assert done
+
+
 def test_an_event_marks_the_work_before_it_only(streams: tuple[CpuStream, CpuStream]) -> None:
     stream, _ = streams
     event = stream.record_event()

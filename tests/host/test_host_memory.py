@@ -107,6 +107,26 @@ def test_pinning_that_fails_is_treated_alike(layers: nn.ModuleList, monkeypatch:
     assert handle.stats().offloaded_bytes == 0
 
 
+def test_a_refusal_is_forgotten_when_host_memory_is_reserved(
+    layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has freed memory says so by reserving some, however little."""
+    expected, left = gradients(layers), [0]
+    available = pinned.available_bytes
+    monkeypatch.setattr(pinned, "available_bytes", lambda: left[0] or available())
+    left[0] = 1
+    with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, device="cpu") as handle:
+        with pytest.warns(UserWarning, match="are missing"):
+            assert all(map(torch.equal, expected, gradients(layers)))
+        assert handle.stats().offloaded_bytes == 0
+        left[0] = 0
+        gradients(layers)
+        assert handle.stats().offloaded_bytes == 0, "the system is not asked again in each step"
+        offload.reserve_host_memory("64KiB", "cpu")
+        assert all(map(torch.equal, expected, gradients(layers)))
+        assert handle.stats().offloaded_bytes > 200_000
+
+
 class Exhausted:
     """Host memory that ends after so many bytes."""
 

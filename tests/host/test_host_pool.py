@@ -245,6 +245,19 @@ def test_same_size_gets_the_same_buffer_back(pool: HostPool, source: Source) -> 
     assert sum(source.sizes) == 2 * PAGE_BYTES
 
 
+def test_only_who_covers_what_was_copied_waits_for_the_copy(pool: HostPool, source: Source) -> None:
+    """The two buffers are cut into others: the first two lie where the copy runs, and the third begins behind it."""
+    first, second = pool.take(PAGE_BYTES // 2), pool.take(PAGE_BYTES // 2)
+    copied = FakeEvent()
+    pool.give(first, copied)
+    pool.give(second, REACHED)
+    inside = [pool.take(PAGE_BYTES // 8), pool.take(PAGE_BYTES // 8 * 3)]
+    behind = pool.take(PAGE_BYTES // 4)
+    assert sum(source.sizes) == PAGE_BYTES
+    assert [buffer.events for buffer in inside] == [(copied,), (copied,)]
+    assert behind.events == ()
+
+
 def test_used_bytes(pool: HostPool) -> None:
     first, second = pool.take(1000), pool.take(5000)
     assert pool.used_bytes == 6000
