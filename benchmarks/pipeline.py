@@ -41,7 +41,7 @@ FREE_SLOWDOWN = 0.03
 """A step that much longer still counts as free."""
 
 BOUND_FRACTION = {"1F1B": 0.75, "ZBV": 0.5, "DualPipeV": 0.5}
-"""Share of the first rank's bytes that has the time to travel, but not on this link if the model is narrow: in a
+"""Share of the first rank's bytes that has the time for both copies, but not on this link if the model is narrow: in a
 V-schedule, the chunks of the first rank's second stage are needed at once."""
 
 BUSY = 0.8

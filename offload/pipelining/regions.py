@@ -68,7 +68,7 @@ class RankRegions:
         try:
             for stage in stages:
                 modules = check_layers(
-                    find_layers(stage.submod), _StageLayer, "offloaded", "cannot be treated by region"
+                    find_layers(stage.submod), _StageLayer, "offloaded", "cannot have policies of regions"
                 )
                 for number, layer in enumerate(modules):
                     if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):

@@ -31,13 +31,13 @@ OPTIONS = {
     "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1, "lookahead": 2},
 }
 POLICIES = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
-TREATED = {
+WITH_POLICIES = {
     "regions, measured": {"link": FAST_LINK, "policies": POLICIES},
     "regions, from the first step": {"link": FAST_LINK, "policies": POLICIES, "fraction": 1.0},
     "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
 }
-"""With the regions of the stages' layers treated each in its own way."""
-OPTIONS |= TREATED
+"""With policies of the regions of the stages' layers."""
+OPTIONS |= WITH_POLICIES
 FEW = ["all from the first step"]  # for more than two ranks
 
 

@@ -81,7 +81,7 @@ def test_gradients_are_those_without(kind, policies):
     assert same(step(schedule, stage, 0), expected[0])
 
 
-def test_a_profile_counts_what_travels_and_what_is_kept():
+def test_a_profile_counts_offloaded_and_kept_regions():
     saved = {}
     for name, policies in {"offload": {"*": "offload"}, "keep": {"*": "keep"}, "both": RECOMPUTE_MOST}.items():
         schedule, stage = pipeline()
@@ -92,7 +92,7 @@ def test_a_profile_counts_what_travels_and_what_is_kept():
         assert sum(saved[name].tensors) == saved[name].saved_bytes
     assert saved["offload"].kept_bytes == saved["keep"].saved_bytes == 0
     assert saved["offload"].saved_bytes == saved["keep"].kept_bytes
-    # Of each block: what `up` makes travels, and so does its own input, which cannot be computed again.
+    # Of each block: the output of `up` is offloaded, and so is its input, which cannot be recomputed.
     assert 0 < saved["both"].saved_bytes + saved["both"].kept_bytes < saved["offload"].saved_bytes
 
 

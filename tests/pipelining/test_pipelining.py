@@ -362,7 +362,7 @@ def test_min_bytes_is_bytes_or_a_text():
 
 
 @pytest.mark.usefixtures("_group")
-def test_inputs_and_outputs_that_the_stage_holds_do_not_travel():
+def test_inputs_and_outputs_that_the_stage_holds_are_not_offloaded():
     schedule, stage = pipeline()
     with attach(schedule, fraction=1.0, parts=1) as handle:
         step(schedule, stage)
@@ -394,7 +394,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.usefixtures("_group")
-def test_parameters_do_not_travel_however_they_are_saved():
+def test_parameters_are_not_offloaded_however_they_are_saved():
     stage = PipelineStage(nn.Sequential(Product(), Product()), 0, 1, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 4, loss_fn=pipeline_worker.loss_of)
     with attach(schedule, fraction=1.0, parts=1) as handle:
@@ -578,7 +578,7 @@ def test_all_schedules(ranks, name):
             assert stats.late_reloads == 0, where
             assert stats.wasted_bytes == 0, where
             long_lived = not (name == "Schedule1F1B" and rank == len(ranks) - 1)
-            if label in pipeline_worker.TREATED:
+            if label in pipeline_worker.WITH_POLICIES:
                 assert stats.offloaded_bytes > 0 or not long_lived, where
                 continue
             if long_lived:
@@ -589,9 +589,11 @@ def test_all_schedules(ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", pipeline_worker.SCHEDULES)
-def test_regions_of_all_layers_are_treated(ranks, name):
+def test_regions_of_all_layers_follow_the_policies(ranks, name):
     for found in ranks:
-        for label in {label for key in found if key != "further" for label in key[1:]} & set(pipeline_worker.TREATED):
+        for label in {label for key in found if key != "further" for label in key[1:]} & set(
+            pipeline_worker.WITH_POLICIES
+        ):
             for regions in found[name, label]["regions"]:
                 chosen = {"up: addmm": "offload", "norm: native_layer_norm": "keep", "gelu": "recompute"}
                 if label == "all recomputed":
