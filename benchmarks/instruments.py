@@ -19,13 +19,38 @@ Row = dict[str, Any]
 Step = Callable[[], object]
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def limit_memory(device: torch.device, nbytes: float) -> None:
+    """Let PyTorch have no more of the device's memory than this."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the peak of device memory."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most device memory since then, all in all; 0 on the CPU."""
+    return 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
+
+
 def timed(step: Step, device: torch.device, steps: int = 1) -> float:
     """Seconds of a step, of several in a row, from an idle device to an idle device."""
-    _synchronize(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):
         step()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - begin) / steps
 
 
@@ -166,8 +191,3 @@ class HostCopies(TorchDispatchMode):
             if any(source.device.type != "cpu" for source in sources):
                 self.nbytes += result.nbytes
         return result
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

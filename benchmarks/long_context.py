@@ -37,7 +37,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import offload
-from benchmarks.instruments import Row, give_memory_back, pinned_by_torch, timed
+from benchmarks.instruments import Row, give_memory_back, peak_bytes, pinned_by_torch, reset_peak, timed
 from benchmarks.llama_8b import SHAPE, SMALL
 from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, longest_again, search
 from benchmarks.models import Llama
@@ -155,7 +155,7 @@ class Benchmark:
             if tokens < ONCE:
                 row["first_s"] = timed(model.step, self.device)
             before = handle.stats()
-            self._reset_peak()
+            reset_peak(self.device)
             row["step_s"] = timed(model.step, self.device)
             after = handle.stats()
             step = after - before
@@ -326,7 +326,7 @@ class Benchmark:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._reset_peak()
+        reset_peak(self.device)
         try:
             step_s = timed(model.step, self.device)
         except (torch.OutOfMemoryError, offload.HostMemoryError) as error:
@@ -343,19 +343,12 @@ class Benchmark:
             self._model = Long(self.device, small=self.small)
         return self._model
 
-    def _reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
     def _memory(self) -> Row:
         """The most device memory, and what PyTorch has pinned."""
-        if self.device.type == "cpu":
-            return {"peak_bytes": 0}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-            "pinned_by_torch_bytes": pinned_by_torch(self.device),
-        }
+        found: Row = {"peak_bytes": peak_bytes(self.device), "pinned_by_torch_bytes": pinned_by_torch(self.device)}
+        if self.device.type == "cuda":
+            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        return found
 
 
 def shown(row: Row) -> Row:

@@ -8,6 +8,7 @@ seconds that blocks leave out are measured for one layer, and added for all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from benchmarks.instruments import Row, timed
+from benchmarks.instruments import Row, limit_memory, timed
 
 BLOCKS = (4096, 1024)
 """Tokens of a block, the first size that divides the length."""
@@ -101,15 +102,11 @@ def attention_s(shape: dict[str, Any], tokens: int, device: torch.device) -> tup
 @contextmanager
 def device_limit(device: torch.device, nbytes: int) -> Iterator[None]:
     """Let PyTorch's allocator have no more of the device."""
-    if device.type != "cuda":
-        yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+    limit_memory(device, nbytes)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        limit_memory(device, math.inf)
 
 
 def search(attempt: Callable[[int], Row | None], lengths: Lengths, seconds: float) -> Row:

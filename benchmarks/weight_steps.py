@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from benchmarks.instruments import synchronize
 from benchmarks.workloads import DecoderBlock, loss_of
 
 
@@ -35,10 +36,9 @@ class Size:
         """The layers."""
         torch.manual_seed(0)
         with torch.device(device):
-            layers = nn.ModuleList()
-            for _ in range(self.layers):
-                layers.append(DecoderBlock(self.hidden, self.ffn, self.heads).to(self.dtype))
-        return layers
+            return nn.ModuleList(
+                DecoderBlock(self.hidden, self.ffn, self.heads).to(self.dtype) for _ in range(self.layers)
+            )
 
     def inputs(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
         """One microbatch, which requires a gradient."""
@@ -137,17 +137,3 @@ def _mark(device: torch.device) -> Callable[[float], float]:
         return time.perf_counter() - begin - reached.elapsed_time(idle) / 1e3
 
     return since
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for an accelerator."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def limit_memory(device: torch.device, nbytes: float) -> None:
-    """Let PyTorch have no more of the device's memory than this."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)

@@ -26,14 +26,16 @@ from typing import Any
 import torch
 
 import offload
-from benchmarks.instruments import BLOCKING_CALLS
-from benchmarks.report import environment, table, write
+from benchmarks.instruments import BLOCKING_CALLS, limit_memory, peak_bytes, reset_peak, synchronize, timed
+from benchmarks.report import asked, environment, table, write
 from benchmarks.weight_losses import TRAINED, loss_curves
-from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times, limit_memory, synchronize
-from offload.device.select import get_backend, resolve_device
+from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times
+from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 
 GB = 1e9
+SHOWN = ("tokens", "step_s", "limit_s", "ratio_to_limit", "fsdp_s", "peak_device_bytes", "loads_per_step")
+"""What is printed of a row."""
 
 
 def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
@@ -109,14 +111,11 @@ def streamed_rows(
         for name, shape, offloaded in cases(size):
             model.offload(offloaded, device)
             step = Step(model, size.inputs(shape, device))
-            begin = time.perf_counter()
-            step()
-            synchronize(device)
-            first_s = time.perf_counter() - begin
+            first_s = timed(step, device)
             then, moved = handle.stats(), activation_bytes(model)
-            _reset_peak(device)
+            reset_peak(device)
             times = step.measure(warmup=1, repeats=arguments.repeats)
-            peak_bytes = _peak(device)
+            most_bytes = peak_bytes(device)
             now, count = handle.stats(), arguments.repeats + 1
             out, back = ((new - old) / count for new, old in zip(activation_bytes(model), moved, strict=True))
             loads = (now.loads - then.loads) / count
@@ -141,7 +140,7 @@ def streamed_rows(
                     "ratio_to_limit": times.step_s / limit_s,
                     "loads_per_step": loads,
                     "late_loads_per_step": (now.late_loads - then.late_loads) / count,
-                    "peak_device_bytes": peak_bytes,
+                    "peak_device_bytes": most_bytes,
                     "first_s": first_s,
                     "times": vars(times),
                 }
@@ -164,14 +163,7 @@ def streamed_rows(
 
 def accumulating_s(step: Step, device: torch.device) -> float:
     """Seconds of a microbatch whose gradients are added to those of an earlier one."""
-    found = []
-    for _ in range(3):
-        synchronize(device)
-        begin = time.perf_counter()
-        step()
-        synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+    return statistics.median(timed(step, device) for _ in range(3))
 
 
 def optimizer_steps(handle: offload.StreamedWeights, step: Step, device: torch.device, slots: int) -> dict[str, float]:
@@ -180,13 +172,7 @@ def optimizer_steps(handle: offload.StreamedWeights, step: Step, device: torch.d
 
     def run(optimizer: torch.optim.Optimizer | None) -> float:
         step.zero_grad()
-        synchronize(device)
-        begin = time.perf_counter()
-        step()
-        if optimizer is not None:
-            optimizer.step()
-        synchronize(device)
-        return time.perf_counter() - begin
+        return timed(lambda: (step(), optimizer and optimizer.step()), device)
 
     after_s = min(run(make(step.model.parameters())) for _ in range(2))
     handle.remove()
@@ -223,9 +209,9 @@ def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> l
         model.offload(offloaded, device)
         step = Step(model, size.inputs(shape, device))
         try:
-            _reset_peak(device)
+            reset_peak(device)
             times = step.measure(warmup=1, repeats=repeats)
-            row |= {"step_s": times.step_s, "peak_device_bytes": _peak(device), "times": vars(times)}
+            row |= {"step_s": times.step_s, "peak_device_bytes": peak_bytes(device), "times": vars(times)}
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).splitlines()[0]
         rows.append(row)
@@ -236,26 +222,13 @@ def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> l
     return rows
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
-
-
 def main() -> None:
     """Measure, print the tables, write the record."""
     parser = argparse.ArgumentParser(description="Measure weight streaming against compute and link.")
-    parser.add_argument("--out", type=Path, default=Path("results/weight_streaming.json"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--memory", type=float, default=0.45, help="device memory, as a fraction of the weights")
-    parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
-    parser.add_argument("--no-fsdp", action="store_true")
-    arguments = parser.parse_args()
-    device = resolve_device(None)
+    arguments, device = asked(parser, "results/weight_streaming.json")
     size = SMALL if arguments.small else LARGE
     link = offload.measure_link(device)
     print(link)
@@ -273,7 +246,7 @@ def main() -> None:
     rows, extra = streamed_rows(size, model, alone, device, arguments)
     gc.collect()
     fsdp: list[dict[str, Any]] = []
-    if device.type == "cuda" and not arguments.no_fsdp:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         fsdp = fsdp_rows(size, model, device, min(arguments.repeats, 3))
     for row in rows:
@@ -283,7 +256,7 @@ def main() -> None:
     del model
     trained, steps = (SMALL, 3) if arguments.small else (TRAINED, 20)
     curves = loss_curves(size, trained, device, steps)
-    print(table([_shown(row) for row in rows]))
+    print(table([{key: row[key] for key in SHOWN} for row in rows]))
     for row in fsdp:
         if "error" in row:
             print(f"FSDP2, {row['case']}: {row['error']}")
@@ -294,6 +267,7 @@ def main() -> None:
         arguments.out,
         {
             **environment(device),
+            "small": arguments.small,
             "link": vars(link),
             "parameters": parameters,
             "weight_bytes": weight_bytes,
@@ -304,21 +278,6 @@ def main() -> None:
             **extra,
         },
     )
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tokens": row["tokens"],
-        "step ms": row["step_s"] * 1e3,
-        "compute fwd+bwd ms": f"{row['compute_forward_s'] * 1e3:.1f} + {row['compute_backward_s'] * 1e3:.1f}",
-        "link fwd+bwd ms": f"{row['link_forward_s'] * 1e3:.1f} + {row['link_backward_s'] * 1e3:.1f}",
-        "fwd+bwd ms": f"{row['forward_s'] * 1e3:.1f} + {row['backward_s'] * 1e3:.1f}",
-        "limit ms": row["limit_s"] * 1e3,
-        "vs limit": row["ratio_to_limit"],
-        "FSDP2 ms": row["fsdp_s"] * 1e3 if row["fsdp_s"] else None,
-        "peak GB": row["peak_device_bytes"] / GB,
-        "loads": row["loads_per_step"],
-    }
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path: Path = tmp_path_factory.mktemp("weights") / "weights.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weight_streaming", "--small", "--repeats", "1", "--out", str(path)])
-        patch.setattr(weight_streaming, "resolve_device", lambda _: torch.device("cpu"))
+        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
         weight_streaming.main()
     return json.loads(path.read_text("utf-8"))
 
