@@ -6,7 +6,7 @@ them. :func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,21 +43,29 @@ def sees(one: Opened) -> Iterator[None]:
         opened.remove(one)
 
 
+class _Listener:
+    """Hands the open layer what a selective checkpoint inside of the layer keeps."""
+
+    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        if not self.takes():
+            return None
+        with counting_versions():
+            packed = opened[-1].pack(result)
+        return packed.unpack if isinstance(packed, Handle) else None
+
+    def see(self, arguments: Sequence[object]) -> None:
+        if opened:
+            for given in arguments:
+                if isinstance(given, torch.nn.Parameter):
+                    exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
+
+    def takes(self) -> bool:
+        return bool(opened) and not (in_backward() or is_traced())
+
+    def owns(self, pack: object) -> bool:
+        return getattr(pack, "__self__", None) in opened
+
+
 def patch_pytorch() -> None:
     """Let PyTorch tell of storages that are resized and of results that checkpoints keep; called by every context."""
-    patch_once(give_up_resized, _keep, _see)
-
-
-def _keep(value: torch.Tensor) -> Handle | None:
-    if not opened or in_backward() or is_traced():
-        return None
-    with counting_versions():
-        packed = opened[-1].pack(value)
-    return packed if isinstance(packed, Handle) else None
-
-
-def _see(arguments: Sequence[object]) -> None:
-    if opened:
-        for given in arguments:
-            if isinstance(given, torch.nn.Parameter):
-                exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
+    patch_once(give_up_resized, _Listener())

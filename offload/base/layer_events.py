@@ -296,7 +296,7 @@ class _Hook:
 
 
 def _events_of(layer: nn.Module) -> _LayerEvents | None:
-    hooks = forward_pre_hooks(layer)
+    hooks = forward_pre_hooks(layer).values()
     return next((hook.events for hook in hooks if isinstance(hook, _Hook) and hook.events is not None), None)
 
 

@@ -68,7 +68,6 @@ _COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
 _uses = _find("_C._storage_Use_Count")
 _set_eval_frame = _find("_C._dynamo.eval_frame.set_eval_frame")
 _RULES = "torch._dynamo.trace_rules"
-_PACKAGE = __name__.partition(".")[0]
 _HIGHEST_NODE = 2**64 - 1
 _patching = threading.Lock()
 
@@ -178,17 +177,13 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
 
 
-def profiling() -> bool:
-    """Whether a profiler runs."""
-    return torch.autograd.profiler._is_profiler_enabled
-
-
 # Tracing, transforms and dispatch.
 
+profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+"""Whether a profiler runs."""
 exclude_keys = _find("_C._ExcludeDispatchKeyGuard")
 """A context in which the dispatcher leaves parts of PyTorch out."""
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")
-"""A context in which a tensor subclass does not see what is called with it."""
 
 
 def is_traced() -> bool:
@@ -247,36 +242,27 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 raw_stream = _find("_C._cuda_getCurrentRawStream")
 """The handle of the current stream of a device, given by its index."""
 
-
-# Modules, optimizers, DistributedDataParallel, pipelines.
+# Modules, DistributedDataParallel, pipelines.
 
 APPLY = "_apply"
 """The method of a module that ``to``, ``cuda``, ``half`` and others call."""
+forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+running_ddp: Callable[[], Any] = functools.partial(getattr, DistributedDataParallel, "_active_ddp_module")
+"""The ``DistributedDataParallel`` whose forward runs, if there is one."""
+ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = operator.attrgetter("_module_parameters")
+"""The parameters whose gradients a ``DistributedDataParallel`` reduces."""
+pipeline_microbatches: Callable[[Any], int] = operator.attrgetter("_n_microbatches")
+"""How many microbatches a schedule of ``torch.distributed.pipelining`` runs in a step."""
 
 
 def ordinary_apply(module: nn.Module) -> MethodType:
-    """The module's own method of that name, whatever the module was given in its place."""
-    return MethodType(getattr(type(module), APPLY), module)
-
-
-def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
-    """The hooks before a module's forward, those given with keywords included."""
-    return module._forward_pre_hooks.values()
+    """The module's own method, whatever the module was given in its place."""
+    return MethodType(type(module)._apply, module)
 
 
 def flat_weights(module: nn.Module) -> list[Any]:
     """The list that an LSTM and its like compute with, in place of their attributes; other modules have none."""
     return getattr(module, "_flat_weights", []) if isinstance(module, nn.RNNBase) else []
-
-
-def running_ddp() -> Any:
-    """The ``DistributedDataParallel`` whose forward runs, if there is one."""
-    return DistributedDataParallel._active_ddp_module
-
-
-def ddp_parameters(wrapper: Any) -> list[nn.Parameter]:
-    """The parameters whose gradients a ``DistributedDataParallel`` reduces."""
-    return list(wrapper._module_parameters)
 
 
 def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
@@ -288,11 +274,6 @@ def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
 def pipeline_stages(schedule: Any) -> list[Any]:
     """The stages that a schedule of ``torch.distributed.pipelining`` runs on this rank."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
-
-
-def pipeline_microbatches(schedule: Any) -> int:
-    """How many microbatches a schedule of ``torch.distributed.pipelining`` runs in a step."""
-    return int(schedule._n_microbatches)
 
 
 # torch.compile, without loading the compiler, which takes seconds.
@@ -334,7 +315,7 @@ def is_compiled(module: Any) -> bool:
 def leave_to_interpreter() -> None:
     """Where a compiled layer breaks its graph, the compiler would take the library's code for the program's."""
     if "torch._dynamo" in sys.modules:
-        importlib.import_module(_RULES).add(_PACKAGE)
+        importlib.import_module(_RULES).add("offload")
     else:
         sys.meta_path.insert(0, _WhenRulesAreImported())
 
@@ -363,7 +344,7 @@ class _WhenRulesAreImported:
 
             def exec_module(rules: Any) -> None:
                 load(rules)
-                rules.add(_PACKAGE)
+                rules.add("offload")
 
             loader.exec_module = exec_module
         return spec
@@ -372,31 +353,32 @@ class _WhenRulesAreImported:
 # Changes to PyTorch.
 
 
-class Unpackable(Protocol):
-    """What is held in place of a tensor."""
+class CheckpointListener(Protocol):
+    """What is told of selective activation checkpointing, whose storage is below autograd and its hooks."""
 
-    def unpack(self) -> torch.Tensor:
-        """The tensor."""
+    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Take a result that the checkpoint keeps; returns what gives it back, or ``None`` to leave it there."""
+
+    def see(self, arguments: Sequence[object]) -> None:
+        """An operation runs in a checkpoint, with these arguments."""
+
+    def takes(self) -> bool:
+        """Whether what checkpoints keep here is offloaded, as their policy may ask."""
+
+    def owns(self, pack: object) -> bool:
+        """Whether a hook on saved tensors is the listener's own."""
 
 
-def patch_once(
-    before_resize: Callable[[torch.UntypedStorage], None],
-    keep: Callable[[torch.Tensor], Unpackable | None],
-    sees: Callable[[Sequence[object]], None],
-) -> None:
+def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: CheckpointListener) -> None:
     """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
 
-    Args:
-        before_resize: Called before a storage is resized. Some programs free a saved tensor's memory by themselves,
-            ``storage.resize_(0)``, and fill it again before backward, as checkpoints that discard their output do.
-            PyTorch frees the memory at once, while a copy may still read it.
-        keep: Called with each result that selective activation checkpointing keeps, in a storage of its own below
-            autograd; returns what is kept in place of the tensor, or ``None``.
-        sees: Called with the arguments of each operation in a checkpoint of that kind.
+    ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory by themselves,
+    ``storage.resize_(0)``, and fill it again before backward, as checkpoints that discard their output do. PyTorch
+    frees the memory at once, while a copy may still read it.
     """
     with _patching:
-        resize = torch.UntypedStorage.resize_
-        if getattr(resize, "notifies", None) is not None:
+        resize: Any = torch.UntypedStorage.resize_
+        if hasattr(resize, "before"):
             return
 
         @functools.wraps(resize)
@@ -404,39 +386,65 @@ def patch_once(
             before_resize(storage)
             resize(storage, nbytes)
 
-        _patch_selective_checkpoint(keep, sees)
-        resize_.notifies = before_resize  # type: ignore[attr-defined]
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        _patch_checkpoint(listener)
+        patched: Any = resize_
+        patched.before = before_resize
+        torch.UntypedStorage.resize_ = patched  # type: ignore[method-assign]
 
 
-def _patch_selective_checkpoint(
-    keep: Callable[[torch.Tensor], Unpackable | None], sees: Callable[[Sequence[object]], None]
-) -> None:
+def _patch_checkpoint(listener: CheckpointListener) -> None:
+    module: Any = torch.utils.checkpoint
     wrapper: Any = _take("utils.checkpoint._VersionWrapper")
-    caching = _take("utils.checkpoint._CachingTorchDispatchMode")
-    cache = caching.__torch_dispatch__
+    caching, cached = module._CachingTorchDispatchMode, module._CachedTorchDispatchMode
+    cache, look_up = caching.__torch_dispatch__, cached.__torch_dispatch__
+    user_hooks = getattr(module, "_current_user_saved_tensors_hooks", lambda: None)  # since torch 2.14
 
     class Kept(wrapper):  # type: ignore[misc]  # private in PyTorch, and without types
         """A result that is kept, or something beside it that is no tensor."""
 
-        held: Unpackable | None = None
-
-        def __init__(self, value: Any) -> None:
-            super().__init__(value)
-            self.held = keep(value) if isinstance(value, torch.Tensor) else None
-            if self.held is not None:
+        def __init__(self, value: Any, **packed: Any) -> None:
+            super().__init__(value, **packed)
+            self.again = listener.keep(value) if isinstance(value, torch.Tensor) and not packed else None
+            if self.again is not None:
                 self.val = None
 
         def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-            if self.held is not None:
-                return self.held.unpack()  # compares versions itself: a changed tensor cannot be had from the host
+            if self.again is not None:
+                return self.again()  # compares versions itself: a changed tensor cannot be had from the host
             return super().get_val(allow_cache_entry_mutation)
 
     @functools.wraps(cache)
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sees(args)
+        listener.see(args)
+        if _HONOURS not in mode.storage:  # the checkpoint's first operation
+            mode.storage[_HONOURS] = listener.takes()
+            if mode.storage[_HONOURS]:
+                mode.policy_fn = _offload_is_save(mode.policy_fn)
+        hooks = user_hooks()
+        if hooks is not None and listener.owns(hooks[0]):
+            mode.respect_saved_tensors_hooks = False  # the listener takes the tensor, with what counts its changes
         return cache(mode, function, types, args, kwargs)
 
-    caching.__torch_dispatch__ = dispatch
-    checkpoint: Any = torch.utils.checkpoint
-    checkpoint._VersionWrapper = Kept
+    @functools.wraps(look_up)
+    def recompute(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if mode.storage.get(_HONOURS) and hasattr(mode, "policy_fn"):  # up to torch 2.12, which asks once more
+            mode.policy_fn, mode.storage[_HONOURS] = _offload_is_save(mode.policy_fn), False
+        return look_up(mode, function, types, args, kwargs)
+
+    caching.__torch_dispatch__, cached.__torch_dispatch__ = dispatch, recompute
+    module._VersionWrapper = Kept
+
+
+_HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
+
+
+def _offload_is_save(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Save what a policy wants offloaded: eager PyTorch would recompute it, and says nothing."""
+    choices = torch.utils.checkpoint.CheckpointPolicy
+    offloaded = (choices.MUST_CPU_OFFLOAD, choices.PREFER_CPU_OFFLOAD)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        choice = policy(*args, **kwargs)
+        return choices.MUST_SAVE if choice in offloaded else choice
+
+    return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,64 @@ def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
             for _ in range(3):
                 assert_same(expected, gradients(leaves_of(layers, x), step))
             assert handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_policy_that_asks_for_offloading(inside: bool, lab: Lab) -> None:
+    """Eager PyTorch recomputes what is to be offloaded; inside of layers that are offloaded it is offloaded."""
+    choices = torch.utils.checkpoint.CheckpointPolicy
+    counted = 0
+
+    def policy(context: Any, operation: Any, *_: object, **__: object) -> Any:
+        return choices.MUST_CPU_OFFLOAD if operation in PRODUCTS else choices.PREFER_RECOMPUTE
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal counted
+            counted += function in PRODUCTS
+            return function(*args, **(kwargs or {}))
+
+    def products(step: Callable[[], list[torch.Tensor]]) -> int:
+        nonlocal counted
+        counted = 0
+        with Count():
+            assert_same(expected, step())
+        return counted
+
+    plain, x = build(DecoderBlock, LAYERS, lab.device)
+    expected = step_gradients(plain, x)
+    without = products(lambda: step_gradients(plain, x))
+    layers, x = build(lambda: Selective(kept=policy), LAYERS, lab.device)
+    recomputing = products(lambda: step_gradients(layers, x))
+    assert recomputing > without
+    lab.adverse()
+    if inside:
+        with offloaded(layers, lab) as handle:
+            assert products(lambda: step_gradients(layers, x)) == without
+            assert handle.stats().offloaded_bytes > 2 * x.nbytes
+    else:
+        assert products(lambda: step_gradients(layers, x)) == recomputing
+
+
+@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="torch 2.14")
+@pytest.mark.parametrize("respects", [None, False, True])
+def test_hooks_that_pytorch_would_call_itself(respects: bool | None, lab: Lab) -> None:
+    """The open layer takes what is kept, whatever PyTorch is told to do with hooks on saved tensors; no warning."""
+
+    class Respects(Selective):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = selective(self.inner)(x, respect_saved_tensors_hooks=respects)
+            return result
+
+    layers, x = build(Respects, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    moved = []
+    lab.adverse()
+    for one in (build(Selective, LAYERS, lab.device)[0], layers):
+        with offloaded(one, lab) as handle:
+            assert_same(expected, step_gradients(one, x))
+            moved.append(handle.stats().offloaded_bytes)
+    assert moved[0] == moved[1] > 2 * x.nbytes
 
 
 @pytest.mark.slow
