@@ -121,7 +121,6 @@ NOT_YET = {  # being rewritten
     "recompute/recorder.py",
     "recompute/replay.py",
     "recompute/whole.py",
-    "weights/step.py",
 }
 OTHERS = {"_version", "_base", "_getframe", "_replace", "_loss_function", "_gradient_checkpointing_func"}
 """Two attributes of tensors that PyTorch documents, and private names of Python and of Hugging Face."""

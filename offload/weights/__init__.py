@@ -1,7 +1,7 @@
 """Weights on the host, in device slots while their layer computes; gradients written back; steps in backward.
 
-Open ``stream.py`` first: it turns the events of a layer into loads and write-backs. ``streamed.py`` is what the user
-calls and holds.
+A wing: it may import the spine, no other wing. Open ``stream.py`` first: it turns the events of a layer into loads
+and write-backs. ``streamed.py`` is what the user calls and holds.
 
 The way of one weight: ``layer.py`` moves it into flat pinned memory and makes a stand-in over a device slot
 (``parameter.py`` has both). When forward of its layer begins, ``slots.py`` has loaded the slot, or loads it then, and
