@@ -387,33 +387,48 @@ def test_a_layer_loaded_ahead_sees_what_the_program_changes_after_backward(lab: 
         assert torch.equal(layers[1](x), torch.tanh(x @ layers[1].weight.to(lab.device)))
 
 
-def test_an_addition_that_fails_gives_its_staging_buffer_back(lab: Lab) -> None:
+@pytest.mark.parametrize("what", ["addition", "copy"])
+def test_a_failed_microbatch_gives_its_staging_buffer_back(
+    what: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a single buffer, backward would wait for it for ever."""
     layers, x = build(Linear, LAYERS, lab.device)
-    found: list[object] = []
+    found: list[str] = []
+    copy = lab.backend.copy
 
-    def second_microbatch() -> None:
+    def microbatch() -> None:
         loss_of(layers[3](layers[2](layers[1](layers[0](x))))).backward()
+
+    def failing_microbatch() -> None:
+        try:
+            microbatch()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    def failing_copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        if stream is lab.d2h_stream:
+            stream.submit(lambda: 1 / 0)
+        else:
+            copy(stream, target, source)
 
     with stream_weights(layers, lab.device, num_staging=1) as handle:
         step(layers, x)
-        for layer in layers:  # memory that cannot be written in place
-            layer.weight.grad = torch.zeros(()).expand_as(layer.weight)
-
-        def accumulate() -> None:
-            try:
-                second_microbatch()
-            except RuntimeError as error:
-                found.append(str(error))
-
-        thread = threading.Thread(target=accumulate, daemon=True)
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "backward waits for a buffer"
+        with monkeypatch.context() as patch:
+            if what == "addition":
+                for layer in layers:  # memory that cannot be added to
+                    layer.weight.grad = torch.zeros(()).expand_as(layer.weight)
+            elif lab.device.type == "cpu":
+                patch.setattr(lab.backend, "copy", failing_copy)
+            else:
+                pytest.skip("a GPU's copies do not fail")
+            thread = threading.Thread(target=failing_microbatch, daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive(), "backward waits for a buffer"
         assert len(found) == 1
-        assert "single memory location" in str(found[0])
+        assert ("single memory location" if what == "addition" else "a copy has failed: ZeroDivision") in found[0]
         expected = step(layers, x)
-        second_microbatch()
+        microbatch()
         assert handle.stats().added_bytes > 0
         assert all(torch.equal(layer.weight.grad, 2 * one) for layer, one in zip(layers, expected, strict=True))
 
