@@ -16,7 +16,7 @@ from offload.activations.handles import Handle
 from offload.activations.round import Round
 from offload.activations.what_moves import storages_of
 from offload.base.torch_private import pop_hooks, push_hooks
-from offload.pipelining.probe import Saved
+from offload.pipelining.probe import ChunkBytes
 
 
 class PackedTensor(NamedTuple):
@@ -47,9 +47,9 @@ class ChunkParts:
         self._reached = parts
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> ChunkBytes:
         """What the chunk has saved so far."""
-        return Saved()
+        return ChunkBytes()
 
     def __enter__(self) -> Self:
         return self
@@ -103,11 +103,11 @@ class EvenChunk(ChunkParts):
         return packed
 
     @property
-    def saved(self) -> Saved:
-        return Saved(tuple(self._saved.values()))
+    def saved(self) -> ChunkBytes:
+        return ChunkBytes(tuple(self._saved.values()))
 
     def __enter__(self) -> Self:
-        push_hooks(self.pack, unpack)
+        push_hooks(self.pack, unpack_part)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +122,7 @@ class EvenChunk(ChunkParts):
         self._set = self._round.begin_forward(self._first_layer + self._part, self._held)
 
 
-def unpack(packed: PackedTensor) -> torch.Tensor:
+def unpack_part(packed: PackedTensor) -> torch.Tensor:
     """The unpack hook."""
     packed.chunk.reach(packed.part)
     return packed.handle.unpack()

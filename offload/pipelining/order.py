@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from offload.base.checks import check_type
 
-KINDS = ("F", "B", "I", "W")
+ACTION_KINDS = ("F", "B", "I", "W")
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 
@@ -53,7 +53,7 @@ def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
         ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
     """
     check_type("actions", actions, Iterable, 'the actions of a rank in order, such as ["0F0", "0F1", "0B0", "0B1"]')
-    found = tuple(_read(actions))
+    found = tuple(_read_all(actions))
     ran: dict[Chunk, str] = {}
     for action in found:
         ran[action.chunk] = ran.get(action.chunk, "") + action.kind
@@ -101,22 +101,22 @@ def number_chunks(actions: Iterable[Action]) -> dict[Chunk, int]:
     return {chunk: number for number, chunk in enumerate(forwards)}
 
 
-def _read(actions: Iterable[Any]) -> Iterator[Action]:
+def _read_all(actions: Iterable[Any]) -> Iterator[Action]:
     for action in actions:
         if isinstance(action, Action):
             yield action
         elif isinstance(action, str):
             yield from _parse(action)
         elif action is not None and action.sub_actions is not None:
-            yield from _read(action.sub_actions)
-        elif action is not None and action.computation_type.value in KINDS:
+            yield from _read_all(action.sub_actions)
+        elif action is not None and action.computation_type.value in ACTION_KINDS:
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
 def _parse(text: str) -> Iterator[Action]:
     for part in text.strip().removeprefix("(").partition(")")[0].split(";"):
         match = _ACTION.fullmatch(part.strip())
-        if match is None or (match[2] in KINDS and not match[3]):
+        if match is None or (match[2] in ACTION_KINDS and not match[3]):
             raise ValueError(f"an action must be written <stage>F<microbatch>, or with B, I or W, got {text!r}")
-        if match[2] in KINDS:
+        if match[2] in ACTION_KINDS:
             yield Action(int(match[1]), match[2], int(match[3]))

@@ -43,7 +43,7 @@ LONGER_WAITS = 4
 INSTANT_LINK = Link(1e30, 1e30, 2e30)
 """The last resort: each part is released and reloaded at the nearest point, whatever that costs."""
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """How far sums of the same sizes may be apart, relative to the sum."""
 
 
@@ -194,7 +194,7 @@ def plan_pipeline(
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     best = _fastest(order, profile, link, budget_bytes, fraction, lookahead, parts)
-    if budget_bytes is not None and best.peak_bytes > budget_bytes + ROUNDING * best.saved_bytes:
+    if budget_bytes is not None and best.peak_bytes > budget_bytes + _ROUNDING * best.saved_bytes:
         warn_caller(
             f"memory_budget must be at least {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}), the least peak "
             f"that offloading reaches here, got {format_bytes(budget_bytes)}; the plan breaks the budget. Raise it, "
@@ -214,7 +214,7 @@ def _fastest(
 ) -> PipelinePlan:
     """The plan with the shortest stalls of those that meet the budget or fraction, or come as near as there is."""
     step = RankStep(order, profile, parts)
-    wanted_bytes = math.inf if fraction is None else fraction * sum(step.nbytes) * (1 - ROUNDING)
+    wanted_bytes = math.inf if fraction is None else fraction * sum(step.nbytes) * (1 - _ROUNDING)
 
     def missing_bytes(absent: dict[int, Absence]) -> float:
         """Bytes between ``absent`` and the request; without a budget or fraction, nothing is ever enough."""
@@ -235,7 +235,7 @@ def _fastest(
     if missing_bytes(free) <= 0 or (budget_bytes is None and fraction is None):
         return plan(free, budget_bytes or 0.0)
     least_bytes = missing_bytes(choose(step, INSTANT_LINK, 0.0))
-    may_miss_bytes = least_bytes + ROUNDING * sum(step.nbytes) if least_bytes > 0 else 0.0
+    may_miss_bytes = least_bytes + _ROUNDING * sum(step.nbytes) if least_bytes > 0 else 0.0
     slower = (RankStep(order, _slower(order, profile, wait * step.duration_s), parts) for wait in WAITS)
     waiting = (choose(slow, link, may_miss_bytes) for slow in slower)
     enough = [*islice((absent for absent in waiting if missing_bytes(absent) <= may_miss_bytes), LONGER_WAITS)]

@@ -14,7 +14,7 @@ from offload.pipelining.order import Action
 from offload.pipelining.stage_profile import StageProfile
 
 
-class Saved(NamedTuple):
+class ChunkBytes(NamedTuple):
     """The bytes that one chunk saved."""
 
     tensors: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class Probe:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._saved: dict[int, Saved] = {}
+        self._saved: dict[int, ChunkBytes] = {}
         self._weight_bytes: defaultdict[int, int] = defaultdict(int)
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
@@ -42,7 +42,7 @@ class Probe:
             more_bytes = self._allocated_bytes() - before_bytes
             self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes[action.stage])
 
-    def count(self, stage: int, saved: Saved) -> None:
+    def count(self, stage: int, saved: ChunkBytes) -> None:
         """Note what one of the stage's chunks has saved; the largest counts."""
         if stage not in self._saved or sum(saved.tensors) >= sum(self._saved[stage].tensors):
             self._saved[stage] = saved

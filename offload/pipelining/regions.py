@@ -18,8 +18,8 @@ from offload.activations.states import OffloadStateError
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
-from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack
-from offload.pipelining.probe import Saved
+from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack_part
+from offload.pipelining.probe import ChunkBytes
 from offload.recompute.policies import OFFLOAD, RECOMPUTE, LayerPolicies, Policy
 
 FindLayers = Callable[[nn.Module], Iterable[nn.Module]]
@@ -144,7 +144,7 @@ class LayeredChunk(ChunkParts):
         opened = self._open = self._round.begin_forward(self._first_layer + part, self._held)
         self._part = part
         opened.enter()
-        push_hooks(self.pack, unpack)
+        push_hooks(self.pack, unpack_part)
 
     def end_layer(self, *, failed: bool) -> None:
         """The layer's forward has ended, or ``failed``."""
@@ -161,7 +161,7 @@ class LayeredChunk(ChunkParts):
         return PackedTensor(self, self._part, self._open.pack(tensor))
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> ChunkBytes:
         tensors, kept_bytes = [], 0
         for layer in self.policies:
             for cost, region in zip(layer.costs, layer.order, strict=True):
@@ -172,7 +172,7 @@ class LayeredChunk(ChunkParts):
                     tensors.append(cost.nbytes)
                 else:
                     kept_bytes += cost.nbytes
-        return Saved(tuple(tensors), kept_bytes)
+        return ChunkBytes(tuple(tensors), kept_bytes)
 
     def __exit__(self, *_: object) -> None:
         self.end_layer(failed=True)  # if it is still open, an interrupt has cut it off
