@@ -110,8 +110,8 @@ def offload_layers(
             compute if their weights are streamed. Call ``offload_layers`` once for the layers of each device.
         max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
             limit by default.
-        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
-            copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
+        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device, or
+            ``"raise"`` a :class:`HostMemoryError`.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
             ``"recompute"``. The first pattern that matches decides; what none matches is kept. What is offloaded

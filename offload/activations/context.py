@@ -23,7 +23,7 @@ from offload.activations.stats import Counters, OffloadStats
 from offload.activations.usage import Usage
 from offload.activations.what_moves import given_tensors
 from offload.base import torch_private, trace
-from offload.base.checks import parse_min_bytes, warn_caller
+from offload.base.checks import parse_bytes, warn_caller
 from offload.base.torch_private import interpreted
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
@@ -83,7 +83,7 @@ class OffloadContext(ContextDecorator):
         self.schedule = schedule
         self.policies = policies
         self.model_layers = model_layers
-        self._min_bytes = parse_min_bytes(min_bytes)
+        self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
         self._round = self._new_round()
         self._first_node = 0

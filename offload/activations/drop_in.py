@@ -172,8 +172,8 @@ def get_cpu_offload_context(
             none.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
             default.
-        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device,
-            copy them to ``"pageable"`` memory, which is slow, or ``"raise"`` a :class:`HostMemoryError`.
+        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device, or
+            ``"raise"`` a :class:`HostMemoryError`.
 
     Returns:
         ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is

@@ -86,16 +86,6 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
     return round(float(match[1]) * scale)
 
 
-def parse_min_bytes(value: int | str) -> int:
-    """The argument ``min_bytes`` in bytes; whatever is wrong with it is a ``ValueError``."""
-    try:
-        return parse_bytes(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"min_bytes must be a number of bytes, at least 0, got {value!r}; or a text such as '2MiB'"
-        ) from None
-
-
 def format_bytes(nbytes: float) -> str:
     """``format_bytes(3 << 29)`` is ``"1.50 GiB"``; three or more significant digits, unit of 1024."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

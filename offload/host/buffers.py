@@ -39,16 +39,12 @@ class Range:
 
 
 class HostBuffer:
-    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written.
+    """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
 
-    It goes back to a pool if it is ``pooled``; else the memory is freed with the buffer.
-    """
+    __slots__ = ("arena", "events", "nbytes", "pieces", "ranges")
 
-    __slots__ = ("arena", "events", "nbytes", "pieces", "pooled", "ranges")
-
-    def __init__(self, nbytes: int, ranges: Sequence[Range], *, pooled: bool = True) -> None:
+    def __init__(self, nbytes: int, ranges: Sequence[Range]) -> None:
         self.nbytes = nbytes
-        self.pooled = pooled
         self.arena: Arena | None = None
         """Of the graph that copies to and from it, if any."""
         self.ranges = ranges

@@ -1,25 +1,24 @@
-"""What users say about host memory: how much activations may take, what happens then, what to pin ahead.
+"""Limits on host memory: how much activations may take, what happens at the limit, and memory pinned in advance.
 
-Pinning fails: there are limits on locked memory, containers, machines that are full. A training step that has
-begun should still end, so by default what finds no room stays on the device, with one warning.
+Pinning can fail: locked memory and containers have limits, and machines are full. A training step that has begun should
+still end. So by default a storage that finds no room stays on the device, with one warning.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal, get_args
 
 import torch
 
 from offload.base.checks import parse_bytes, warn_caller
 from offload.device.select import get_backend
-from offload.host.buffers import HostBuffer, Range
-from offload.host.page_locked import HostMemoryError, check_room, pageable
+from offload.host.buffers import HostBuffer
+from offload.host.page_locked import HostMemoryError, check_room
 from offload.host.pool import HostPool, get_host_pool
 
-WhenFull = Literal["keep", "pageable", "raise"]
+WhenFull = Literal["keep", "raise"]
 NO_HOST_MEMORY = "no host memory"
-"""Why a storage stays on the device that found no room, in ``stats().skipped``."""
+"""Why a storage that found no room stays on the device, in ``stats().skipped``."""
 
 
 class HostMemory:
@@ -28,12 +27,11 @@ class HostMemory:
     Args:
         max_bytes: The most pinned memory that the device's pool may have when this context asks for more: bytes, or a
             text such as ``"40GiB"``; no limit by default.
-        when_full: ``"keep"`` leaves what finds no room on the device; ``"pageable"`` copies it to ordinary host
-            memory, which is several times slower and blocks the host, while there is some; ``"raise"`` raises
-            :class:`HostMemoryError` in the middle of forward.
+        when_full: ``"keep"`` leaves what finds no room on the device; ``"raise"`` raises :class:`HostMemoryError` in
+            the middle of forward.
 
     Raises:
-        ValueError: ``when_full`` is none of these, or the limit is negative.
+        ValueError: ``when_full`` is neither of these, or the limit is negative.
     """
 
     def __init__(self, max_bytes: int | str | None = None, when_full: WhenFull = "keep") -> None:
@@ -44,7 +42,7 @@ class HostMemory:
         self._warned = False
 
     def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
-        """A buffer; without room ``None`` if the bytes are to stay on the device, or the error that the user chose."""
+        """A buffer; without room, ``None``, or :class:`HostMemoryError` if the user chose to raise."""
         try:
             return pool.take(nbytes, self.max_bytes)
         except HostMemoryError as error:
@@ -52,14 +50,8 @@ class HostMemory:
                 raise
             if not self._warned:
                 self._warned = True
-                instead = {"keep": "stays on the device", "pageable": "goes to pageable memory, which is slow"}
-                warn_caller(f"{error} What finds no room {instead[self._when_full]}.")
-        if self._when_full == "pageable":
-            with contextlib.suppress(HostMemoryError):
-                # Not pooled: a copy of such memory does not outlast its call, and the buffer takes it along.
-                memory = pageable(max(nbytes, 1))
-                return HostBuffer(nbytes, [Range(memory, 0, len(memory))], pooled=False)
-        return None
+                warn_caller(f"{error} What finds no room stays on the device.")
+            return None
 
 
 def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:

@@ -121,9 +121,8 @@ class HostPool:
         Safe in finalizers and from any thread.
         """
         buffer.events = (event,)  # the last copy's, behind which all earlier ones are done
-        if buffer.pooled:
-            ready = self._ready if buffer.arena is None else buffer.arena.ready
-            ready[buffer.nbytes].append(buffer)
+        ready = self._ready if buffer.arena is None else buffer.arena.ready
+        ready[buffer.nbytes].append(buffer)
 
     def read(self, buffer: HostBuffer) -> None:
         """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it."""

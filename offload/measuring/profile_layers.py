@@ -15,7 +15,7 @@ import torch
 
 from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes, parse_min_bytes
+from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import (
     LayerListener,
@@ -136,7 +136,7 @@ def profile_layers(
     check_callable("step", step)
     modules = check_layers(layers, MeasuredLayer, "measured", "cannot be measured")
     _check_not_offloaded(modules)
-    min_bytes = parse_min_bytes(min_bytes)
+    min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(device)
     begin_s = time.perf_counter()
     with progress_bar("profiling", steps + 2 + (steps + 1) * regions, " steps") as advance:

@@ -26,7 +26,7 @@ from offload.activations.copies import Transfers
 from offload.activations.round import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.what_moves import exclude_parameters
-from offload.base.checks import parse_min_bytes
+from offload.base.checks import parse_bytes
 from offload.base.layer_events import Handle
 from offload.device.backend import Backend
 from offload.device.select import get_backend
@@ -118,7 +118,7 @@ def attach(
     if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
     patterns = None if policies is None else parse_policies(policies)
-    min_bytes = parse_min_bytes(min_bytes)
+    min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
     regions = RankRegions()

@@ -14,7 +14,6 @@ from torch import nn
 
 import offload
 from offload.device.select import get_backend
-from offload.host import limits as host_memory
 from offload.host import page_locked as pinned
 from offload.host import pool as host_pool
 from offload.host.pool import get_host_pool
@@ -66,19 +65,6 @@ def test_what_finds_no_room_stays_on_the_device_with_one_warning(layers: nn.Modu
     assert all(all(map(torch.equal, expected, step)) for step in found)
     assert stats.skipped["no host memory"] > 0
     assert 0 < stats.pinned_bytes <= limit
-
-
-def test_pageable_memory_takes_the_rest(layers: nn.ModuleList) -> None:
-    expected, limit = gradients(layers), needed_bytes(layers) // 2
-    options = {"max_host_bytes": limit, "when_host_full": "pageable"}
-    with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, device="cpu", **options) as handle:
-        with pytest.warns(UserWarning, match="goes to pageable memory, which is slow"):
-            assert all(map(torch.equal, expected, gradients(layers)))
-        assert all(map(torch.equal, expected, gradients(layers)))
-    stats = handle.stats()
-    assert stats.pinned_bytes <= limit
-    assert "no host memory" not in stats.skipped
-    assert stats.reloaded_bytes == stats.offloaded_bytes > 2 * limit
 
 
 def test_an_error_on_request_breaks_nothing(layers: nn.ModuleList) -> None:
@@ -146,7 +132,7 @@ class Exhausted:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 40_000, 200_000, 400_000])
-@pytest.mark.parametrize("when_full", ["keep", "pageable", "raise"])
+@pytest.mark.parametrize("when_full", ["keep", "raise"])
 def test_memory_that_ends_in_the_middle_of_a_step(
     lab: Lab, layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch, left: int, when_full: str
 ) -> None:
@@ -176,21 +162,6 @@ def test_memory_that_ends_in_the_middle_of_a_step(
     assert (stats.skipped.get("no host memory", 0) > 0) == (when_full == "keep")
     assert stats.pinned_bytes <= max(left, 1 << 20)
     assert stats.offloaded_bytes == stats.reloaded_bytes or when_full == "raise"
-
-
-def test_pageable_memory_that_ends_too_leaves_the_rest_on_the_device(
-    layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = gradients(layers)
-    monkeypatch.setattr(get_backend("cpu"), "page_lock", Exhausted(get_backend("cpu").page_lock, 200_000))
-    monkeypatch.setattr(host_memory, "pageable", Exhausted(host_memory.pageable, 200_000))
-    options = {"min_bytes": MIN_BYTES, "device": "cpu", "when_host_full": "pageable"}
-    with offload.offload_layers(layers, 3, **options) as handle:
-        with pytest.warns(UserWarning, match="What finds no room goes to pageable memory"):
-            assert all(map(torch.equal, expected, gradients(layers)))
-        assert all(map(torch.equal, expected, gradients(layers)))
-    assert handle.stats().skipped["no host memory"] > 0
-    assert handle.stats().offloaded_bytes > 2 * 200_000
 
 
 def test_reserving_leaves_nothing_to_pin_in_the_first_step(

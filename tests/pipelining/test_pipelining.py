@@ -357,7 +357,7 @@ def test_min_bytes_is_bytes_or_a_text():
         with attach(schedule, fraction=1.0, parts=1, min_bytes=min_bytes) as handle:
             step(schedule, stage)
         assert handle.stats().offloaded_bytes > 0
-    with pytest.raises(ValueError, match="min_bytes must be a number of bytes, at least 0, got '1 apple'"):
+    with pytest.raises(ValueError, match="min_bytes must be a number and a unit, such as '40GiB', got '1 apple'"):
         attach(schedule, min_bytes="1 apple")
 
 
