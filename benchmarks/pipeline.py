@@ -170,13 +170,6 @@ class Clock:
         self._last = now
 
 
-def save(path: Path, record: Mapping[str, Any]) -> None:
-    """Write the record so that at any time the file is a whole one."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    write(unfinished, record)
-    unfinished.replace(path)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="write the record here as JSON, after each case")
@@ -235,7 +228,7 @@ def main() -> None:
             if is_first:
                 print(summary(rows), flush=True)
             if is_first and args.out is not None:
-                save(args.out, record)
+                write(args.out, record)
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()

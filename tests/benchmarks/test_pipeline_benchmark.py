@@ -92,20 +92,6 @@ def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):
     assert [found.name for found in path.parent.iterdir()] == ["pipeline.json"]
 
 
-def test_a_write_that_is_cut_off_leaves_the_last_record(tmp_path, monkeypatch):
-    path = tmp_path / "record.json"
-    pipeline.save(path, {"rows": [1]})
-
-    def cut_off(path, _):
-        path.write_text('{"rows": [1, ', "utf-8")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "write", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.save(path, {"rows": [1, 2]})
-    assert json.loads(path.read_text("utf-8")) == {"rows": [1]}
-
-
 def test_steady_state_is_from_the_first_backward_to_the_last_forward():
     timeline = Timeline(
         (

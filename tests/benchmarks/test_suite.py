@@ -14,6 +14,7 @@ from benchmarks import contenders, suite
 from benchmarks.cases import cases
 from benchmarks.comparison import Comparison
 from benchmarks.instruments import HostCopies
+from benchmarks.report import write
 from benchmarks.verdicts import GIB, OTHERS, OWN, verdicts, with_ratios
 
 pytestmark = pytest.mark.slow
@@ -91,6 +92,15 @@ def test_a_part_is_measured_and_merged_into_the_record(te_file, monkeypatch, tmp
     te_file.with_suffix(".txt").write_text("commit: 123abc\n", "utf-8")
     with pytest.raises(ValueError, match=r"cpu_offload\.txt must name commit and licence, got no licence; add a line"):
         run_suite(monkeypatch, path, *arguments)
+
+
+def test_a_write_that_is_cut_off_leaves_the_last_record(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    write(path, {"rows": [1]})
+    monkeypatch.setattr(Path, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(path, {"rows": [1, 2]})
+    assert json.loads(path.read_text("utf-8")) == {"rows": [1]}
 
 
 def test_a_failure_within_a_layer_is_a_row_and_the_others_go_on(monkeypatch):

@@ -86,7 +86,7 @@ def test_every_block_is_in_a_page_and_the_other_way_round():
     ],
 )
 def test_refuses_blocks_that_it_would_not_fill(text):
-    with pytest.raises(ValueError, match="blocks must be closed, and be among 'table: activations'"):
+    with pytest.raises(ValueError, match=r"blocks must be closed, and be among '(table|picture): "):
         results.filled(text, results.ROOT / "README.md")
 
 

@@ -1,4 +1,4 @@
-"""What the pages say of weight streaming is what its record says."""
+"""A record of weight streaming that does not show what the pages say is refused."""
 
 import copy
 import json

@@ -181,36 +181,11 @@ def longest_said() -> str:
 
 
 def draw_longest(*, narrow: bool = False) -> Figure:
-    """A group of bars for each size of the device; for phones, one bar below the other."""
-    rows = longest()
-    ways = [way for way in LIMITED if any(way in row for row in rows.values())]
+    """A bar for each way to train on each size of the device."""
+    bars = [(nbytes, way, row[way]) for nbytes, row in longest().items() for way in LIMITED if way in row]
     colors = (INK, COLORS["forward"], COLORS["backward"], COLORS["offload"], COLORS["reload"], COLORS["recompute"])
     color = dict(zip(LIMITED, colors, strict=True))
-    if narrow:
-        return _draw_below_each_other(rows, color)
-    figure = new_figure((8.0, 3.2))
-    ax = figure.subplots()
-    width = 0.92 / max(map(len, rows.values()))
-    for way in ways:
-        there = [(place, row) for place, row in enumerate(rows.values()) if way in row]
-        places = [
-            place + ([one for one in ways if one in row].index(way) - (len(row) - 1) / 2) * width
-            for place, row in there
-        ]
-        heights = [row[way].get("longest_tokens", 0) / 1024 for _, row in there]
-        ax.bar(places, heights, 0.9 * width, color=color[way], label=LIMITED[way])
-        for place, height, (_, row) in zip(places, heights, there, strict=True):
-            ax.text(place, height, _thousands(row[way]), color=INK, fontsize=7.5, ha="center", va="bottom")
-    ax.set_xticks(range(len(rows)), [f"{nbytes / GIB:.0f} GiB" for nbytes in rows])
-    ax.set_ylabel("longest context, K tokens", color=INK, fontsize=9)
-    ax.legend(frameon=False, fontsize=9, labelcolor=INK)
-    style_axes(ax)
-    return figure
-
-
-def _draw_below_each_other(rows: dict[int, dict[str, Row]], color: dict[str, str]) -> Figure:
-    bars = [(nbytes, way, row[way]) for nbytes, row in rows.items() for way in LIMITED if way in row]
-    figure = new_figure((NARROW_INCHES, 0.8 + 0.24 * len(bars)))
+    figure = new_figure((NARROW_INCHES if narrow else 8.0, 0.8 + 0.24 * len(bars)))
     ax = figure.subplots()
     names = [f"{LIMITED[way]}, {nbytes / GIB:.0f} GiB" for nbytes, way, _ in bars]
     lengths = [found.get("longest_tokens", 0) / 1024 for *_, found in bars]
