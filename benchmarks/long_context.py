@@ -232,7 +232,8 @@ class Benchmark:
         ratio = tokens / self.record["profiled"]
         # The loss in chunks grows by the hidden states alone, which are in four tensors at once.
         more = 4 * 2 * model.width * (tokens - self.record["profiled"])
-        scaled = replace(profile.scaled(ratio), loss_bytes=profile.loss_bytes + max(0, more))
+        layers = tuple(_longer(layer, ratio) for layer in profile.layers)
+        scaled = offload.Profile(layers, profile.loss_s * ratio, profile.other_s, profile.loss_bytes + max(0, more))
         budget = scaled.saved_bytes // 2
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -349,6 +350,21 @@ class Benchmark:
         if self.device.type == "cuda":
             found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         return found
+
+
+def _longer(layer: offload.LayerProfile, ratio: float) -> offload.LayerProfile:
+    """The costs of one of Llama's layers with a sequence that is ``ratio`` times as long."""
+    regions = []
+    for one in layer.regions:
+        operation = one.name.rpartition(": ")[2]
+        growth = ratio**2 if "attention" in operation else ratio  # its seconds grow with the square of the length
+        regions.append(replace(one, nbytes=round(one.nbytes * ratio), seconds=one.seconds * growth))
+    before_s, after_s = (math.fsum(one.seconds for one in of) for of in (layer.regions, regions))
+    growth = ratio + (after_s - ratio * before_s) / max(layer.forward_s, before_s)
+    workspace_bytes = round(layer.workspace_bytes * ratio)
+    return offload.LayerProfile.from_regions(
+        regions, layer.forward_s * growth, layer.backward_s * growth, workspace_bytes=workspace_bytes
+    )
 
 
 def shown(row: Row) -> Row:

@@ -30,7 +30,7 @@ from benchmarks.pipeline_prediction import with_predictions, written_moves
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING, summary
 from benchmarks.report import environment, write
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.measuring.profile_layers import measure_link
+from offload.measuring.measure_link import measure_link
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.planning.link import Link
 

@@ -10,15 +10,16 @@ from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
 from offload.long_context import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
-from offload.measuring.profile_layers import measure_link, profile_layers
+from offload.measuring.measure_link import measure_link, plan
+from offload.measuring.profile_layers import profile_layers
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.offload_layers import OffloadedLayers, offload_layers
+from offload.planning.layer_passes import LayerPolicy
 from offload.planning.link import Link
-from offload.planning.passes import LayerPolicy
-from offload.planning.plan import Plan, plan
+from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile

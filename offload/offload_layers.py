@@ -15,8 +15,7 @@ from offload.base.checks import format_bytes, parse_bytes
 from offload.base.given_layers import check_layers
 from offload.base.layer_events import Handle, compute_device
 from offload.host.limits import HostMemory, WhenFull
-from offload.measuring.budget import BudgetedLayers, FreeLayers
-from offload.measuring.follow_plan import PlannedLayers
+from offload.measuring.follow_plan import BudgetedLayers, FreeLayers, PlannedLayers
 from offload.planning.plan import Plan
 from offload.recompute.policies import LayerPolicies, Policy, parse_policies
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of

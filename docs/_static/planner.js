@@ -260,13 +260,13 @@
   }
 
   /** The curve of plans, budget by budget, so that the sliders never wait for it. */
-  function fillCurve({ choices }, filling) {
-    const least = planner.leastBytes(choices), most = filling.kept.peak_bytes, points = 14;
+  function fillCurve({ search }, filling) {
+    const least = planner.leastBytes(search), most = filling.kept.peak_bytes, points = 14;
     const next = (number) => {
       if (filling !== curve) return; // asked anew meanwhile
       const begin = performance.now();
       while (number < points && performance.now() - begin < 30) {
-        const found = planner.outline(choices, Math.ceil(least + (most - least) * (number / (points - 1)) ** 1.8));
+        const found = planner.outline(search, Math.ceil(least + (most - least) * (number / (points - 1)) ** 1.8));
         if (found) filling.plan.push(found);
         number += 1;
       }

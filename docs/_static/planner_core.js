@@ -1,24 +1,21 @@
 // The planner of the start page: what offload/planning and offload/command_line compute, for a browser. The page itself
 // is planner.js.
 //
-// A port, function by function and in the order of additions, so that every number is the same to the last bit;
-// tests/pages/test_planner.py holds it to that. Names of data are Python's, so that a profile's JSON is read as it is.
-// Schedules are the default one, k of N, which is what plans use.
+// A port, function by function: tests/pages/test_planner.py compares plans and numbers with Python's. Names of data are
+// Python's, so that a profile's JSON is read as it is. Schedules are the default one, k of N, which is what plans use.
 "use strict";
 
 globalThis.offloadPlanner = (() => {
   const GIB = 2 ** 30;
   const FREE = 1e-3; // plan.py
-  const MUCH = 1.005, USABLE = 0.92, DUPLEX = 1.83; // command_line/plan.py
+  const FEW = 2000, STEPS = 4, COUNTS = 16, SWEPT = 96, SWEEPS = 3, ROUNDING = 1e-8; // search.py
+  const SLOWER = 1.005, USABLE = 0.92, DUPLEX = 1.83, LAYERS = "model.model.layers"; // command_line/plan.py
   const LOSS_BYTES = 12, MIN_BYTES = 2 ** 21, UNLISTED_PIECES = 8;
-  const FEW = 2000, GRID = 12, STARTS = 2, MOVES = 24, SWEEPS = 3, SWEPT = 64, ROUNDING = 1e-8; // search.py
-  const LAYERS = "model.model.layers";
-
-  // --- Numbers as Python has them ---------------------------------------------------------------------------------
 
   const range = (end) => Array.from({ length: end }, (_, index) => index);
   const sum = (values) => values.reduce((total, value) => total + value, 0); // of bytes, which are whole
   const last = (values) => values[values.length - 1];
+  const ascending = (a, b) => a - b;
 
   /** math.fsum: the sum, rounded once. */
   function fsum(values) {
@@ -47,26 +44,12 @@ globalThis.offloadPlanner = (() => {
     return high;
   }
 
-  const mean = (values) => fsum(values) / values.length;
-  /** A product of whole numbers that may have more than 53 bits, rounded once. */
-  const product = (...factors) => Number(factors.reduce((found, factor) => found * BigInt(factor), 1n));
-
-  /** A text of rounded digits, but with a half rounded to even. */
-  function toEven(text, exact, digits) {
-    const [head, tail = ""] = text.split("e"), [cut] = exact.split("e");
-    const end = cut.indexOf(".") + digits + (digits ? 1 : 0);
-    const half = /^\.?50*$/.test(cut.slice(end));
-    return half && Number(last(head)) % 2 ? cut.slice(0, end) + (tail && `e${tail}`) : text;
+  /** f"{value:.2f}": a half is rounded to even. */
+  function fixed(value, digits) {
+    const text = value.toFixed(digits), exact = value.toFixed(60), end = exact.indexOf(".") + digits + (digits ? 1 : 0);
+    return /^\.?50*$/.test(exact.slice(end)) && Number(last(text)) % 2 ? exact.slice(0, end) : text;
   }
-
-  /** f"{value:.2f}" */
-  const fixed = (value, digits) => toEven(value.toFixed(digits), value.toFixed(60), digits);
-  /** float(f"{value:.9g}") */
-  function nineDigits(value) {
-    const text = value.toExponential(8);
-    const maybeHalf = /50000e/.test(value.toExponential(13)); // the exact digits are slow to find
-    return Number(maybeHalf ? toEven(text, value.toExponential(60), 8) : text);
-  }
+  const nineDigits = (value) => Number(value.toExponential(8));
 
   function formatBytes(nbytes) {
     for (const [power, unit] of [[4, "TiB"], [3, "GiB"], [2, "MiB"], [1, "KiB"]]) {
@@ -84,533 +67,360 @@ globalThis.offloadPlanner = (() => {
     return seconds ? `${fixed(seconds * 1e6, 2)} µs` : "0 s";
   }
 
-  // --- recompute/costs.py: regions, and which to compute again ----------------------------------------------------
+  // --- region_costs.py and kinds.py ---------------------------------------------------------------------------------
 
   const operationOf = (regions, number) => regions[number].another_of ?? number;
-  const secondsOf = (regions, numbers) =>
-    fsum([...new Set([...numbers].map((number) => operationOf(regions, number)))].map((first) => regions[first].seconds));
   const savedOf = (regions) => new Set(range(regions.length).filter((number) => regions[number].saved));
 
-  /** One way to treat a layer's regions: those that are kept, held until backward, and computed again. */
-  function treat(regions, kept) {
-    const recomputed = new Set();
-    const waiting = [...savedOf(regions)];
-    while (waiting.length) {
+  function regionCosts(regions, keep) {
+    const there = new Set(), kept = new Set(), inputs = [], dropped = new Set(), rerun = new Set();
+    regions.forEach((region, number) => {
+      const can = region.recomputable && region.reads.every((read) => there.has(read));
+      const input = !region.recomputable && !region.reads.length;
+      if (input) inputs.push(number);
+      if (can || region.saved || input) there.add(number);
+      if (region.saved) (can && !keep.has(number) ? dropped : kept).add(number);
+    });
+    if (dropped.size) inputs.forEach((number) => kept.add(number));
+    for (const waiting = [...dropped]; waiting.length; ) {
       const number = waiting.pop();
-      if (recomputed.has(number) || kept.has(number) || !regions[number].recomputable) continue;
-      recomputed.add(number);
+      if (rerun.has(number) || kept.has(number)) continue;
+      rerun.add(number);
       waiting.push(...regions[number].reads);
     }
-    const asked = savedOf(regions);
-    for (const number of recomputed) for (const read of regions[number].reads) asked.add(read);
-    const held = new Set([...asked].filter((number) => !recomputed.has(number)));
-    const saved_bytes = sum([...held].map((number) => regions[number].nbytes));
-    return { regions, kept, recomputed, held, saved_bytes, recompute_s: secondsOf(regions, recomputed) };
+    const operations = new Set([...rerun].map((number) => operationOf(regions, number)));
+    return {
+      kept, dropped, rerun: [...rerun].sort(ascending), kept_bytes: sum([...kept].map((number) => regions[number].nbytes)),
+      recompute_s: fsum([...operations].map((first) => regions[first].seconds)),
+    };
   }
 
-  /** Ways to treat them, from all computed again to all kept: greedily, what saves the most seconds per byte. */
-  function ways(regions) {
-    const found = [treat(regions, new Set())];
+  function waysOf(regions) {
+    const found = [regionCosts(regions, new Set())];
     while (last(found).recompute_s > 0) {
       const before = last(found), results = new Map();
-      for (const number of [...before.recomputed].sort((a, b) => a - b)) {
+      for (const number of [...before.dropped].sort(ascending)) {
         const first = operationOf(regions, number);
         results.set(first, [...(results.get(first) ?? []), number]);
       }
       let best = null, most = -Infinity;
       for (const made of results.values()) {
-        const after = treat(regions, new Set([...before.kept, ...made]));
-        const gain = (before.recompute_s - after.recompute_s) / Math.max(1, after.saved_bytes - before.saved_bytes);
+        const after = regionCosts(regions, new Set([...before.kept, ...made]));
+        const gain = (before.recompute_s - after.recompute_s) / Math.max(1, after.kept_bytes - before.kept_bytes);
         if (gain > most) [best, most] = [after, gain];
       }
       found.push(best);
     }
-    found.push(treat(regions, savedOf(regions)));
-    found.sort((a, b) => a.saved_bytes - b.saved_bytes || a.recompute_s - b.recompute_s);
-    const best = [];
-    for (const way of found) if (!best.length || way.recompute_s < last(best).recompute_s) best.push(way);
-    return best;
+    const saved = savedOf(regions), ways = [];
+    found.push(regionCosts(regions, saved));
+    found.sort((a, b) => a.kept_bytes - b.kept_bytes || a.recompute_s - b.recompute_s);
+    for (const way of found) if (!ways.length || way.recompute_s < last(ways).recompute_s) ways.push(way);
+    const { kept } = last(ways), all = kept.size === saved.size && [...kept].every((number) => saved.has(number));
+    return all ? ways : [...ways, regionCosts(regions, saved)];
   }
 
-  // --- planning/passes.py: a layer's forward and backward in pieces -----------------------------------------------
-
-  function passesOf(layer, policy, travels) {
-    if (!layer.regions.length) return finished(ofTensors(layer, travels), layer.workspace_bytes);
-    let forward_s = layer.recorded_s;
-    if (!policy) {
-      const saved = savedOf(layer.regions);
-      [policy, forward_s] = [{ kept: saved, travelling: saved }, layer.forward_s];
-    }
-    const travelling = travels ? policy.travelling : new Set();
-    const made = ofRegions(layer, treat(layer.regions, policy.kept), travelling, forward_s);
-    return finished(made, layer.workspace_bytes);
-  }
-
-  function finished({ forward, backward, travelling }, workspace_bytes) {
-    const recompute_s = fsum(backward.map((piece) => piece.recompute_s));
-    const sends = [], stretches = []; // [seconds after forward's start, bytes], and [what is awaited, seconds from there]
-    let ready_s = null, held_bytes = 0, forward_peak = -Infinity;
-    for (const piece of forward) {
-      ready_s = ready_s === null ? piece.seconds : ready_s + piece.seconds;
-      if (piece.travels) sends.push([ready_s, piece.taken_bytes]);
-      held_bytes += piece.taken_bytes;
-      forward_peak = Math.max(forward_peak, held_bytes);
-      held_bytes -= piece.freed_bytes;
-      forward_peak = Math.max(forward_peak, held_bytes);
-    }
-    let here = held_bytes, backward_peak = held_bytes;
-    for (const piece of backward) {
-      backward_peak = Math.max(backward_peak, here + piece.taken_bytes);
-      here += piece.taken_bytes - piece.passing_bytes - piece.freed_bytes;
-      const seconds = piece.recompute_s + piece.seconds, before = last(stretches);
-      if (before && (piece.awaits === null || before[0] === piece.awaits)) before[1] += seconds;
-      else stretches.push([piece.awaits, seconds]);
-    }
-    return {
-      forward, backward, travelling, sends, stretches, workspace_bytes, recompute_s, held_bytes,
-      forward_s: fsum(forward.map((piece) => piece.seconds)),
-      backward_s: fsum(backward.map((piece) => piece.seconds)) + recompute_s,
-      travelling_bytes: sum(travelling),
-      forward_peak_bytes: workspace_bytes + forward_peak,
-      backward_peak_bytes: workspace_bytes + backward_peak,
-    };
-  }
-
-  function piecesOf(layer) {
-    if (layer.tensors.length || !layer.saved_bytes) return layer.tensors;
-    const edges = range(UNLISTED_PIECES + 1).map((index) => Math.floor((layer.saved_bytes * index) / UNLISTED_PIECES));
-    return range(UNLISTED_PIECES).map((index) => edges[index + 1] - edges[index]);
-  }
-
-  function ofTensors(layer, mayTravel) {
-    const tensors = piecesOf(layer), travels = mayTravel && tensors.length > 0;
-    const parts = tensors.length ? tensors : [0];
-    const forward_s = layer.forward_s / parts.length, backward_s = layer.backward_s / parts.length;
-    const forward = parts.map((taken_bytes) => ({ seconds: forward_s, taken_bytes, freed_bytes: 0, travels }));
-    const backward = parts.map((freed_bytes, number) => ({
-      seconds: backward_s, freed_bytes, awaits: travels ? number : null, recompute_s: 0, taken_bytes: 0, passing_bytes: 0,
-    }));
-    return { forward, backward: backward.reverse(), travelling: travels ? tensors : [] };
-  }
-
-  function ofRegions(layer, treated, travelling, forward_s) {
-    const regions = treated.regions;
-    const total_s = fsum(regions.map((region) => region.seconds));
-    const shares = regions.map((region) => (total_s ? region.seconds / total_s : 1 / regions.length));
-    const moving = range(regions.length).filter(
-      (number) => travelling.has(number) && treated.held.has(number) && regions[number].nbytes,
-    );
-    const places = new Map(moving.map((number, place) => [number, place]));
-    const passing = (number) => treated.recomputed.has(number) && regions[number].saved;
-    const there = (number) => treated.held.has(number) || passing(number);
-    const reader = range(regions.length); // the last one that reads each region
-    regions.forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
-    const freed = regions.map(() => 0);
-    reader.forEach((by, number) => { if (passing(number)) freed[by] += regions[number].nbytes; });
-    const forward = regions.map((region, number) => ({
-      seconds: shares[number] * forward_s,
-      taken_bytes: there(number) ? region.nbytes : 0,
-      freed_bytes: freed[number],
-      travels: places.has(number),
-    }));
-    const seconds = shares.map((share) => share * layer.backward_s);
-    const backward = backwardPieces(treated, places, seconds, there);
-    return { forward, backward, travelling: moving.map((number) => regions[number].nbytes) };
-  }
-
-  function backwardPieces(treated, places, seconds, there) {
-    const regions = treated.regions, left = new Set(treated.recomputed), pieces = [];
-    const readers = regions.map(() => 0); // how many that are computed again have yet to read a region
-    for (const again of left) for (const read of regions[again].reads) readers[read] += 1;
-    const letGo = (number) => {
-      for (const read of regions[number].reads) readers[read] -= 1;
-      const done = [...new Set([number, ...regions[number].reads])].filter(
-        (read) => treated.recomputed.has(read) && !readers[read] && !regions[read].saved,
-      );
-      return sum(done.map((read) => regions[read].nbytes));
-    };
-    for (const number of range(regions.length).reverse()) {
-      const again = regions[number].saved ? leadingTo(regions, number, left) : [];
-      for (const other of again) left.delete(other);
-      let here = 0, most = 0;
-      for (const other of again) {
-        here += regions[other].nbytes;
-        most = Math.max(most, here);
-        here -= letGo(other);
+  function kindsOf(profile) {
+    const members = new Map(), names = new Map();
+    profile.layers.forEach(({ regions }, number) => {
+      if (!names.has(regions)) names.set(regions, JSON.stringify(regions.map((one) => ({ ...one, seconds: 0 }))));
+      const name = names.get(regions);
+      members.set(name, [...(members.get(name) ?? []), number]);
+    });
+    const ofLayers = [], ways = [], steps = [];
+    [...members.values()].forEach((numbers, kind) => {
+      for (const number of numbers) ofLayers[number] = kind;
+      const layers = numbers.map((number) => profile.layers[number]);
+      const mean = (at) => fsum(layers.map((layer) => layer.regions[at].seconds)) / layers.length;
+      const regions = layers[0].regions.map((one, at) => ({ ...one, seconds: mean(at) }));
+      const found = regions.length ? waysOf(regions) : [];
+      ways.push([...found.slice(0, -1).map(({ kept }) => ({ kept, offloaded: kept })), null]);
+      for (let way = 0; way < found.length - 1; ) {
+        const from = found[way];
+        let most = -Infinity;
+        for (let number = way + 1; number < found.length; number++) {
+          const { recompute_s, kept_bytes } = found[number];
+          const gain = (from.recompute_s - recompute_s) / Math.max(1, kept_bytes - from.kept_bytes);
+          if (gain >= most) [most, way] = [gain, number];
+        }
+        steps.push({ gain: most, kind, way });
       }
-      const asked = [number, ...again, ...again.flatMap((other) => regions[other].reads)];
-      const awaited = asked.filter((other) => places.has(other)).map((other) => places.get(other));
-      pieces.push({
-        seconds: seconds[number],
-        freed_bytes: there(number) ? regions[number].nbytes : 0,
-        awaits: awaited.length ? Math.min(...awaited) : null,
-        recompute_s: secondsOf(regions, again),
-        taken_bytes: most,
-        passing_bytes: most - here,
-      });
+    });
+    const level = ways.map(() => 0), levels = [[...level]];
+    for (const { kind, way } of steps.sort((a, b) => b.gain - a.gain)) {
+      level[kind] = way;
+      levels.push([...level]);
     }
-    return pieces;
+    return { ways: ofLayers.map((kind) => ways[kind]), levels: levels.map((of) => ofLayers.map((kind) => of[kind])) };
   }
 
-  function leadingTo(regions, number, left) {
-    const found = new Set(), waiting = [number];
-    while (waiting.length) {
-      const other = waiting.pop();
-      if (!left.has(other) || found.has(other)) continue;
-      found.add(other);
-      waiting.push(...regions[other].reads);
-      const made = operationOf(regions, other);
-      for (const result of left) if (operationOf(regions, result) === made) waiting.push(result);
+  // --- layer_passes.py and closed_form.py ---------------------------------------------------------------------------
+
+  const piece = (seconds, taken = 0, freed = 0, awaits = null, offloads = false) => ({ seconds, taken, freed, awaits, offloads });
+
+  function layerPasses(layer, policy, offloads) {
+    const { regions, forward_s, backward_s, workspace_bytes } = layer;
+    if (!regions.length) {
+      const edge = (index) => Math.floor((layer.saved_bytes * index) / UNLISTED_PIECES), { tensors } = layer;
+      const unlisted = !tensors.length && layer.saved_bytes ? range(UNLISTED_PIECES) : [];
+      const found = unlisted.length ? unlisted.map((index) => edge(index + 1) - edge(index)) : tensors;
+      const parts = found.length ? found : [0], n = parts.length, moves = offloads && found.length > 0;
+      const forward = parts.map((nbytes) => piece(forward_s / n, nbytes, 0, null, moves));
+      const backward = parts.map((nbytes, at) => piece(backward_s / n, 0, nbytes, moves ? at : null)).reverse();
+      return { forward, recompute: null, backward, offloaded: moves ? found : [], workspace_bytes };
     }
-    return [...found].sort((a, b) => a - b);
+    const saved = savedOf(regions), { kept, offloaded } = policy ?? { kept: saved, offloaded: saved };
+    const costs = regionCosts(regions, kept), total_s = fsum(regions.map((region) => region.seconds));
+    const share = (number) => (total_s ? regions[number].seconds / total_s : 1 / regions.length);
+    const moves = (number) => offloads && offloaded.has(number) && costs.kept.has(number) && regions[number].nbytes > 0;
+    const moving = range(regions.length).filter(moves), places = new Map(moving.map((number, place) => [number, place]));
+    const here = (number) => costs.kept.has(number) || costs.dropped.has(number);
+    const reader = range(regions.length), freed = regions.map(() => 0);
+    regions.forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
+    for (const number of costs.dropped) freed[reader[number]] += regions[number].nbytes;
+    const forward = regions.map(({ nbytes }, number) =>
+      piece(share(number) * forward_s, here(number) ? nbytes : 0, freed[number], null, places.has(number)));
+    const backward = regions.map((region, number) => {
+      const awaits = region.saved ? places.get(number) ?? null : null;
+      return piece(share(number) * backward_s, 0, here(number) && region.saved ? region.nbytes : 0, awaits);
+    });
+    const recompute = costs.dropped.size ? recomputePiece(regions, costs, places) : null;
+    const sizes = moving.map((number) => regions[number].nbytes);
+    return { forward, recompute, backward: backward.reverse(), offloaded: sizes, workspace_bytes };
   }
 
-  // --- planning/estimate.py: peak and step of the default schedule ------------------------------------------------
+  function recomputePiece(regions, { kept, dropped, rerun, recompute_s }, places) {
+    const run = new Set(rerun), reader = new Map(), beside = regions.map(() => 0);
+    for (const number of rerun) for (const read of regions[number].reads) reader.set(read, number);
+    regions.forEach(({ nbytes }, number) => { if (!run.has(number)) beside[operationOf(regions, number)] += nbytes; });
+    let held = 0, most = 0, awaits = null;
+    for (const number of rerun) {
+      held += regions[number].nbytes;
+      most = Math.max(most, held + beside[operationOf(regions, number)]);
+      for (const read of new Set(regions[number].reads)) {
+        if (places.has(read)) awaits = Math.min(awaits ?? Infinity, places.get(read));
+        if (reader.get(read) === number && run.has(read) && !dropped.has(read)) held -= regions[read].nbytes;
+      }
+    }
+    const inputs = sum([...kept].filter((number) => !regions[number].saved).map((number) => regions[number].nbytes));
+    return piece(recompute_s, most, most - held + inputs, awaits);
+  }
 
-  function peakBytes(layers, numLayers, betweenBytes) {
-    const resident = layers.length - numLayers;
+  function layerCosts({ forward, recompute, backward, offloaded, workspace_bytes }, link) {
+    const pieces = recompute ? [recompute, ...backward] : backward, sent = [], reloaded_s = [];
+    const peak = (of, held) => workspace_bytes + of.reduce((most, { taken, freed }) => {
+      most = Math.max(most, held + taken);
+      held += taken - freed;
+      return most;
+    }, held);
+    let ready_s = null, offload_s = 0, reload_s = 0, rest_s = 0, offloaded_after_s = -Infinity, backward_after_s = -Infinity;
+    for (const { seconds, offloads, taken } of forward) {
+      ready_s = ready_s === null ? seconds : ready_s + seconds;
+      if (offloads) sent.unshift([ready_s, taken]);
+    }
+    for (const [ready, nbytes] of sent) {
+      offload_s += nbytes / link.d2h_bytes_per_s;
+      offloaded_after_s = Math.max(offloaded_after_s, ready + offload_s);
+    }
+    for (let at = offloaded.length - 1; at >= 0; at--) reloaded_s[at] = reload_s += offloaded[at] / link.h2d_bytes_per_s;
+    for (const { seconds, awaits } of [...pieces].reverse()) {
+      rest_s += seconds;
+      if (awaits !== null) backward_after_s = Math.max(backward_after_s, reloaded_s[awaits] + rest_s);
+    }
+    const held_bytes = sum(forward.map(({ taken, freed }) => taken - freed)), secondsOf = (of) => fsum(of.map((one) => one.seconds));
+    return {
+      forward_s: secondsOf(forward), backward_s: secondsOf(pieces), recompute_s: recompute ? recompute.seconds : 0,
+      offload_s, offloaded_after_s, reload_s, backward_after_s, held_bytes, offloaded_bytes: sum(offloaded),
+      forward_peak_bytes: peak(forward, 0), backward_peak_bytes: peak(pieces, held_bytes),
+    };
+  }
+
+  function peakBytes(layers, numLayers, loss_bytes) {
+    const count = layers.length, resident = count - numLayers;
     let held = 0, most = -Infinity;
-    for (let number = 0; number < layers.length; number++) {
-      if (number >= resident) held -= layers[number - resident].travelling_bytes;
+    for (let number = 0; number < count; number++) {
+      if (number >= resident) held -= layers[number - resident].offloaded_bytes;
       most = Math.max(most, held + layers[number].forward_peak_bytes);
       held += layers[number].held_bytes;
     }
-    most = Math.max(most, held + betweenBytes);
-    for (let number = layers.length - 1; number >= 0; number--) {
+    most = Math.max(most, held + loss_bytes);
+    for (let number = count - 1; number >= 0; number--) {
       const reloaded = number - resident + 1;
-      if (reloaded >= 0 && reloaded < numLayers) held += layers[reloaded].travelling_bytes;
+      if (reloaded >= 0 && reloaded < numLayers) held += layers[reloaded].offloaded_bytes;
       held -= layers[number].held_bytes;
       most = Math.max(most, held + layers[number].backward_peak_bytes);
     }
     return most;
   }
 
-  /** What a layer's passes and copies come to on one link; see Trips. */
-  function tripsOf(layer, link) {
-    const { sends, stretches, travelling } = layer, back_after_s = new Float64Array(travelling.length);
-    let send_s = 0, reload_s = 0, rest_s = 0, sent_after_s = -Infinity, done_after_s = -Infinity;
-    for (const [ready_s, nbytes] of [...sends].reverse()) {
-      send_s += nbytes / link.d2h_bytes_per_s;
-      sent_after_s = Math.max(sent_after_s, ready_s + send_s);
-    }
-    for (let at = travelling.length - 1; at >= 0; at--) back_after_s[at] = reload_s += travelling[at] / link.h2d_bytes_per_s;
-    for (const [awaits, seconds] of [...stretches].reverse()) {
-      rest_s += seconds;
-      if (awaits !== null) done_after_s = Math.max(done_after_s, back_after_s[awaits] + rest_s);
-    }
-    return { forward_s: layer.forward_s, backward_s: layer.backward_s, send_s, sent_after_s, reload_s, done_after_s };
-  }
-
-  function stepS(layers, numLayers, between_s) {
-    const resident = layers.length - numLayers, sent_s = new Float64Array(layers.length), reloads_s = new Float64Array(layers.length);
+  function stepS(layers, numLayers, loss_s) {
+    const count = layers.length, resident = count - numLayers, offloaded_s = [], reloads_s = [];
     let now = 0, copied = 0;
-    for (let number = 0; number < layers.length; number++) {
-      const { forward_s, send_s, sent_after_s } = layers[number];
-      if (number >= resident) now = Math.max(now, sent_s[number - resident]);
-      sent_s[number] = copied = Math.max(copied + send_s, now + sent_after_s);
+    layers.forEach(({ forward_s, offload_s, offloaded_after_s }, number) => {
+      if (number >= resident) now = Math.max(now, offloaded_s[number - resident]);
+      offloaded_s.push((copied = Math.max(copied + offload_s, now + offloaded_after_s)));
       now += forward_s;
-    }
-    now += between_s;
-    for (let number = layers.length - 1; number >= 0; number--) {
-      const { backward_s, done_after_s } = layers[number], reloaded = number - resident + 1;
+    });
+    now += loss_s;
+    for (let number = count - 1; number >= 0; number--) {
+      const reloaded = number - resident + 1;
       if (reloaded >= 0 && reloaded < numLayers) {
-        reloads_s[reloaded] = copied = Math.max(copied, now);
-        copied += layers[reloaded].reload_s;
+        reloads_s[reloaded] = Math.max(copied, now);
+        copied = reloads_s[reloaded] + layers[reloaded].reload_s;
       }
-      now += backward_s;
-      if (number < numLayers) now = Math.max(now, reloads_s[number] + done_after_s);
+      now += layers[number].backward_s;
+      if (number < numLayers) now = Math.max(now, reloads_s[number] + layers[number].backward_after_s);
     }
     return now;
   }
 
-  // --- planning/ladder.py: rungs of each kind of layer, and levels of all -----------------------------------------
+  // --- search.py ----------------------------------------------------------------------------------------------------
 
-  function ladderOf(profile) {
-    const members = new Map(), names = new Map();
-    profile.layers.forEach((layer, number) => {
-      const regions = layer.regions;
-      if (!names.has(regions)) names.set(regions, JSON.stringify(regions.map((one) => ({ ...one, seconds: 0 }))));
-      const name = names.get(regions);
-      members.set(name, [...(members.get(name) ?? []), number]);
-    });
-    const kinds = [], rungs = [], steps = [];
-    [...members.values()].forEach((numbers, kind) => {
-      for (const number of numbers) kinds[number] = kind;
-      const layers = numbers.map((number) => profile.layers[number]);
-      const regions = layers[0].regions.map((one, at) => ({
-        ...one, seconds: mean(layers.map((layer) => layer.regions[at].seconds)),
-      }));
-      const treated = regions.length ? rungsOf(regions) : [];
-      rungs.push([...treated.slice(0, -1).map((way) => ({ kept: way.held, travelling: way.held })), null]);
-      const recording_s = mean(layers.map((layer) => layer.recorded_s - layer.forward_s));
-      for (const [rung, gain] of gains(treated, recording_s)) steps.push({ gain, kind, rung });
-    });
-    const standing = rungs.map(() => 0), levels = [[...standing]];
-    for (const { kind, rung } of steps.sort((a, b) => b.gain - a.gain)) {
-      standing[kind] = rung;
-      levels.push([...standing]);
-    }
-    return { kinds, rungs, levels };
-  }
+  const compare = (one, other) => {
+    const [a, b] = [one, other].map(({ score, numLayers, ways }) => [...score, numLayers, ...ways]);
+    const at = a.findIndex((value, index) => value !== b[index]);
+    return at < 0 ? 0 : a[at] - b[at];
+  };
+  const least = (found) => found.reduce((best, one) => (!best || compare(one, best) < 0 ? one : best), null);
+  const withWay = ({ numLayers, ways }, number, way) => ({ numLayers, ways: ways.map((one, at) => (at === number ? way : one)) });
 
-  function rungsOf(regions) {
-    const found = ways(regions), saved = savedOf(regions), held = last(found).held;
-    const all = held.size === saved.size && [...held].every((number) => saved.has(number));
-    return all ? found : [...found, treat(regions, saved)];
-  }
-
-  function gains(treated, recording_s) {
-    const top = treated.length - 1, found = [];
-    const costs = treated.map((way, at) => [way.saved_bytes, way.recompute_s + (at < top ? recording_s : 0)]);
-    for (let rung = 0; rung < top; ) {
-      const [nbytes, seconds] = costs[rung];
-      let most = -Infinity;
-      for (let number = rung + 1; number <= top; number++) {
-        const gain = (seconds - costs[number][1]) / Math.max(1, costs[number][0] - nbytes);
-        if (gain >= most) [most, rung] = [gain, number];
-      }
-      found.push([rung, most]);
-    }
-    return found;
-  }
-
-  // --- planning/choices.py ----------------------------------------------------------------------------------------
-
-  class Choices {
-    constructor(profile, link) {
-      this.profile = profile;
-      this.link = link;
-      this.ladder = ladderOf(profile);
-      this.count = profile.layers.length;
-      this.highest = (this.ladder.levels.length - 1) * this.count;
-      this.compute_s =
-        fsum(profile.layers.map((layer) => layer.forward_s + layer.backward_s)) + profile.loss_s + profile.other_s;
-      this.rungs = this.ladder.levels.map((level) => this.ladder.kinds.map((kind) => level[kind]));
-      const first = new Map(), texts = new Map();
-      this.alike = profile.layers.map((layer, number) => {
-        if (!texts.has(layer)) texts.set(layer, JSON.stringify(layer));
-        if (!first.has(texts.get(layer))) first.set(texts.get(layer), number);
-        return first.get(texts.get(layer));
+  class Search {
+    constructor(profile, link, kinds = kindsOf(profile)) {
+      Object.assign(this, { profile, link, ...kinds, count: profile.layers.length, mostBytes: 0, mostHostBytes: Infinity });
+      this.highest = (this.levels.length - 1) * this.count;
+      const known = new Map();
+      this.table = profile.layers.map((layer, number) => {
+        const costs = (offloads) => this.ways[number].map((way) => layerCosts(layerPasses(layer, way, offloads), link));
+        if (!known.has(layer)) known.set(layer, [costs(false), costs(true)]);
+        return known.get(layer);
       });
-      this.known = [];
+      const { compute_s } = this.seconds(this.costs(this.whole(0)));
+      this.kept_s = compute_s + profile.loss_s + profile.other_s;
     }
 
-    of(numLayers, travelling, staying) {
-      const { count, rungs } = this, top = rungs.length - 1;
-      let level = Math.floor(travelling / count);
-      let edge = Math.min(travelling % count, numLayers);
-      const found = rungs[Math.min(level + 1, top)].slice(0, edge).concat(rungs[level].slice(edge, numLayers));
-      level = Math.floor(staying / count);
-      edge = Math.min(Math.max(count - (staying % count), numLayers), count - 1);
-      const rest = rungs[level].slice(numLayers, edge).concat(rungs[Math.min(level + 1, top)].slice(edge, -1));
-      return { numLayers, rungs: found.concat(rest, rungs[top].slice(-1)) };
+    within(mostBytes, mostHostBytes = Infinity) {
+      return Object.assign(this, { mostBytes, mostHostBytes });
     }
 
-    rungsOf(number) {
-      return this.ladder.rungs[this.ladder.kinds[number]].length;
+    costs({ numLayers, ways }) {
+      return ways.map((way, number) => this.table[number][number < numLayers ? 1 : 0][way]);
     }
 
-    passes(choice) {
-      return (choice.passes ??= choice.rungs.map((rung, number) => this.passesAt(number, rung, number < choice.numLayers)));
+    seconds(costs) {
+      return {
+        compute_s: fsum(costs.map((one) => one.forward_s + one.backward_s)),
+        copies_s: fsum(costs.map((one) => one.offload_s + one.reload_s)),
+      };
     }
 
-    passesAt(number, rung, travels) {
-      const alike = this.alike[number], key = (rung * this.count + alike) * 2 + (travels ? 1 : 0);
-      return (this.known[key] ??= this.made(this.profile.layers[alike], this.policy(alike, rung, travels), travels));
+    policies({ numLayers, ways }) {
+      const policies = ways.map((way, number) => this.ways[number][way]);
+      return policies.map((one, number) => (one && number >= numLayers ? { kept: one.kept, offloaded: new Set() } : one));
     }
 
-    made(layer, policy, travels) {
-      const passes = passesOf(layer, policy, travels);
-      return { ...passes, trips: tripsOf(passes, this.link) };
-    }
-
-    /** The choice with one layer on another rung. */
-    onRung(choice, number, rung) {
-      const rungs = choice.rungs.slice(), passes = this.passes(choice).slice();
-      rungs[number] = rung;
-      passes[number] = this.passesAt(number, rung, number < choice.numLayers);
-      return { numLayers: choice.numLayers, rungs, passes };
-    }
-
-    hostBytes(choice) {
-      return this.passes(choice).reduce((total, layer) => total + layer.travelling_bytes, 0);
+    whole(numLayers) {
+      return { numLayers, ways: last(this.levels) };
     }
 
     peakBytes(choice) {
-      return (choice.peak ??= peakBytes(this.passes(choice), choice.numLayers, this.profile.loss_bytes));
+      return peakBytes(this.costs(choice), choice.numLayers, this.profile.loss_bytes);
     }
 
-    /** Seconds without waiting for copies if one layer is on another rung. */
-    computeS(choice, number, rung) {
-      const passes = this.passes(choice), seconds = (one) => one.forward_s + one.backward_s;
-      choice.layers_s ??= passes.reduce((total, one) => total + seconds(one), 0);
-      const other_s = seconds(this.passesAt(number, rung, number < choice.numLayers)) - seconds(passes[number]);
-      return choice.layers_s + other_s + this.profile.loss_s + this.profile.other_s;
+    hostBytes(choice) {
+      return sum(this.costs(choice).map((layer) => layer.offloaded_bytes));
     }
 
     stepS(choice) {
-      const trips = this.passes(choice).map((layer) => layer.trips);
-      return stepS(trips, choice.numLayers, this.profile.loss_s) + this.profile.other_s;
-    }
-
-    policy(number, rung, travels) {
-      const policy = this.ladder.rungs[this.ladder.kinds[number]][rung];
-      return travels || !policy ? policy : { kept: policy.kept, travelling: new Set() };
-    }
-
-    policies(choice) {
-      return choice.rungs.map((rung, number) => this.policy(number, rung, number < choice.numLayers));
-    }
-  }
-
-  // --- planning/search.py -----------------------------------------------------------------------------------------
-
-  function compare(one, other) {
-    const [a, b] = [one.score, other.score];
-    return a[0] - b[0] || a[1] - b[1] || a[2] - b[2];
-  }
-  const best = (found) => found.reduce((least, one) => (compare(one, least) < 0 ? one : least));
-
-  class Search {
-    constructor(choices, mostBytes, mostHostBytes = Infinity) {
-      Object.assign(this, { choices, mostBytes, mostHostBytes });
-      this.known = new Map();
-    }
-
-    best() {
-      const { choices } = this, nothing = choices.of(0, 0, choices.highest);
-      if (this.fits(nothing)) return nothing;
-      const found = this.fitting(this.corners());
-      if (!found.length) {
-        const [least, choice] = this.leastPeak();
-        if (least > this.mostBytes) return null;
-        found.push(this.scored(choice));
-      }
-      const every = range(choices.count).reduce((product, number) => product * choices.rungsOf(number), choices.count);
-      if (every <= FEW) return best([...found, ...this.fitting(this.every())]).choice;
-      found.push(...this.onGrid());
-      const first = best(found);
-      if (first.score[0] <= choices.compute_s * (1 + ROUNDING)) return first.choice;
-      // The best for each number of layers that travel. Python sorts them the other way round, and equal ones stay in order.
-      const fastest = new Map();
-      for (const one of [...found].sort((a, b) => compare(b, a))) fastest.set(one.choice.numLayers, one);
-      const starts = [...fastest.values()].sort(compare).slice(0, Math.max(1, Math.floor(SWEPT / choices.count)));
-      return best(starts.map((one) => this.swept(one))).choice;
-    }
-
-    fewest() {
-      const { highest, count } = this.choices;
-      return range(count).map((k) => this.choices.of(k, highest, highest)).find((choice) => this.fits(choice)) ?? null;
-    }
-
-    leastPeak() {
-      const { choices } = this;
-      let least = Infinity, found = null;
-      const better = (choice) => {
-        if (this.fitsHost(choice) && choices.peakBytes(choice) < least) [least, found] = [choices.peakBytes(choice), choice];
-      };
-      this.corners().forEach(better);
-      for (const number of range(choices.count)) {
-        for (const rung of range(choices.rungsOf(number))) better(choices.onRung(found, number, rung));
-      }
-      return [least, found];
-    }
-
-    every() {
-      let rungs = [[]];
-      for (const number of range(this.choices.count)) {
-        rungs = rungs.flatMap((made) => range(this.choices.rungsOf(number)).map((rung) => [...made, rung]));
-      }
-      return range(this.choices.count).flatMap((numLayers) => rungs.map((made) => ({ numLayers, rungs: made })));
-    }
-
-    corners() {
-      const { count, highest } = this.choices, ends = highest ? [0, highest] : [0];
-      return range(count).flatMap((numLayers) =>
-        (numLayers ? ends : ends.slice(0, 1)).flatMap((travelling) =>
-          ends.map((staying) => this.choices.of(numLayers, travelling, staying)),
-        ),
-      );
-    }
-
-    fitsHost(choice) {
-      return this.mostHostBytes === Infinity || this.choices.hostBytes(choice) <= this.mostHostBytes;
-    }
-
-    fitsDevice(choice) {
-      return this.choices.peakBytes(choice) <= this.mostBytes;
-    }
-
-    fits(choice) {
-      return this.fitsHost(choice) && this.fitsDevice(choice);
+      return nineDigits(stepS(this.costs(choice), choice.numLayers, this.profile.loss_s) + this.profile.other_s);
     }
 
     scored(choice) {
-      const { choices } = this;
-      return { score: [nineDigits(choices.stepS(choice)), choices.hostBytes(choice), choices.peakBytes(choice)], choice };
+      const peak = this.peakBytes(choice), host = this.hostBytes(choice);
+      if (peak > this.mostBytes || host > this.mostHostBytes) return null;
+      return { ...choice, score: [this.stepS(choice), host, peak] };
     }
 
-    fitting(tried) {
-      return tried.filter((choice) => this.fits(choice)).map((choice) => this.scored(choice));
+    best() {
+      const { count, ways } = this, nothing = this.scored(this.whole(0));
+      if (nothing) return nothing;
+      if (ways.reduce((product, of) => product * of.length, count) <= FEW) {
+        const every = ways.reduce((made, of) => made.flatMap((some) => of.map((_, way) => [...some, way])), [[]]);
+        return least(range(count).flatMap((numLayers) => every.map((some) => this.scored({ numLayers, ways: some }))).filter(Boolean));
+      }
+      let fastest = this.onGrid();
+      if (!fastest.length) fastest = [this.scored(this.leastPeak()[1])].filter(Boolean);
+      if (!fastest.length || fastest[0].score[0] <= this.kept_s * (1 + ROUNDING)) return fastest[0] ?? null;
+      return least(fastest.slice(0, Math.max(1, Math.floor(SWEPT / count))).map((one) => this.swept(one)));
+    }
+
+    fewest() {
+      return range(this.count).map((k) => this.scored(this.whole(k))).find(Boolean) ?? null;
+    }
+
+    leastPeak() {
+      let found = null;
+      const better = (choice) => {
+        if (this.hostBytes(choice) > this.mostHostBytes) return;
+        const one = { ...choice, score: [this.peakBytes(choice)] };
+        if (!found || compare(one, found) < 0) found = one;
+      };
+      const ends = [this.levels[0], last(this.levels)];
+      for (const k of range(this.count)) {
+        for (const first of ends) for (const rest of ends) better({ numLayers: k, ways: [...first.slice(0, k), ...rest.slice(k)] });
+      }
+      this.ways.forEach((ways, number) => ways.forEach((_, way) => better(withWay(found, number, way))));
+      return [found.score[0], found];
+    }
+
+    at(numLayers, offloaded, kept) {
+      const { count, levels } = this, level = (at) => levels[Math.min(at, levels.length - 1)];
+      const [low, high] = [Math.floor(offloaded / count), Math.floor(kept / count)];
+      const edges = [Math.min(offloaded % count, numLayers), Math.max(count - (kept % count), numLayers)];
+      const first = [...level(low + 1).slice(0, edges[0]), ...level(low).slice(edges[0], numLayers)];
+      return { numLayers, ways: [...first, ...level(high).slice(numLayers, edges[1]), ...level(high + 1).slice(edges[1])] };
     }
 
     onGrid() {
-      const { count, highest } = this.choices, grid = [];
-      const steps = [1 + Math.floor((count - 1) / GRID), 1 + Math.floor(highest / GRID)];
-      for (let k = 0; k < count; k += steps[0]) {
-        for (let travelling = 0; travelling <= highest; travelling += steps[1]) {
-          const found = this.at([k, travelling]);
-          if (found) grid.push([found, [k, travelling]]);
+      const { count, highest } = this, stride = 1 + Math.floor((count - 1) / COUNTS), found = new Map();
+      const step = Math.max(1, Math.floor(count / STEPS)), positions = range(Math.floor(highest / step) + 1);
+      const best = () => least([...found.values()]);
+      const look = (k) => {
+        for (const position of k ? positions : [0]) {
+          const one = this.mostKept(k, position * step, best()?.score[0] ?? Infinity);
+          if (one) found.set(k, least([found.get(k) ?? one, one]));
         }
-      }
-      grid.sort((a, b) => compare(a[0], b[0]));
-      for (const [found, place] of grid.slice(0, STARTS)) this.walk(found, place, steps);
-      return [...this.known.values()].filter(Boolean);
+      };
+      for (let k = 0; k < count; k += stride) look(k);
+      const middle = best()?.numLayers;
+      for (let k = middle - stride + 1; k < middle + stride; k++) if (k > 0 && k < count && k % stride) look(k);
+      return [...found.values()].sort(compare);
     }
 
-    at(place) {
-      const key = `${place}`;
-      if (!this.known.has(key)) this.known.set(key, this.mostKept(place));
-      return this.known.get(key);
-    }
-
-    mostKept(place) {
-      const of = (staying) => this.choices.of(...place, staying);
-      let fit = 0, misfit = this.choices.highest;
-      if (!this.fitsHost(of(fit))) return null;
-      if (this.fitsDevice(of(misfit))) return this.scored(of(misfit));
-      if (!this.fitsDevice(of(fit))) return null;
+    mostKept(numLayers, offloaded, fastest_s) {
+      const at = (kept) => this.at(numLayers, offloaded, kept), fits = (kept) => this.peakBytes(at(kept)) <= this.mostBytes;
+      const { compute_s, copies_s } = this.seconds(this.costs(at(this.highest)));
+      const least_s = Math.max(compute_s + this.profile.loss_s, copies_s) + this.profile.other_s;
+      if (least_s > fastest_s * (1 + ROUNDING) || this.hostBytes(at(this.highest)) > this.mostHostBytes) return null;
+      let fit = 0, misfit = this.highest;
+      if (fits(misfit)) return this.scored(at(misfit));
+      if (!fits(fit)) return null;
       while (misfit - fit > 1) {
         const middle = Math.floor((fit + misfit) / 2);
-        if (this.fitsDevice(of(middle))) fit = middle;
+        if (fits(middle)) fit = middle;
         else misfit = middle;
       }
-      return this.scored(of(fit));
-    }
-
-    walk(found, place, steps) {
-      const { count, highest } = this.choices, by = [-1, 0, 1];
-      for (let move = 0; move < MOVES; move++) {
-        const around = by.flatMap((a) => by.map((b) => [place[0] + steps[0] * a, place[1] + steps[1] * b]));
-        const inside = around.filter(([k, at]) => k >= 0 && k < count && at >= 0 && at <= highest);
-        const there = inside.map((one) => ({ found: this.at(one), one })).filter((entry) => entry.found);
-        const least = there.reduce((a, b) => (compare(b.found, a.found) < 0 ? b : a));
-        if (compare(least.found, found) < 0) [found, place] = [least.found, least.one];
-        else if (steps[0] === 1 && steps[1] === 1) break;
-        else steps = [Math.ceil(steps[0] / 2), Math.ceil(steps[1] / 2)];
-      }
+      return this.scored(at(fit));
     }
 
     swept(found) {
+      const { loss_s, other_s } = this.profile;
       for (let sweep = 0; sweep < SWEEPS; sweep++) {
         const before = found;
-        for (const number of range(this.choices.count).reverse()) {
-          for (const rung of range(this.choices.rungsOf(number))) {
-            const { choice } = found;
-            if (rung === choice.rungs[number] || (rung < choice.rungs[number] && number >= choice.numLayers)) continue;
-            if (this.choices.computeS(choice, number, rung) > found.score[0] * (1 + ROUNDING)) continue; // waits or not
-            const tried = this.choices.onRung(choice, number, rung);
-            if (this.fits(tried)) found = best([found, this.scored(tried)]);
+        for (const number of range(this.count).reverse()) {
+          for (const way of range(this.ways[number].length)) {
+            if (way === found.ways[number]) continue;
+            const tried = withWay(found, number, way), { compute_s } = this.seconds(this.costs(tried));
+            if (compute_s + loss_s + other_s > found.score[0] * (1 + ROUNDING)) continue;
+            found = least([found, this.scored(tried)].filter(Boolean));
           }
         }
         if (found === before) break;
@@ -619,185 +429,115 @@ globalThis.offloadPlanner = (() => {
     }
   }
 
-  // --- planning/plan.py -------------------------------------------------------------------------------------------
+  // --- plan.py and simulate.py --------------------------------------------------------------------------------------
 
-  const asWhole = (profile) => ({ ...profile, layers: alikeMapped(profile.layers, (one) => ({ ...one, regions: [] })) });
   /** What is made of each layer; equal layers stay the same object. */
-  function alikeMapped(layers, make) {
+  function mapped(layers, make) {
     const made = new Map(layers.map((layer) => [layer, null]));
     for (const layer of made.keys()) made.set(layer, make(layer));
     return layers.map((layer) => made.get(layer));
   }
+  const asWhole = (profile) => ({ ...profile, layers: mapped(profile.layers, (one) => ({ ...one, regions: [] })) });
 
-  function planned(choices, choice) {
-    const policies = choices.policies(choice);
-    return {
-      num_layers: choice.numLayers, policies, choice, profile: choices.profile, link: choices.link,
-      host_bytes: choices.hostBytes(choice),
-      recompute_s: fsum(choices.passes(choice).map((layer) => layer.recompute_s)),
-    };
+  function planned(search, choice) {
+    const { numLayers } = choice, recompute_s = fsum(search.costs(choice).map((layer) => layer.recompute_s));
+    return { num_layers: numLayers, policies: search.policies(choice), host_bytes: search.hostBytes(choice), recompute_s };
   }
 
   /** The plan for a budget, with its predicted step; or, if nothing meets the budget, the least one: least_bytes. */
-  function plan(profile, budget, link, host = Infinity, choices = new Choices(profile, link)) {
-    const search = new Search(choices, budget, host);
+  function plan(profile, budget, link, host = Infinity, search = new Search(profile, link)) {
+    search.within(budget, host);
     const choice = profile.layers.some((layer) => layer.regions.length) ? search.best() : search.fewest();
     if (!choice) return { least_bytes: search.leastPeak()[0] };
-    const found = planned(choices, choice);
+    const found = planned(search, choice);
     return { ...found, ...simulate(profile, choice.numLayers, link, found.policies) };
   }
 
   /** Peak and step of the plan for a budget; null if nothing meets it. */
-  function outline(choices, budget) {
-    const choice = new Search(choices, budget).best();
-    return choice && { budget, peak_bytes: choices.peakBytes(choice), step_s: choices.stepS(choice) };
+  function outline(search, budget) {
+    const choice = search.within(budget).best();
+    return choice && { budget, peak_bytes: search.peakBytes(choice), step_s: search.stepS(choice) };
   }
-  const leastBytes = (choices) => new Search(choices, Infinity).leastPeak()[0];
+  const leastBytes = (search) => search.within(0).leastPeak()[0];
 
-  /** Peak and step for each number of whole layers that travel. */
+  /** Peak and step for each number of whole layers that are offloaded. */
   function wholeLayers(profile, link) {
-    const choices = new Choices(asWhole(profile), link), { highest } = choices;
-    return range(choices.count).map((k) => {
-      const choice = choices.of(k, highest, highest);
-      return { k, peak_bytes: choices.peakBytes(choice), step_s: choices.stepS(choice) };
-    });
+    const search = new Search(asWhole(profile), link), every = range(search.count).map((k) => search.whole(k));
+    return every.map((one) => ({ k: one.numLayers, peak_bytes: search.peakBytes(one), step_s: search.stepS(one) }));
   }
 
   /** As many whole layers as leave the step as long as it is. */
   function freePlan(profile, link) {
-    const layers = alikeMapped(profile.layers, (one) => ({ ...one, regions: [], recorded_s: one.forward_s }));
-    const choices = new Choices({ ...profile, layers }, link);
-    const every = range(choices.count).map((k) => choices.of(k, choices.highest, choices.highest));
-    const most_s = choices.stepS(every[0]) * (1 + FREE);
-    return planned(choices, last(every.filter((choice) => choices.stepS(choice) <= most_s)));
+    const search = new Search(asWhole(profile), link), every = range(search.count).map((k) => search.whole(k));
+    const most_s = search.stepS(every[0]) * (1 + FREE);
+    return planned(search, last(every.filter((choice) => search.stepS(choice) <= most_s)));
   }
 
-  /** Every layer computed again from its input, which stays, or travels from all layers but two. */
-  function checkpointing(profile, link, travels) {
-    const held = alikeMapped(profile.layers, (layer) => {
-      const kept = layer.regions.length ? ways(layer.regions)[0].held : null;
-      return kept && { kept, travelling: kept };
-    });
-    const numLayers = travels ? Math.max(0, profile.layers.length - 2) : 0;
-    return simulate(profile, numLayers, link, held);
+  /** Every layer recomputed from its input, which is kept, or offloaded from all layers but two. */
+  function checkpointing(profile, link, offloads) {
+    const kept = (regions) => regionCosts(regions, new Set()).kept;
+    const policies = mapped(profile.layers, ({ regions }) => (regions.length ? { kept: kept(regions), offloaded: kept(regions) } : null));
+    return simulate(profile, offloads ? Math.max(0, profile.layers.length - 2) : 0, link, policies);
   }
 
-  // --- planning/simulate.py, for the default schedule -------------------------------------------------------------
-
+  /** The step of a default schedule. A stream runs one task at a time, in order; both directions never copy at once. */
   function simulate(profile, numLayers, link, policies) {
-    const resident = profile.layers.length - numLayers, made = new Map();
-    const passes = profile.layers.map((layer, number) => {
-      const travels = number < numLayers, policy = policies[number];
-      const known = made.get(layer) ?? made.set(layer, []).get(layer);
-      let found = known.find((one) => one.policy === policy && one.travels === travels);
-      if (!found) known.push((found = { policy, travels, passes: passesOf(layer, policy, travels) }));
-      return found.passes;
-    });
-    const tasks = { compute: [], d2h: [], h2d: [] }, copies = profile.layers.map(() => []);
-    const add = (lane, kind, amount, label, layer, after = null, taken = 0, freed = 0) => {
-      const task = { lane, kind, amount, label, layer, after, taken, freed, start: Infinity, end: Infinity };
-      tasks[lane].push(task);
-      return task;
+    const spans = [], memory = [[0, 0]], ends = { compute: 0, d2h: 0, h2d: 0 }, resident = profile.layers.length - numLayers;
+    const passes = profile.layers.map((layer, number) => layerPasses(layer, policies[number], number < numLayers));
+    const copies = passes.map(() => []);
+    let held = 0, before = null;
+    const put = (span) => {
+      const alike = before && before.kind === span.kind && before.layer === span.layer && span.layer !== null;
+      if (alike && span.start_s <= before.end_s) before.end_s = Math.max(before.end_s, span.end_s);
+      else spans.push((before = span));
     };
-    const hold = (nbytes, after = null) => add("compute", "other", 0, "", null, after, nbytes);
-    passes.forEach((layer, number) => {
+    const hold = (time, change) => {
+      held += change;
+      if (change) memory.push([time, held]);
+    };
+    const compute = (kind, seconds, label, layer, taken = 0, freed = 0, after = null) => {
+      const idle = ends.compute, start_s = Math.max(idle, after?.end_s ?? 0), end_s = (ends.compute = start_s + seconds);
+      const stalled = { lane: "compute", kind: "stall", start_s: idle, end_s: start_s, nbytes: 0 };
+      if (start_s > idle) put({ ...stalled, label: `wait for ${after.label}`, layer: after.layer });
+      if (seconds) put({ lane: "compute", kind, start_s, end_s, label, layer, nbytes: 0 });
+      hold(start_s, taken);
+      hold(end_s, -freed);
+    };
+    const copy = (lane, kind, nbytes, layer) => {
+      const start_s = Math.max(ends[lane], ends.compute), rate = link[`${lane}_bytes_per_s`];
+      const span = { lane, kind, start_s, end_s: start_s + nbytes / rate, label: `${kind} ${layer}`, layer, nbytes };
+      ends[lane] = span.end_s;
+      spans.push(span);
+      return span;
+    };
+    const run = (kind, one, label, layer) => {
+      compute(kind, one.seconds, label, layer, one.taken, one.freed, one.awaits === null ? null : copies[layer][one.awaits]);
+      if (one.offloads) copies[layer].push(copy("d2h", "offload", one.taken, layer));
+    };
+    passes.forEach(({ forward, workspace_bytes }, number) => {
       const released = number - resident;
-      if (released >= 0) hold(-passes[released].travelling_bytes, last(copies[released]) ?? null);
-      hold(layer.workspace_bytes);
-      for (const piece of layer.forward) {
-        const { seconds, taken_bytes, freed_bytes } = piece;
-        const task = add("compute", "forward", seconds, `F${number}`, number, null, taken_bytes, freed_bytes);
-        if (piece.travels) copies[number].push(add("d2h", "offload", taken_bytes, `offload ${number}`, number, task));
-      }
-      hold(-layer.workspace_bytes);
+      if (released >= 0) compute("other", 0, "", null, -sum(passes[released].offloaded), 0, last(copies[released]) ?? null);
+      hold(ends.compute, workspace_bytes);
+      for (const one of forward) run("forward", one, `F${number}`, number);
+      hold(ends.compute, -workspace_bytes);
     });
-    add("compute", "other", profile.loss_s, "loss", null, null, profile.loss_bytes, profile.loss_bytes);
+    compute("other", profile.loss_s, "loss", null, profile.loss_bytes, profile.loss_bytes);
     for (let number = passes.length - 1; number >= 0; number--) {
-      const layer = passes[number], back = number - resident + 1;
+      const { recompute, backward, workspace_bytes } = passes[number], back = number - resident + 1;
       if (back >= 0 && back < numLayers) {
-        const here = hold(passes[back].travelling_bytes);
-        const reload = (nbytes) => add("h2d", "reload", nbytes, `reload ${back}`, back, here);
-        copies[back] = [...passes[back].travelling].reverse().map(reload).reverse();
+        hold(ends.compute, sum(passes[back].offloaded));
+        copies[back] = [...passes[back].offloaded].reverse().map((nbytes) => copy("h2d", "reload", nbytes, back)).reverse();
       }
-      hold(layer.workspace_bytes);
-      for (const piece of layer.backward) {
-        let after = piece.awaits === null ? null : copies[number][piece.awaits];
-        if (piece.taken_bytes || piece.recompute_s) {
-          const { recompute_s, taken_bytes, passing_bytes } = piece;
-          add("compute", "recompute", recompute_s, `R${number}`, number, after, taken_bytes, passing_bytes);
-          after = null;
-        }
-        add("compute", "backward", piece.seconds, `B${number}`, number, after, 0, piece.freed_bytes);
-      }
-      hold(-layer.workspace_bytes);
+      hold(ends.compute, workspace_bytes);
+      if (recompute) run("recompute", recompute, `R${number}`, number);
+      for (const one of backward) run("backward", one, `B${number}`, number);
+      hold(ends.compute, -workspace_bytes);
     }
-    add("compute", "other", profile.other_s, "rest of the step", null);
-    play(tasks, link);
-    return timeline(tasks);
-  }
-
-  /**
-   * When each task starts and ends: a stream runs one at a time, in order. Copies have the link for themselves, as all that
-   * travels under the default schedule is on the host before the last layer's forward.
-   */
-  function play(tasks, link) {
-    const rates = { compute: 1, d2h: link.d2h_bytes_per_s, h2d: link.h2d_bytes_per_s };
-    const queues = Object.entries(tasks).map(([lane, list]) => ({ list, at: 0, left: list[0]?.amount, rate: rates[lane] }));
-    for (let now = 0; ; ) {
-      const busy = queues.filter(({ list, at }) => at < list.length && (!list[at].after || list[at].after.end <= now));
-      if (!busy.length) return;
-      let then = Infinity;
-      for (const queue of busy) {
-        queue.ends = now + queue.left / queue.rate;
-        then = Math.min(then, queue.ends);
-      }
-      for (const queue of busy) {
-        const task = queue.list[queue.at];
-        task.start = Math.min(task.start, now);
-        if (queue.ends === then) {
-          task.end = then;
-          queue.at += 1;
-          if (queue.at < queue.list.length) queue.left = queue.list[queue.at].amount;
-        } else {
-          queue.left = Math.max(0, queue.left - (then - now) * queue.rate);
-        }
-      }
-      now = then;
-    }
-  }
-
-  function timeline(tasks) {
-    const spans = [], memory = [[0, 0]];
-    let last_end = 0, held = 0;
-    const put = (lane, kind, start_s, end_s, label, layer, nbytes = 0) => {
-      const before = last(spans);
-      const same = before && layer !== null && before.kind === kind && before.layer === layer;
-      if (lane === "compute" && same && start_s <= before.end_s) {
-        before.end_s = Math.max(before.end_s, end_s);
-      } else {
-        spans.push({ lane, kind, start_s, end_s, label, layer, nbytes });
-      }
-    };
-    for (const task of tasks.compute) {
-      if (task.after && task.after.lane !== "compute" && task.start > last_end) {
-        put("compute", "stall", last_end, task.start, `wait for ${task.after.label}`, task.after.layer);
-      }
-      if (task.amount) put("compute", task.kind, task.start, task.end, task.label, task.layer);
-      last_end = task.end;
-      for (const [time, change] of [[task.start, task.taken], [task.end, -task.freed]]) {
-        held += change;
-        if (change) memory.push([time, held]);
-      }
-    }
-    for (const task of [...tasks.d2h, ...tasks.h2d]) {
-      const { lane, kind, label, layer, amount } = task;
-      spans.push({ lane, kind, start_s: task.start, end_s: task.end, label, layer, nbytes: amount });
-    }
+    compute("other", profile.other_s, "rest of the step", null);
     spans.sort((a, b) => a.start_s - b.start_s || a.end_s - b.end_s);
-    memory.sort((a, b) => a[0] - b[0]);
     const end_s = spans.reduce((most, span) => Math.max(most, span.end_s), 0);
-    const peak_bytes = memory.reduce((most, [, nbytes]) => Math.max(most, nbytes), 0);
     const stalls = spans.filter((span) => span.kind === "stall").map((span) => span.end_s - span.start_s);
+    const peak_bytes = memory.reduce((most, [, nbytes]) => Math.max(most, nbytes), 0);
     return { spans, memory, step_s: spans.length ? end_s - spans[0].start_s : 0, peak_bytes, stall_s: fsum(stalls) };
   }
 
@@ -835,7 +575,7 @@ globalThis.offloadPlanner = (() => {
       return regions.length - 1;
     };
     const linear = (module, x, inputs, outputs, saved = false) =>
-      add(`${module}: mm`, rows * outputs * one, [x], { saved, flop: product(2, rows, inputs, outputs) });
+      add(`${module}: mm`, rows * outputs * one, [x], { saved, flop: 2 * rows * inputs * outputs });
     const norm = (module, input) => {
       const full = 4 * rows * shape.hidden, row = 4 * rows, low = (full * one) / 4;
       if (shape.fused_norms) {
@@ -870,7 +610,7 @@ globalThis.offloadPlanner = (() => {
     query = rotated(query, wide, cos, sin);
     key = rotated(key, narrow, cos, sin);
     const attention = "self_attn: scaled_dot_product_attention", reads = [value, query, key];
-    x = add(attention, rows * wide * one, reads, { flop: product(2, rows, tokens, wide) });
+    x = add(attention, rows * wide * one, reads, { flop: 2 * rows * tokens * wide });
     const attention_s = regions[x].seconds;
     add(attention, rows * shape.heads * 4, reads, { another_of: x });
     x = linear("self_attn.o_proj", x, wide, shape.hidden);
@@ -883,14 +623,14 @@ globalThis.offloadPlanner = (() => {
       const up = linear("mlp.up_proj", x, shape.hidden, shape.intermediate, true);
       add("mlp: mul", nbytes, [inside, up]);
     }
-    const down_s = seconds(product(2, rows, shape.intermediate, shape.hidden), nbytes);
+    const down_s = seconds(2 * rows * shape.intermediate * shape.hidden, nbytes);
     const sum_s = seconds(0, 3 * rows * shape.hidden * one);
     const forward_s = fsum(regions.map((region) => region.seconds)) + down_s + sum_s;
     const backward_s = 2 * forward_s + attention_s / 2;
     const tensors = regions.filter((region) => region.saved).map((region) => region.nbytes);
     const workspace_bytes = (shape.gated ? 3 : 2) * nbytes;
-    const layer = { forward_s, backward_s, saved_bytes: sum(tensors), tensors, workspace_bytes, regions, recorded_s: forward_s };
-    const head_s = seconds(product(2, batch, tokens, shape.hidden, shape.vocab), 0);
+    const layer = { forward_s, backward_s, saved_bytes: sum(tensors), tensors, workspace_bytes, regions };
+    const head_s = seconds(2 * batch * tokens * shape.hidden * shape.vocab, 0);
     const loss_s = 3 * head_s + (2 * lossBytes(shape, batch, tokens)) / rates.bytes_per_s;
     return { layers: range(shape.layers).map(() => layer), loss_s, other_s: 0, loss_bytes: 0 };
   }
@@ -902,20 +642,20 @@ globalThis.offloadPlanner = (() => {
   const budgeted = (left) =>
     `offload_layers(${LAYERS}, memory_budget="${float(Math.floor((Math.max(0, left) * 10) / GIB) / 10)}GiB")`;
 
-  /** The choices for a model and a link; those of the last question again, if it differs in memory alone. */
-  function choicesOf(...asked) {
+  /** The search for a model and a link; that of the last question again, if it differs in memory alone. */
+  function searchOf(...asked) {
     const text = JSON.stringify(asked), [shape, batch, tokens, rates, link] = asked;
-    if (choicesOf.last?.text !== text) {
+    if (searchOf.last?.text !== text) {
       const profile = profileOf(shape, batch, tokens, rates);
-      choicesOf.last = { text, profile, choices: new Choices(profile, link) };
+      searchOf.last = { text, profile, search: new Search(profile, link) };
     }
-    return choicesOf.last;
+    return searchOf.last;
   }
 
   /** What `python -m offload plan` answers. `asked`: shape, batch, tokens, rates, link, memory, host, state, fused_loss. */
   function answer(asked) {
     const { batch, tokens, rates, link, host = null } = asked, shape = shapeOf(asked.shape);
-    const { profile, choices } = choicesOf(shape, batch, tokens, rates, link);
+    const { profile, search } = searchOf(shape, batch, tokens, rates, link);
     const loss = asked.fused_loss ? 0 : lossBytes(shape, batch, tokens);
     const parameter_bytes = 2 * shape.item_bytes + (asked.state ?? 2 * shape.item_bytes);
     const on_layers = shape.layers * shape.layer_parameters, parameters = on_layers + shape.outside_parameters;
@@ -923,11 +663,11 @@ globalThis.offloadPlanner = (() => {
     const usable_bytes = Math.floor(USABLE * asked.memory);
 
     const ways = [];
-    const way = (name, write, profile, left, host, choices) => {
+    const way = (name, write, profile, left, host, search) => {
       const none = (misfit) => ({ name, write: "", misfit, step_s: null, peak_bytes: null, host_bytes: null, plan: null });
       if (left < 0) return none(`${formatBytes(-left)} are missing for what is fixed`);
       if (host !== null && host < 0) return none(`${formatBytes(-host)} of host memory are missing`);
-      const made = plan(profile, left, link, host ?? Infinity, choices);
+      const made = plan(profile, left, link, host ?? Infinity, search);
       if (made.least_bytes !== undefined) {
         const within = host === null ? "" : ` and ${formatBytes(host)} on the host`;
         return none(`${formatBytes(left)}${within} are too little for activations`);
@@ -936,18 +676,18 @@ globalThis.offloadPlanner = (() => {
       return { name, write, misfit: "", step_s, peak_bytes, host_bytes, plan: made };
     };
     const left = usable_bytes - fixed_bytes;
-    const kept = way("keep all", "offload nothing", profile, Infinity, null, choices);
+    const kept = way("keep all", "offload nothing", profile, Infinity, null, search);
     if (kept.peak_bytes > left) kept.misfit = `activations take ${formatBytes(kept.peak_bytes)}`;
     ways.push(kept);
     const whole = way("whole layers", "", asWhole(profile), left, host);
     if (whole.plan) whole.write = `offload_layers(${LAYERS}, num_layers=${whole.plan.num_layers})`;
-    ways.push(whole, way("regions", budgeted(left + loss), profile, left, host, choices));
+    ways.push(whole, way("regions", budgeted(left + loss), profile, left, host, search));
 
     // Weights of two layers, as many gradients, and all that is outside of the layers.
     const layer_bytes = shape.layer_parameters * shape.item_bytes, on_host = on_layers * parameter_bytes;
     const beside = usable_bytes - shape.outside_parameters * parameter_bytes - 4 * layer_bytes - loss;
     const rest = host === null ? null : host - on_host;
-    const streamed = way("streamed weights", `stream_weights(${LAYERS}, "cuda")`, profile, beside, rest, choices);
+    const streamed = way("streamed weights", `stream_weights(${LAYERS}, "cuda")`, profile, beside, rest, search);
     if (streamed.plan) {
       if (streamed.host_bytes || streamed.plan.recompute_s) streamed.write += `, then ${budgeted(beside + loss)}`;
       const d2h_s = (shape.layers * layer_bytes + streamed.host_bytes) / link.d2h_bytes_per_s;
@@ -961,16 +701,16 @@ globalThis.offloadPlanner = (() => {
     const fitting = ways.filter((one) => !one.misfit), named = (name) => fitting.find((one) => one.name === name);
     let chosen = fitting[0] ?? null;
     if (named("whole layers") && named("regions") && !named("keep all")) {
-      if (named("whole layers").step_s > MUCH * named("regions").step_s) chosen = named("regions");
+      if (named("whole layers").step_s > SLOWER * named("regions").step_s) chosen = named("regions");
     }
     return {
-      ways, chosen, shape, profile, parameters, loss_bytes: loss, fixed_bytes, usable_bytes, left_bytes: left, choices, link,
+      ways, chosen, shape, profile, parameters, loss_bytes: loss, fixed_bytes, usable_bytes, left_bytes: left, search, link,
       saved_bytes: sum(profile.layers.map((one) => one.saved_bytes)),
     };
   }
 
   return {
-    Choices, answer, checkpointing, fixed, formatBytes, formatS, freePlan, fsum, leastBytes, linkOf, nineDigits, outline, plan,
+    Search, answer, checkpointing, fixed, formatBytes, formatS, freePlan, fsum, leastBytes, linkOf, outline, plan,
     profileOf, wholeLayers,
   };
 })();

@@ -317,8 +317,7 @@ class RegionSet(ActivationSet):
             name = SOURCE if region is None else policies.names[region]
             again = region is not None and region not in policies.differing and not value.empty
             saved_too = id(value) in kept
-            before = value is self._from_before
-            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first, before))
+            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first))
 
         for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
             add(value, None, 0.0, (), None)

@@ -18,7 +18,7 @@ from offload.command_line.link import Bus, bus_of, device_name, pci_address
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, available_bytes, memory_groups, own_cores, page_locked
-from offload.measuring.profile_layers import measure_link
+from offload.measuring.measure_link import measure_link
 from offload.planning.link import Link
 from offload.planning.table import ranges
 

@@ -17,7 +17,7 @@ from offload.base.checks import format_bytes, format_s
 from offload.command_line.answer import Answer
 from offload.command_line.llama import Rates, Shape, loss_bytes, profile_of, read_shape
 from offload.planning.link import Link
-from offload.planning.plan import Plan, plan
+from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Profile
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
@@ -126,7 +126,7 @@ def ways_to_train(
 ) -> Iterator[tuple[Way, Plan | None]]:
     """The ways, each with its plan if it fits, for so many usable bytes of device and host memory."""
     left = usable - needs.fixed_bytes
-    kept = plan(profile, sys.maxsize, link)
+    kept = make_plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
     yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
@@ -168,7 +168,7 @@ def _planned(
     if host is not None and host < 0:
         return Way(name, "", f"{format_bytes(-host)} of host memory are missing"), None
     try:
-        made = plan(profile, left, link, max_host_bytes=host)
+        made = make_plan(profile, left, link, max_host_bytes=host)
     except ValueError:
         within = "" if host is None else f" and {format_bytes(host)} on the host"
         return Way(name, "", f"{format_bytes(left)}{within} are too little for activations"), None

@@ -1,35 +1,52 @@
-"""Layers that are measured in their first rounds, and follow a plan from then on.
+"""Layers that are measured in their first microbatches, and follow a plan from then on.
 
-A round of a microbatch through the layers is what is counted. In the first everything is recomputed, inputs travel, and
-each region is timed. The second, run in the same way, is timed as a whole. Then a plan is made; it is made anew where
-the inputs' size changes much. What is planned, those say who derive from this.
+In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
+runs in the same way, and the layers are timed as a whole. Then a plan is made. It is made anew where the size of the
+inputs changes much.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
+from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import is_plain
 from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
 from offload.device.capture import CaptureError
+from offload.device.select import get_backend
 from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
-from offload.measuring.measure_regions import frugal_profile, frugal_schedule, learning
-from offload.measuring.profile_layers import measure_link
-from offload.planning.plan import Plan
+from offload.measuring.measure_link import measure_link
+from offload.measuring.profile_layers import learned_profile, learning_policies, learning_schedule, recompute_all
+from offload.planning.closed_form import costs_of, peak_bytes
+from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import Profile
 from offload.recompute.policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
-MUCH = 1.25
+_logger = logging.getLogger(__name__)
+
+OTHER_SIZE = 1.25
 """From this factor on, inputs of another size are worth another plan."""
+
+AUTO_SHARE = 0.92
+"""Of what the device has left: allocators need some room to cut blocks from."""
+
+RESERVE = 0.02
+"""Part of the budget that a first plan leaves free, as recomputing everything does not show all that is used."""
+
+CORRECTIONS = 3
+"""How often a plan is made again because its peak broke the budget."""
 
 
 class _Stage(Enum):
@@ -63,13 +80,12 @@ class PlannedLayers(HookedLayers, ABC):
         super().__init__(layers, context)
         self._layers = layers
         self.plan: Plan | None = None
-        """What is followed; ``None`` in the first rounds."""
+        """The plan that is followed; ``None`` while the layers are measured."""
         self._link = measure_link(self._backend.device)
         self._times = LayerTimes(layers, self._backend)
         self._peak_bytes = 0
-        """The most device memory in the last round, above what there was when its step began."""
-        ends = [_Rounds(self), _Backwards(self)]
-        self._rounds = Attachment([layers[0], layers[-1]], ends)
+        """The most device memory in the last microbatch, above what there was when its step began."""
+        self._ends = Attachment([layers[0], layers[-1]], [_Begins(self), _Backwards(self)])
         self._restart(0)
 
     @property
@@ -79,37 +95,42 @@ class PlannedLayers(HookedLayers, ABC):
 
     @abstractmethod
     def _first_plan(self, profile: Profile) -> Plan | None:
-        """The plan for layers that cost this; ``None`` goes on as in the first rounds."""
+        """The plan for layers that cost this; ``None`` goes on with everything recomputed."""
 
     def _next_plan(self, followed: Plan) -> Plan | None:
-        """What to follow in place of a plan after a round; ``None`` goes on with it."""
+        """The plan to follow in place of the last one after a microbatch; ``None`` goes on with the last one."""
         return None
 
     def remove(self) -> None:
         super().remove()
-        self._rounds.remove()
+        self._ends.remove()
         self._times.remove()
 
     def _restart(self, elements: int) -> None:
-        """Be frugal, and learn what the regions cost with inputs of so many elements."""
+        """Recompute everything, and learn what the regions cost with inputs of so many elements."""
         self._stage = _Stage.LEARNING
         self._elements = elements
         self._start_bytes = 0
         self._input_bytes = 0
-        """Of what there was when the round began, what its step had allocated by then."""
+        """Of what there was when the microbatch began, what its step had allocated by then."""
         self._times.remove()
         # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
-        self._policies = learning(self._layers)
-        self._context.follow(frugal_schedule(len(self._layers)), self._policies)
+        self._policies = learning_policies(self._layers)
+        self._context.follow(learning_schedule(len(self._layers)), self._policies)
 
-    def begin_round(self, inputs: Sequence[torch.Tensor]) -> None:
+    def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer, which is given these."""
         if self._backend.capturing:
-            self._check_capture()
+            # Nothing can be measured while a CUDA graph is captured, nor may it see two plans.
+            if self._stage is not _Stage.FOLLOWING:
+                raise CaptureError(
+                    "a step that is still measured for a plan was to be captured; warm up with three steps before the "
+                    "capture, of which the third follows the plan."
+                )
             return
         elements = sum(tensor.numel() for tensor in inputs)
-        if self._elements and not self._elements / MUCH <= elements <= self._elements * MUCH:
+        if self._elements and not self._elements / OTHER_SIZE <= elements <= self._elements * OTHER_SIZE:
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
             self._elements = elements
@@ -120,7 +141,7 @@ class PlannedLayers(HookedLayers, ABC):
             self._times.remove()
             self._stage = _Stage.FOLLOWING
             self.plan = None
-            self._follow(self._first_plan(frugal_profile(self._policies, self._times)))
+            self._follow(self._first_plan(learned_profile(self._policies, self._times)))
         elif self._stage is _Stage.FOLLOWING and self.plan is not None:
             self._follow(self._next_plan(self.plan))
         self._input_bytes = _bytes_of(inputs, self._backend.device)
@@ -128,16 +149,8 @@ class PlannedLayers(HookedLayers, ABC):
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
 
-    def _check_capture(self) -> None:
-        """Nothing can be measured while a CUDA graph is captured, nor may it see two plans."""
-        if self._stage is not _Stage.FOLLOWING:
-            raise CaptureError(
-                "a step that is still measured for a plan was to be captured; warm up with three steps before the "
-                "capture, of which the third follows the plan."
-            )
-
     def end_backward(self) -> None:
-        """A round's backward has ended: what its peak was; later the program may have the peak forgotten."""
+        """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
         if self._backend.capturing or not self._has_peak:
             return
         if self._stage is _Stage.TIMING:
@@ -152,11 +165,102 @@ class PlannedLayers(HookedLayers, ABC):
             return
         self.plan = plan
         followed: list[LayerPolicies | None] = []
-        for learned, numbered in zip(self._policies, plan.policies, strict=True):
-            if numbered is not None:
-                learned.follow(numbered)
-            followed.append(None if numbered is None else learned)
+        for learned, policy in zip(self._policies, plan.policies, strict=True):
+            if policy is not None:
+                learned.follow(policy)
+            followed.append(None if policy is None else learned)
         self._context.follow(plan.schedule, followed)
+
+
+class BudgetedLayers(PlannedLayers):
+    """Layers that are kept, offloaded and recomputed as a memory budget asks for.
+
+    Where an accelerator tells its peak, a plan leaves room for what no profile knows, and is made again with less if a
+    microbatch breaks the budget.
+
+    Args:
+        layers: The layers, in call order.
+        budget: Bytes, a text, or ``"auto"``.
+        options: As :class:`PlannedLayers` takes them.
+    """
+
+    def __init__(self, layers: list[torch.nn.Module], budget: int | str, **options: Any) -> None:
+        self._budget = None if budget == "auto" else parse_bytes(budget, "memory_budget")
+        self._missing_bytes = 0
+        """What of the budget is needed outside of the layers."""
+        self._corrections = 0
+        if self._budget is None and get_backend(options["device"]).device.type == "cpu":
+            raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
+        super().__init__(layers, **options)
+
+    def _memory(self) -> int:
+        """The budget."""
+        if self._budget is None:
+            self._budget = int(AUTO_SHARE * _left_bytes(self._backend.device))
+        return self._budget
+
+    def _first_plan(self, profile: Profile) -> Plan | None:
+        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
+        layers = costs_of(profile, self._link, num_layers, recompute_all(profile))
+        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
+        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._memory())
+        self._corrections = 0
+        return self._planned(profile, "everything is recomputed and inputs are offloaded")
+
+    def _next_plan(self, followed: Plan) -> Plan | None:
+        over = self._peak_bytes - self._memory()
+        if over <= 0 or self._corrections == CORRECTIONS:
+            return None
+        self._corrections += 1
+        self._missing_bytes += over
+        return self._planned(followed.profile, "the plan is followed that has broken it")
+
+    def _planned(self, profile: Profile, otherwise: str) -> Plan | None:
+        """A plan that fits; if there is none, say so, and what is done then."""
+        begin = time.perf_counter()
+        budget = max(0, self._memory() - self._missing_bytes)
+        try:
+            made = make_plan(profile, budget, self._link, max_host_bytes=self._max_host_bytes)
+        except ValueError as error:
+            warn_caller(
+                f"memory_budget = {format_bytes(self._memory())} cannot be met, so {otherwise}: {error} Of the budget, "
+                f"{format_bytes(self._missing_bytes)} are needed outside of the layers."
+            )
+            self._corrections = CORRECTIONS
+            return None
+        _logger.info(
+            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step of the layers %s, peak "
+            "%s, and %s outside of them; planned in %s",
+            format_bytes(self._memory()),
+            made.num_layers,
+            len(profile.layers),
+            format_s(made.recompute_s),
+            format_s(made.step_s),
+            format_bytes(made.peak_bytes),
+            format_bytes(self._missing_bytes),
+            format_s(time.perf_counter() - begin),
+        )
+        return made
+
+
+class FreeLayers(PlannedLayers):
+    """Layers of which as many are offloaded as make the step no longer."""
+
+    def _first_plan(self, profile: Profile) -> Plan:
+        made = free_plan(profile, self._link, max_host_bytes=self._max_host_bytes)
+        peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)
+        amounts = made.num_layers, len(profile.layers), *peaks
+        _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
+        return made
+
+
+def _left_bytes(device: torch.device) -> int:
+    """What can still be allocated: what nobody has, and what PyTorch's allocator has cached; within its limit."""
+    free, total = torch.accelerator.get_memory_info(device)
+    reserved = torch.accelerator.memory_reserved(device)
+    if device.type == "cuda":
+        free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
+    return max(0, free + reserved - torch.accelerator.memory_allocated(device))
 
 
 def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -166,7 +270,7 @@ def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
     return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
-class _Rounds(LayerListener):
+class _Begins(LayerListener):
     """Tells when a microbatch enters the first layer, before anything else happens there."""
 
     turn = Turn.WEIGHTS
@@ -176,7 +280,7 @@ class _Rounds(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         if not self._planned._context.has_nothing_to_do():
-            self._planned.begin_round(list(tensors_in(inputs)))
+            self._planned.begin_microbatch(list(tensors_in(inputs)))
 
 
 class _Backwards(LayerListener):

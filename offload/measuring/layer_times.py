@@ -16,7 +16,7 @@ from offload.activations.what_moves import Rules, travellers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
 from offload.device.backend import Backend, Event
-from offload.planning.estimate import Peaks
+from offload.planning.closed_form import Peaks
 from offload.planning.profile import LayerProfile
 
 

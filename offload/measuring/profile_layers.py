@@ -1,99 +1,35 @@
-"""What this machine and this model do: the link's bandwidth and the layers' costs, measured.
-
-The planner and the simulator work on the plain data that comes out of here.
-"""
+"""What the layers of a model cost: seconds, bytes, and regions, measured in steps of the model."""
 
 from __future__ import annotations
 
 import logging
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from offload.activations import selective
-from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
 from offload.base.given_layers import check_layers
-from offload.base.layer_events import (
-    LayerListener,
-    Turn,
-    listeners_on,
-)
+from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.base.progress import progress_bar
-from offload.device.backend import Backend, Stream
+from offload.device.backend import Backend, Event
 from offload.device.select import get_backend
-from offload.host.page_locked import page_locked
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer, rest_s
-from offload.measuring.measure_regions import measure_frugally, measure_regions, with_regions
-from offload.planning.estimate import with_workspace
-from offload.planning.link import Link
-from offload.planning.profile import Profile
+from offload.planning.closed_form import with_workspace
+from offload.planning.layer_passes import LayerPolicy
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.region_costs import region_costs
+from offload.recompute.costs import RegionProfile
+from offload.recompute.policies import LayerPolicies, Policy
+from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
-
-PIECE_BYTES = 64 << 20
-"""Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""
-
-RUN_S = 0.02
-"""Each bandwidth is taken from as many pieces as take about this long."""
-
-MAX_PIECES = 64
-
-
-def measure_link(
-    device: torch.device | str | int | None = None, *, piece_bytes: int | str = PIECE_BYTES, repeats: int = 5
-) -> Link:
-    """Measure the link with copies like the library's own: pinned memory, the same streams.
-
-    It takes well under a second, and twice ``piece_bytes`` on the device and on the host.
-    Without an accelerator it measures how fast the CPU backend's threads copy memory.
-
-    Args:
-        device: ``None`` is the current accelerator, and the CPU where there is none.
-        piece_bytes: Bytes of one copy, or a text such as ``"32MiB"``.
-        repeats: How often each of the three bandwidths is measured; the median counts.
-
-    Raises:
-        ValueError: ``piece_bytes`` or ``repeats`` is less than 1.
-    """
-    piece_bytes = parse_bytes(piece_bytes, "piece_bytes")
-    check_int("piece_bytes", piece_bytes, least=1)
-    check_int("repeats", repeats, least=1)
-    backend = get_backend(device)
-    d2h_stream, h2d_stream = backend.copy_streams
-    # Written once, because memory that never was has no pages of its own on the CPU.
-    on_device = [backend.empty(piece_bytes).zero_() for _ in range(2)]
-    on_host = [page_locked(piece_bytes, backend) for _ in range(2)]
-    d2h: _Copy = (d2h_stream, on_host[0], on_device[0])
-    h2d: _Copy = (h2d_stream, on_device[1], on_host[1])
-    for stream in (d2h_stream, h2d_stream):
-        stream.wait_event(backend.compute_stream().record_event())
-    _copy_s(backend, [d2h, h2d], 1)  # Warm up, and wait for what is queued already.
-    pieces = min(MAX_PIECES, max(1, round(RUN_S / _copy_s(backend, [d2h, h2d], 1))))
-
-    def bytes_per_s(*copies: _Copy) -> float:
-        run_s = statistics.median(_copy_s(backend, copies, pieces) for _ in range(repeats))
-        return len(copies) * pieces * piece_bytes / run_s
-
-    return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
-
-
-_Copy = tuple[Stream, torch.Tensor, torch.Tensor]
-"""Stream, target, source."""
-
-
-def _copy_s(backend: Backend, copies: Sequence[_Copy], pieces: int) -> float:
-    """Seconds for ``pieces`` copies of each kind, all kinds at once, from an idle link to an idle link."""
-    start = time.perf_counter()
-    for _ in range(pieces):
-        for stream, target, source in copies:
-            backend.copy(stream, target, source)
-    for event in [stream.record_event() for stream, _, _ in copies]:
-        event.synchronize()
-    return time.perf_counter() - start
 
 
 def profile_layers(
@@ -107,23 +43,22 @@ def profile_layers(
 ) -> Profile:
     """Measure what each layer of a model costs.
 
-    ``step`` is called ``steps + 2`` times: to count what is saved, to see what memory it takes, then to take times, of
-    which the median counts. It changes parameters and gradients as it does in training. With ``regions``, it is
-    called ``steps + 1`` times more, to take the regions apart and to time what recording adds; and if the model does
-    not fit, it is measured with everything recomputed and inputs travelling.
+    ``step`` is called ``steps + 2`` times: to count what is saved, to see how much memory is taken, then to take times,
+    of which the median counts. The steps change parameters and gradients as they do in training. With ``regions``,
+    ``step`` is called ``steps + 1`` times more, to learn the regions and to time how long recomputing them takes; and
+    if the model does not fit, it is measured with everything recomputed and inputs offloaded.
 
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
         step: Runs forward and backward of at least one microbatch.
-        min_bytes: Storages below this size do not travel and are not counted; bytes, or a text such as
-            ``"1MiB"``.
+        min_bytes: Storages below this size are not offloaded and not counted; bytes, or a text such as ``"1MiB"``.
         device: Where the layers run; ``None`` is the current accelerator, and the CPU where there is none.
         steps: How many steps are timed.
         regions: Measure each region of the layers, too: each operation runs once more, is compared, and timed.
 
     Raises:
-        ValueError: A layer's forward or backward did not run, no layer saved anything that can travel, or some layers
-            are offloaded already.
+        ValueError: A layer's forward or backward did not run, no layer saved anything that can be offloaded, or some
+            layers are offloaded already.
         torch.OutOfMemoryError: The model does not fit, and ``regions`` was not asked for.
 
     Note:
@@ -150,17 +85,17 @@ def profile_layers(
         except torch.OutOfMemoryError:
             if not regions:
                 raise
-            _logger.info("The model does not fit: it is measured with everything recomputed, and inputs that travel.")
+            _logger.info("The model does not fit: it is measured with everything recomputed, and inputs offloaded.")
             found = None
         if found is None:  # not where the error is held, whose frames hold tensors
-            found = measure_frugally(modules, counted, min_bytes=min_bytes, device=backend.device, steps=steps)
+            found = measure_recomputed(modules, counted, min_bytes, backend.device, steps)
     amounts = len(modules), format_s(time.perf_counter() - begin_s), format_bytes(found.saved_bytes)
     _logger.info("profiled %d layers in %s; they save %s", *amounts)
     return found
 
 
 def _measure(
-    modules: list[torch.nn.Module],
+    modules: list[nn.Module],
     step: Callable[[], object],
     min_bytes: int,
     backend: Backend,
@@ -193,8 +128,10 @@ def _measure(
     profile = with_workspace(Profile(profiles, loss_s, other_s), times.peaks())
     if not regions:
         return profile
-    found = measure_regions(modules, step, min_bytes=min_bytes, device=backend.device, steps=steps)
-    return replace(profile, layers=with_regions(profile.layers, found))
+    policies, times, _ = _recomputing(modules, step, Schedule(len(modules)), min_bytes, backend.device, steps)
+    backwards = [backward_s for _, backward_s in times.seconds()]
+    found = [learned.costs for learned in policies]
+    return replace(profile, layers=with_regions(profile.layers, found, backwards))
 
 
 def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:
@@ -204,3 +141,102 @@ def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:
                 f"layers must not be offloaded while they are profiled, but layer {number} is, and saves less than it "
                 "would; call remove() on its handle first."
             )
+
+
+def _recomputing(
+    layers: Sequence[nn.Module],
+    step: Callable[[], object],
+    schedule: Schedule,
+    min_bytes: int | str,
+    device: torch.device | str | int | None,
+    steps: int,
+) -> tuple[list[LayerPolicies], LayerTimes, list[Event]]:
+    """Run a step in which each operation is run once more, compared and timed, and steps with everything recomputed.
+
+    Returns:
+        Of each layer the policies, which have learned its regions; the times of the other steps; and a mark before,
+        between and after them.
+    """
+    policies = learning_policies(layers)
+    context = OffloadContext(schedule, len(layers), min_bytes=min_bytes, device=device, policies=policies)
+    with HookedLayers(list(layers), context):
+        step()
+        times = LayerTimes(layers, context.backend)
+        times.start(reads_memory=context.backend.device.type != "cpu")
+        marks = [context.backend.mark()]
+        for _ in range(steps):
+            step()
+            marks.append(context.backend.mark())
+        times.remove()
+    return policies, times, marks
+
+
+def with_regions(
+    layers: Sequence[LayerProfile], regions: Sequence[tuple[RegionProfile, ...]], backwards: Sequence[float]
+) -> tuple[LayerProfile, ...]:
+    """The profiles of layers as they are, with their regions.
+
+    The regions' seconds are those that they take in backward: by how much longer that is if all is recomputed, as each
+    of them would share it. An operation that is timed alone, behind a pause, finds a faster device.
+
+    Args:
+        layers: The profiles without regions.
+        regions: Of each layer its regions, with the seconds that each operation takes alone.
+        backwards: Of each layer the seconds of a backward that recomputes everything.
+    """
+    alone_s = math.fsum(region_costs(one, frozenset()).recompute_s for one in regions)
+    longer_s = math.fsum(backward_s - layer.backward_s for backward_s, layer in zip(backwards, layers, strict=True))
+    ratio = longer_s / alone_s if alone_s > 0 and longer_s > 0 else 1.0  # steps vary by more than little work takes
+    return tuple(
+        LayerProfile.from_regions(
+            (replace(region, seconds=ratio * region.seconds) for region in of_layer),
+            layer.forward_s,
+            layer.backward_s,
+            workspace_bytes=layer.workspace_bytes,
+        )
+        for layer, of_layer in zip(layers, regions, strict=True)
+    )
+
+
+def measure_recomputed(
+    layers: Sequence[nn.Module],
+    step: Callable[[], object],
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
+    device: torch.device | str | int | None = None,
+    steps: int = 1,
+) -> Profile:
+    """Profile a model that does not fit: everything is recomputed, and the layers' inputs are offloaded.
+
+    ``step`` is called ``steps + 1`` times; the first learns the regions.
+    """
+    policies, times, marks = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps)
+    profile = learned_profile(policies, times)
+    known_s = sum(map(sum, times.seconds())) + profile.loss_s
+    return replace(profile, other_s=rest_s(times.backend, marks, times.rounds, known_s))
+
+
+def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
+    """Policies under which layers recompute everything, and learn what their regions cost."""
+    return [LayerPolicies({"*": Policy.RECOMPUTE}, layer, measures=True) for layer in layers]
+
+
+def learning_schedule(count: int) -> Schedule:
+    """The schedule of those steps: as many layers are offloaded as can be without waiting for each copy."""
+    return Schedule.default(max(0, count - 2), count)
+
+
+def recompute_all(profile: Profile) -> list[LayerPolicy]:
+    """The policies of those steps: everything is recomputed that can be; the rest is offloaded."""
+    kept = [region_costs(layer.regions, frozenset()).kept for layer in profile.layers]
+    return [LayerPolicy(one, one) for one in kept]
+
+
+def learned_profile(policies: Sequence[LayerPolicies], times: LayerTimes) -> Profile:
+    """What the layers cost if nothing is recomputed, from steps in which everything is."""
+    layers = []
+    for learned, (forward_s, backward_s) in zip(policies, times.seconds(), strict=True):
+        again_s = region_costs(learned.costs, frozenset()).recompute_s
+        layers.append(LayerProfile.from_regions(learned.costs, forward_s, max(forward_s, backward_s - again_s)))
+    profile = Profile(tuple(layers), times.loss_s())
+    num_layers = len(learning_schedule(len(layers)).offloaded_layers)
+    return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))

@@ -31,7 +31,7 @@ from offload.base.layer_events import Handle
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
-from offload.measuring.profile_layers import measure_link
+from offload.measuring.measure_link import measure_link
 from offload.pipelining.chunk import ChunkParts, EvenChunk
 from offload.pipelining.order import Action, Chunk, read_actions
 from offload.pipelining.plan import PipelinePlan, check_costs, check_options, plan_pipeline

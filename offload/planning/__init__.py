@@ -1,6 +1,6 @@
-"""How much: the link, what layers cost, a simulator, and plans. Pure data, but for what measures.
+"""Profiles, the link, what a step takes under policies, and the search for a plan. Pure data, no torch.
 
-A wing: may import the spine and ``observe``. Open ``plan.py`` first. For plans by region, ``ladder.py`` has the ways to
-treat each kind of layer, ``choices.py`` what may be chosen, and ``search.py`` chooses. Layers are played in pieces,
-as in ``passes.py``, or added up by ``estimate.py``.
+May import ``base``, ``schedule``, ``observe``, and ``recompute.costs``. Open ``plan.py`` first. ``region_costs.py`` has
+what a layer costs if some regions are kept, and ``kinds.py`` which regions are worth it. ``layer_passes.py`` makes
+forward and backward of a layer; ``simulate.py`` runs them, ``closed_form.py`` adds them up, and ``search.py`` tries.
 """

@@ -1,4 +1,4 @@
-"""What to keep, to offload and to compute again, so that the step fits into a memory budget and takes the least time.
+"""What to keep, offload and recompute, so that the step fits into a memory budget and takes the least time.
 
 Where the layers' regions are not known, layers are offloaded as they are, as few as are enough. What is chosen is
 simulated, stalls included, so the prediction comes with a timeline to look at.
@@ -18,9 +18,8 @@ from typing import Any, ClassVar, Self
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.as_json import Stored
-from offload.planning.choices import Choice, Choices
+from offload.planning.layer_passes import LayerPasses, LayerPolicy, layer_passes
 from offload.planning.link import Link, check_link
-from offload.planning.passes import LayerPolicy, Passes, passes_of
 from offload.planning.profile import Profile, check_profile
 from offload.planning.search import Search
 from offload.planning.simulate import simulate
@@ -32,13 +31,8 @@ _logger = logging.getLogger(__name__)
 FREE = 1e-3
 """By what part of it a step may be longer that counts as equally long."""
 
-GROUPS = (2, 4, 8)
-"""How many layers may hold one input."""
-
 MORE = 1.25
-"""How much more of something :attr:`Plan.helps` asks for."""
-
-NAMES = {"device": "device memory", "link": "the link", "host": "host memory"}
+"""How much more of something :meth:`Plan.helps` asks for."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +44,7 @@ class Plan(Stored):
         profile: What the layers cost.
         link: The link that was planned for.
         memory_budget: Bytes.
-        policies: What happens to the regions of each layer; ``None`` for one that is treated as a whole.
+        policies: The policy of each layer's regions; ``None`` for a layer of which everything is kept, or offloaded.
         max_host_bytes: Most bytes on the host, if that is limited.
     """
 
@@ -94,16 +88,15 @@ class Plan(Stored):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the offloaded sets need, all of them on the host at once."""
-        return sum(layer.travelling_bytes for layer in self._passes)
+        return sum(sum(layer.offloaded) for layer in self._passes)
 
     @property
     def recompute_s(self) -> float:
-        """Seconds of a step that compute again what was not kept."""
-        return math.fsum(layer.recompute_s for layer in self._passes)
+        """Seconds of a step that recompute what was not kept."""
+        return math.fsum(layer.recompute.seconds for layer in self._passes if layer.recompute)
 
-    @cached_property
     def helps(self) -> dict[str, float]:
-        """Predicted seconds of a step with a quarter more of what the keys name.
+        """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
 
         ``"device"`` stands for its memory, ``"link"`` for its speed, and ``"host"`` for its memory if that is limited.
         """
@@ -116,15 +109,15 @@ class Plan(Stored):
         if host is not None:
             asked["host"] = (budget, link, round(MORE * host))
         return {
-            what: plan(self.profile, budget, link, max_host_bytes=host).step_s
+            what: make_plan(self.profile, budget, link, max_host_bytes=host).step_s
             for what, (budget, link, host) in asked.items()
         }
 
-    @property
     def binds(self) -> str:
         """Of what more would help most: ``"device"``, ``"link"`` or ``"host"``; ``"compute"`` if none of them would."""
-        least = min(self.helps, key=self.helps.__getitem__)
-        return least if self.helps[least] < 0.999 * self.step_s else "compute"
+        helps = self.helps()
+        least = min(helps, key=helps.__getitem__)
+        return least if helps[least] < 0.999 * self.step_s else "compute"
 
     def _values(self) -> dict[str, Any]:
         schedule = self.schedule
@@ -133,12 +126,7 @@ class Plan(Stored):
             "moves": [[move.layer, move.entry] for move in schedule.moves],
             "order": [repr(point) for point in schedule.order],
             "policies": [
-                policy
-                and {
-                    "kept": sorted(policy.kept),
-                    "travelling": sorted(policy.travelling),
-                    "group": list(policy.group),
-                }
+                policy and {"kept": sorted(policy.kept), "offloaded": sorted(policy.offloaded)}
                 for policy in self.policies
             ],
             "memory_budget": self.memory_budget,
@@ -156,9 +144,7 @@ class Plan(Stored):
             Link(**values["link"]),
             values["memory_budget"],
             tuple(
-                one
-                and LayerPolicy(frozenset(one["kept"]), frozenset(one["travelling"]), tuple(one.get("group", (0, 1))))
-                for one in values["policies"]
+                one and LayerPolicy(frozenset(one["kept"]), frozenset(one["offloaded"])) for one in values["policies"]
             ),
             values["max_host_bytes"],
         )
@@ -182,16 +168,11 @@ class Plan(Stored):
             return "\n".join(lines)
         lines = [*region_table(self.profile, self.policies, self.schedule.offloaded_layers)]
         lines.append(
-            f"step {step}, of which {format_s(self.recompute_s)} computing again and {format_s(self.timeline.stall_s)} "
+            f"step {step}, of which {format_s(self.recompute_s)} recomputing and {format_s(self.timeline.stall_s)} "
             f"waiting for copies; {step_without} if all is kept"
         )
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
         lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
-        group = max(one.group[1] if one else 1 for one in self.policies)
-        if group > 1:
-            lines.append(f"{group} layers in a row hold one input, and the others are computed again from it")
-        more = ", ".join(f"{NAMES[what]} {format_s(step_s)}" for what, step_s in self.helps.items())
-        lines += [f"bound by {NAMES.get(self.binds, self.binds)}", f"step with a quarter more of {more}"]
         return "\n".join(lines)
 
     def _layer_table(self) -> list[str]:
@@ -206,97 +187,59 @@ class Plan(Stored):
         return lines
 
     @cached_property
-    def _passes(self) -> list[Passes]:
-        moving = set(self.schedule.offloaded_layers)
+    def _passes(self) -> list[LayerPasses]:
+        offloaded = set(self.schedule.offloaded_layers)
         layers = zip(self.profile.layers, self.policies, strict=True)
-        return [passes_of(*layer, travels=number in moving) for number, layer in enumerate(layers)]
+        return [layer_passes(*layer, offloads=number in offloaded) for number, layer in enumerate(layers)]
 
 
 def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None) -> Plan:
     """As many whole layers offloaded as leave the step as long as it is, and fit on the host."""
-    choices = Choices(replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers)), link)
-    highest = choices.highest
-    every = [choices.of(number, highest, highest) for number in range(choices.count)]
-    most_s = choices.step_s(every[0]) * (1 + FREE)
-    host_bytes = math.inf if max_host_bytes is None else max_host_bytes
-    free = [one for one in every if choices.step_s(one) <= most_s and choices.host_bytes(one) <= host_bytes]
-    schedule = _default(free[-1].num_layers, choices.count)
-    return Plan(schedule, choices.profile, link, choices.peak_bytes(free[-1]), max_host_bytes=max_host_bytes)
+    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
+    search = Search(whole, link)
+    most_s = search.step_s(search.whole(0)) * (1 + FREE)
+    host = math.inf if max_host_bytes is None else max_host_bytes
+    every = [search.whole(number) for number in range(search.count)]
+    free = [one for one in every if search.step_s(one) <= most_s and search.host_bytes(one) <= host]
+    schedule = _default(free[-1].num_layers, search.count)
+    return Plan(schedule, whole, link, search.peak_bytes(free[-1]), max_host_bytes=max_host_bytes)
 
 
-def plan(
-    profile: Profile, memory_budget: int | str, link: Link | None = None, *, max_host_bytes: int | str | None = None
+def make_plan(
+    profile: Profile, memory_budget: int | str, link: Link, *, max_host_bytes: int | str | None = None
 ) -> Plan:
-    """What to keep, offload and compute again, so that the peak stays within the budget and the step is the shortest.
+    """What to keep, offload and recompute, so that the peak stays within the budget and the step is the shortest.
 
-    Where layers have regions, each region of each layer is kept, travels or is computed again. The step is never longer
-    than with all kept, with whole layers offloaded, or with all computed again, the layers' inputs on the device or
-    travelling, as far as these fit. Where something is computed again in any case, groups of 2, 4 or 8 layers may hold
-    one input, if a profile says that layers can compute the next one's again. Where no layer has regions, it is the
-    default schedule with the fewest offloaded layers that fit.
-
-    Args:
-        profile: What the layers cost, from :func:`~offload.profile_layers` or written by hand.
-        memory_budget: Device memory for what a step adds to parameters and optimizer state: bytes,
-            or a text such as ``"40GiB"``.
-        link: Measured now if left out.
-        max_host_bytes: The most host memory; bytes or a text.
-
-    Raises:
-        ValueError: Nothing meets the budget; the message names the least one that can be met. Or a number of bytes is a
-            text of another form.
-        TypeError: A number of bytes is neither an int nor a str, or ``profile`` or ``link`` is something else.
+    See :func:`offload.plan`, which measures the link if it is given none.
     """
     begin_s = time.perf_counter()
     budget = parse_bytes(memory_budget, "memory_budget")
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     check_profile(profile)
-    if link is None:
-        from offload.measuring.profile_layers import measure_link  # The only part of planning that needs torch.
-
-        link = measure_link()
     check_link(link)
+    search = Search(profile, link, budget, math.inf if host is None else host)
     regions = any(layer.regions for layer in profile.layers)
-    searches = [Search(one, budget, math.inf if host is None else host) for one in _choices(profile, link)]
-    choices, choice = _best(searches) if regions else (searches[0].choices, searches[0].fewest())
+    choice = search.best() if regions else search.fewest()
     if choice is None:
-        least, choice = min((search.least_peak() for search in searches), key=lambda pair: pair[0])
-        how = "offloading and recomputing reach" if regions else "offloading reaches"
-        offloaded = " offloaded" if regions else ""
-        within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
-        recompute = "" if regions else ", or recompute in the layers (torch.utils.checkpoint)"
-        raise ValueError(
-            f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that {how}{within}, "
-            f"with {choice.num_layers} of {choices.count} layers{offloaded}, got {budget} bytes "
-            f"({format_bytes(budget)}); raise it{',' if recompute else ' or'} use smaller microbatches{recompute}."
-        )
-    schedule = _default(choice.num_layers, choices.count)
-    layers, host_bytes = choices.count, format_bytes(choices.host_bytes(choice))
-    amounts = format_bytes(budget), choice.num_layers, layers, host_bytes, format_s(time.perf_counter() - begin_s)
-    _logger.info("planned for %s: %d of %d layers travel, with %s; in %s", *amounts)
-    return Plan(schedule, profile, link, budget, choices.policies(choice), host)
+        raise ValueError(_too_little(search, budget, host, regions=regions))
+    made = Plan(_default(choice.num_layers, search.count), profile, link, budget, search.policies(choice), host)
+    amounts = format_bytes(budget), choice.num_layers, search.count, format_bytes(search.host_bytes(choice))
+    took = format_s(time.perf_counter() - begin_s)
+    _logger.info("planned for %s: %d of %d layers are offloaded, with %s; in %s", *amounts, took)
+    return made
 
 
-def _choices(profile: Profile, link: Link) -> list[Choices]:
-    """With each layer's input held, and with groups that hold one, where there can be such."""
-    joinable = any(region.from_before for layer in profile.layers for region in layer.regions)
-    sizes = [size for size in GROUPS if size <= len(profile.layers)] if joinable else []
-    return [Choices(profile, link, size) for size in (1, *sizes)]
-
-
-def _best(searches: list[Search]) -> tuple[Choices, Choice | None]:
-    """The fastest choice of all, and from what; groups only where something is computed again in any case."""
-    first = searches[0]
-    choice = first.best()
-    if choice is not None and not any(layer.recompute_s for layer in first.choices.passes(choice)):
-        return first.choices, choice
-    others = (
-        searches[1:] if choice is None else [one for one in searches[1:] if one.may_beat(first.choices.step_s(choice))]
+def _too_little(search: Search, budget: int, host: int | None, *, regions: bool) -> str:
+    least, choice = search.least_peak()
+    how = "offloading and recomputing reach" if regions else "offloading reaches"
+    offloaded = " offloaded" if regions else ""
+    within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
+    recompute = "" if regions else ", or recompute in the layers (torch.utils.checkpoint)"
+    return (
+        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that {how}{within}, "
+        f"with {choice.num_layers} of {search.count} layers{offloaded}, got {budget} bytes "
+        f"({format_bytes(budget)}); raise it{',' if recompute else ' or'} use smaller microbatches{recompute}."
     )
-    found = [(search.choices, one) for search in others if (one := search.best())]
-    if choice is not None:
-        found.insert(0, (first.choices, choice))
-    return min(found, key=lambda pair: float(f"{pair[0].step_s(pair[1]):.9g}"), default=(first.choices, None))
 
 
 def _default(num_layers: int, model_layers: int) -> Schedule:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -20,9 +19,6 @@ from offload.recompute.costs import RegionProfile
 UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
 
-HOST_BOUND = 1.1
-"""A recorded forward of more than so many times its seconds waits for the host; by less, steps differ anyway."""
-
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -31,14 +27,12 @@ class LayerProfile:
     Args:
         forward_s: Compute seconds of its forward.
         backward_s: Compute seconds of its backward.
-        saved_bytes: Size of its activation set, as far as it can travel.
+        saved_bytes: Size of the layer's activation set, as far as it can be offloaded.
         tensors: The bytes of each tensor of the set in the order of saving; equal pieces if left out.
-        workspace_bytes: What else is on the device while the layer runs forward or backward:
-            temporary tensors, gradients.
-        regions: What its operations make, in the order of forward; the layer is one region if left out. The saved
-            ones are its activation set, and the list of tensors.
-        recorded_s: Seconds of its forward while its operations are recorded, as those of a layer with policies by
-            region are: more than ``forward_s`` where the device waits for the host; the same if left out.
+        workspace_bytes: What else is on the device while the layer runs forward or backward: temporary tensors,
+            gradients.
+        regions: The results of the layer's operations, and its inputs, in the order of forward; the layer is one region
+            if left out. The saved regions are its activation set, and its tensors.
 
     Raises:
         ValueError: A value is negative or not finite, the tensors or the saved regions do not add up to
@@ -51,12 +45,10 @@ class LayerProfile:
     tensors: tuple[int, ...] = ()
     workspace_bytes: int = 0
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
-    recorded_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes", "recorded_s"):
+        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
             check_number(name, getattr(self, name))
-        object.__setattr__(self, "recorded_s", max(self.forward_s, self.recorded_s))
         if self.regions:
             self._check_regions()
         for nbytes in self.tensors:
@@ -75,7 +67,6 @@ class LayerProfile:
         backward_s: float,
         *,
         workspace_bytes: int = 0,
-        recorded_s: float = 0.0,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
         regions = tuple(regions)
@@ -86,7 +77,6 @@ class LayerProfile:
             saved_bytes,
             workspace_bytes=workspace_bytes,
             regions=regions,
-            recorded_s=recorded_s,
         )
 
     def _check_regions(self) -> None:
@@ -111,37 +101,9 @@ class LayerProfile:
             )
         object.__setattr__(self, "tensors", saved)  # the way to fill a frozen dataclass
 
-    @cached_property
-    def kind(self) -> tuple[RegionProfile, ...]:
-        """The regions without their seconds, which layers of one kind have in common."""
-        return tuple(replace(region, seconds=0.0) for region in self.regions)
-
     def as_one_region(self) -> LayerProfile:
-        """The layer as it is planned where all that it saves is treated alike."""
-        return replace(self, regions=(), recorded_s=0.0)
-
-    def scaled(self, ratio: float) -> LayerProfile:
-        """The layer with ``ratio`` times the tokens; see :meth:`Profile.scaled`."""
-        regions = tuple(
-            replace(one, nbytes=round(one.nbytes * ratio), seconds=one.seconds * _growth(one.name, ratio))
-            for one in self.regions
-        )
-        # What is not in the regions, as it is computed again by the layer itself, grows with the tokens.
-        before_s, after_s = (sum(region.seconds for region in of) for of in (self.regions, regions))
-        whole_s = max(self.forward_s, before_s)
-        growth = ratio + (after_s - ratio * before_s) / whole_s if whole_s else ratio
-        tensors = () if regions else tuple(round(nbytes * ratio) for nbytes in self.tensors)
-        kept = tuple(region.nbytes for region in regions if region.saved) or tensors
-        return LayerProfile(
-            self.forward_s * growth,
-            self.backward_s * growth,
-            sum(kept) if kept else round(self.saved_bytes * ratio),
-            tensors,
-            round(self.workspace_bytes * ratio),
-            regions=regions,
-            # If the device waits for the host, tokens do not change that.
-            recorded_s=self.recorded_s * (1.0 if self.recorded_s > HOST_BOUND * self.forward_s else growth),
-        )
+        """The layer as it is planned where everything that it saves has one policy."""
+        return replace(self, regions=())
 
     def pieces(self) -> tuple[int, ...]:
         """The bytes of each tensor in the order of saving; stand-ins of equal size if they are not listed."""
@@ -192,28 +154,8 @@ class Profile(Stored):
         """Seconds of a step that never waits."""
         return math.fsum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
 
-    def scaled(self, tokens_ratio: float) -> Profile:
-        """What the same model costs with another number of tokens, as far as that can be told.
-
-        Bytes and seconds grow with the tokens, and those of a region that has ``attention`` in its name with their
-        square: all tokens are taken to be one sequence. A layer's backward grows as its forward does. ``other_s``
-        stays, since it is the optimizer's in the main, and so does ``recorded_s`` where it is more than a tenth above
-        ``forward_s``: the device waits for the host then. With a profile of many tokens, nothing tells what recording a
-        few takes the host.
-
-        Raises:
-            ValueError: ``tokens_ratio`` is not a positive, finite number.
-        """
-        check_number("tokens_ratio", tokens_ratio, positive=True)
-        layers = tuple(layer.scaled(tokens_ratio) for layer in self.layers)
-        return Profile(layers, self.loss_s * tokens_ratio, self.other_s, round(self.loss_bytes * tokens_ratio))
-
     def _values(self) -> dict[str, Any]:
-        values = asdict(self)
-        for region in (region for layer in values["layers"] for region in layer["regions"]):
-            if not region["from_before"]:
-                del region["from_before"]  # so that the texts of profiles without it are as they were
-        return values
+        return asdict(self)
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Self:
@@ -231,12 +173,6 @@ class Profile(Stored):
             lines.append(f"{index:>5}{times}{saved}")
         lines.append(f"step {format_s(self.compute_s)}, saved {format_bytes(self.saved_bytes)}")
         return "\n".join(lines)
-
-
-def _growth(name: str, ratio: float) -> float:
-    """How many times the seconds a region takes with so many times the tokens."""
-    operation = name.rpartition(": ")[2]  # not the module, which may be one after attention
-    return ratio**2 if "attention" in operation.lower() else ratio
 
 
 def check_profile(profile: object) -> None:

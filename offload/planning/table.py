@@ -1,4 +1,4 @@
-"""A plan's table: for each kind of layer, what happens to its regions where it travels and where it stays."""
+"""A plan's table: for each kind of layer, the policy of each region in offloaded layers and in the others."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from offload.base.checks import format_bytes, format_s
-from offload.planning.ladder import kinds_of
-from offload.planning.passes import LayerPolicy
+from offload.planning.kinds import layers_of_kinds
+from offload.planning.layer_passes import LayerPolicy
 from offload.planning.profile import LayerProfile, Profile
-from offload.recompute.costs import Treated
+from offload.planning.region_costs import region_costs
 
 
-def region_table(profile: Profile, policies: Sequence[LayerPolicy | None], travelling: Iterable[int]) -> Iterator[str]:
+def region_table(profile: Profile, policies: Sequence[LayerPolicy | None], offloaded: Iterable[int]) -> Iterator[str]:
     """The lines of the table.
 
     Args:
         profile: What the layers cost.
-        policies: Of each layer; ``None`` if it is one region.
-        travelling: The layers that travel.
+        policies: Of each layer; ``None`` if everything that it saves is kept, or offloaded.
+        offloaded: The layers that are offloaded.
     """
-    away = set(travelling)
-    for numbers in kinds_of(profile):
+    away = set(offloaded)
+    for numbers in layers_of_kinds(profile):
         layer = profile.layers[numbers[0]]
         names = [region.name for region in layer.regions] or ["whole layer"]
         width = max(map(len, [*names, "region"]))
         groups = {
-            "travelling": [number for number in numbers if number in away],
-            "staying": [number for number in numbers if number not in away],
+            "offloaded": [number for number in numbers if number in away],
+            "resident": [number for number in numbers if number not in away],
         }
         heads = [f"{name} {ranges(group)}" for name, group in groups.items() if group]
         columns = [
@@ -48,7 +48,7 @@ def region_table(profile: Profile, policies: Sequence[LayerPolicy | None], trave
         ]
         for name, size, compute, *what in rows:
             if set(what) == {"-"}:
-                continue  # what autograd does not save, and nobody else wants
+                continue  # neither saved nor needed for what is recomputed
             cells = "  ".join(text.ljust(wide) for text, wide in zip(what, widths, strict=True))
             yield f"{name:<{width}}{size:>12}{compute:>10}  {cells}".rstrip()
 
@@ -60,19 +60,17 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _happens(layers: Sequence[tuple[LayerProfile, LayerPolicy | None, bool]], row: int) -> str:
-    """What happens to one region in these layers; how often, if not the same in all."""
-    counts = Counter(_what(layer, policy, row, travels=travels) for layer, policy, travels in layers)
+    """The policy of one region in these layers; of how many each, if not the same in all."""
+    counts = Counter(_what(layer, policy, row, offloads=offloads) for layer, policy, offloads in layers)
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{what} {count}" for what, count in counts.most_common())
 
 
-def _what(layer: LayerProfile, policy: LayerPolicy | None, row: int, *, travels: bool) -> str:
+def _what(layer: LayerProfile, policy: LayerPolicy | None, row: int, *, offloads: bool) -> str:
     if policy is None:
-        return ("offload" if travels else "keep") if not layer.regions or layer.regions[row].saved else "-"
-    if layer.regions[row].from_before and policy.group[0]:
-        return "recompute"
-    treated = Treated(layer.regions, policy.kept)
-    if row in treated.held:
-        return "offload" if travels and row in policy.travelling else "keep"
-    return "recompute" if row in treated.recomputed else "-"
+        return ("offload" if offloads else "keep") if not layer.regions or layer.regions[row].saved else "-"
+    costs = region_costs(layer.regions, policy.kept)
+    if row in costs.kept:
+        return "offload" if offloads and row in policy.offloaded else "keep"
+    return "recompute" if row in costs.rerun else "-"

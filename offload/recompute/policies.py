@@ -60,12 +60,8 @@ class Numbered(Protocol):
         """What is on the device or on the host until backward."""
 
     @property
-    def travelling(self) -> frozenset[int]:
-        """What of that goes to the host, if the layer travels."""
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Which layer it is of how many that hold one input, that of the first."""
+    def offloaded(self) -> frozenset[int]:
+        """What of that is offloaded, if the layer is."""
 
 
 class LayerPolicies:
@@ -120,8 +116,6 @@ class LayerPolicies:
         self._dropped: set[Region] = set()
         """What is to be computed again, and is known to come out the same."""
         self._named: Counter[str] = Counter()
-        if planned is not None:
-            self._join(planned[0])
 
     def begin(self) -> None:
         """A first forward begins: forget what one that failed has left."""
@@ -184,11 +178,10 @@ class LayerPolicies:
 
     def follow(self, numbered: Numbered) -> None:
         """Treat the regions by their numbers from now on."""
-        self._join(numbered)
         self.unsaved, self.sources_read = set(), set()
         self._source = KEEP
         for number, (region, cost) in enumerate(zip(self.order, self.costs, strict=True)):
-            held = OFFLOAD if number in numbered.travelling else KEEP
+            held = OFFLOAD if number in numbered.offloaded else KEEP
             if region is None:
                 self._source = OFFLOAD if held is OFFLOAD else self._source
             elif number in numbered.kept or not cost.recomputable:
@@ -198,10 +191,6 @@ class LayerPolicies:
             else:
                 self._known[region] = RECOMPUTE
         self.settle()
-
-    def _join(self, numbered: Numbered) -> None:
-        place, size = numbered.group
-        self.joined, self.joins = place > 0, place < size - 1
 
     def follow_plan(self) -> None:
         """Treat the regions as was planned.

@@ -152,7 +152,7 @@ def test_text_has_the_regions(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "\ndo                regions: offload_layers(model.model.layers, memory_budget=" in text
     assert "\nself_attn: scaled_dot_product_attention " in text
-    assert "\nbound by " in text
+    assert "\npeak " in text
 
 
 @pytest.mark.parametrize(

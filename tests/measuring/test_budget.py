@@ -13,7 +13,7 @@ from models import WIDTH, assert_same, build, step_gradients
 import offload
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
-from offload.measuring.budget import RESERVE, _left_bytes
+from offload.measuring.follow_plan import RESERVE, _left_bytes
 from offload.measuring.layer_times import LayerTimes
 
 LAYERS = 6
@@ -37,7 +37,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
 def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "offload.measuring.budget")
+    caplog.set_level(logging.INFO, "offload.measuring.follow_plan")
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
     budget = round(share * saved_bytes(layers, x, lab))
@@ -50,7 +50,7 @@ def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: 
         assert plan.peak_bytes <= budget
         assert handle.schedule == plan.schedule
         assert (plan.recompute_s > 0 or plan.num_layers > 0) == (share < 1)
-    assert "layers travel" in caplog.text
+    assert "layers are offloaded" in caplog.text
 
 
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
@@ -129,7 +129,7 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch
     budget = 2 * whole
     with budgeted(layers, lab, budget) as handle:
         peaks = Peaks(monkeypatch)
-        handle._has_peak = True
+        handle._hooks._has_peak = True
         step_gradients(layers, x)
         peaks.peak_bytes = whole + whole // 2  # of the frugal step, most of it outside of the layers
         step_gradients(layers, x)
@@ -162,7 +162,7 @@ def test_what_enters_the_first_layer_counts_if_the_step_has_made_it(
 
     with budgeted(layers, lab, budget) as handle:
         peaks = Peaks(monkeypatch)
-        handle._has_peak = True
+        handle._hooks._has_peak = True
         for _ in range(3):
             step()
         first = handle.plan.memory_budget
@@ -200,7 +200,7 @@ def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypat
             step_gradients(layers, x)
         first = handle.plan
         peaks = Peaks(monkeypatch)
-        handle._has_peak = True
+        handle._hooks._has_peak = True
         step_gradients(layers, x)
         peaks.peak_bytes = 10 * budget  # in this step: so much is needed outside of the layers
         step_gradients(layers, x)
@@ -270,7 +270,7 @@ def test_auto_keeps_within_the_limit_of_the_process(
 
 @pytest.mark.slow
 def test_as_many_layers_as_are_free(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "offload.measuring.budget")
+    caplog.set_level(logging.INFO, "offload.measuring.follow_plan")
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,74 +15,48 @@ from models import assert_same, build, step_gradients
 import offload
 from benchmarks.workloads import DecoderBlock
 from offload.base.layer_events import LayerListener, Turn, listeners_on
-from offload.measuring.measure_regions import Recomputed, measure_frugally, measure_regions, with_regions
+from offload.measuring.profile_layers import measure_recomputed, with_regions
+from offload.planning.layer_passes import LayerPolicy
 from offload.planning.link import Link
-from offload.planning.profile import LayerProfile
-from offload.recompute.costs import RegionProfile, Treated, ways
+from offload.planning.plan import Plan
+from offload.planning.profile import LayerProfile, Profile
+from offload.planning.region_costs import ways_of
+from offload.recompute.costs import RegionProfile
 from offload.schedule.schedule import Schedule
 
 LAYERS = 4
 LINK = Link(55e9, 55e9, 101e9)
 
 
-@dataclass
-class Numbers:
-    kept: frozenset[int]
-    travelling: frozenset[int] = frozenset()
-    group: tuple[int, int] = (0, 1)
-
-
-@dataclass
-class Costs:
-    regions: tuple[RegionProfile, ...]
-
-
-@dataclass
-class Profiled:
-    layers: list[Costs]
-
-
-@dataclass
-class Planned:
-    schedule: Schedule
-    policies: list[Numbers | None]
-    profile: Profiled
-
-
-@pytest.mark.parametrize("frugally", [False, True])
-def test_regions_of_a_decoder(frugally: bool, lab: Lab) -> None:
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_regions_of_a_decoder(recomputed: bool, lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
 
     def step() -> None:
         assert_same(expected, step_gradients(layers, x))
 
-    if frugally:
-        profile = measure_frugally(layers, step, min_bytes=0, device=lab.device)
-        found = [layer.regions for layer in profile.layers]
+    options: dict[str, Any] = {"min_bytes": 0, "device": lab.device}
+    if recomputed:
+        profile = measure_recomputed(layers, step, **options)
     else:
-        found = [layer.regions for layer in measure_regions(layers, step, min_bytes=0, device=lab.device)]
-    assert len(found) == LAYERS
-    for regions in found[1:]:
-        by_name = {region.name: region for region in regions}
+        profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
+    assert len(profile.layers) == LAYERS
+    for layer in profile.layers[1:]:
+        assert layer.forward_s > 0
+        assert layer.backward_s > 0
+        by_name = {region.name: region for region in layer.regions}
         assert by_name["input"].saved
         assert not by_name["input"].recomputable
         assert by_name["qkv: mm"].saved
         assert by_name["qkv: mm"].nbytes == x.nbytes * 3
         assert by_name["qkv: mm"].seconds > 0
         assert not by_name["out: mm"].saved  # added to the residual, which is saved
-        assert all(region.recomputable for region in regions if region.name != "input")
-        assert all(read < number for number, region in enumerate(regions) for read in region.reads)
-        ladder = ways(regions)
-        assert [way.saved_bytes for way in ladder] == sorted(way.saved_bytes for way in ladder)
-        assert ladder[0].recompute_s > ladder[-1].recompute_s == 0
-        assert ladder[-1].saved_bytes <= sum(region.nbytes for region in regions if region.saved)
-
-
-def regions_of(layers: torch.nn.ModuleList, x: torch.Tensor, lab: Lab) -> list[tuple[RegionProfile, ...]]:
-    measured = measure_regions(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device)
-    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in measured)
-    return [layer.regions for layer in measured]
+        assert all(region.recomputable for region in layer.regions if region.name != "input")
+        assert all(read < number for number, region in enumerate(layer.regions) for read in region.reads)
+        ways = ways_of(layer.regions)
+        assert [way.kept_bytes for way in ways] == sorted(way.kept_bytes for way in ways)
+        assert ways[0].recompute_s > ways[-1].recompute_s == 0
 
 
 @pytest.mark.parametrize(("longer_s", "expected"), [(0.006, 2.0), (0.0015, 0.5), (-0.001, 1.0)])
@@ -91,47 +65,49 @@ def test_regions_take_what_backward_is_longer_by(longer_s: float, expected: floa
     regions = (RegionProfile("input", 8, 0.0, recomputable=False), RegionProfile("mm", 8, 0.003, (0,)))
     regions += (RegionProfile("add", 8, 0.001, (1,), saved=False),)  # that nobody asks for
     plain = LayerProfile.from_regions(regions, 0.005, 0.010, workspace_bytes=7)
-    (found,) = with_regions([plain], [Recomputed(regions, 0.006, 0.010 + longer_s)])
+    (found,) = with_regions([plain], [regions], [0.010 + longer_s])
     assert [region.seconds for region in found.regions] == pytest.approx([0.0, 0.003 * expected, 0.001 * expected])
-    assert found == replace(plain, regions=found.regions, recorded_s=0.006)
+    assert found == replace(plain, regions=found.regions)
 
 
-def planned(found: list[tuple[RegionProfile, ...]], rung: int, num_layers: int) -> Planned:
-    """Each layer on one rung of its ladder, the first ones with all that is held on the host."""
-    policies: list[Numbers | None] = []
-    for regions in found:
-        ladder: list[Treated] = ways(regions)
-        held = ladder[min(rung, len(ladder) - 1)].held
-        policies.append(Numbers(held, held))
-    profile = Profiled([Costs(regions) for regions in found])
-    return Planned(Schedule.default(num_layers, LAYERS), policies, profile)
+def profiled(layers: torch.nn.ModuleList, x: torch.Tensor, lab: Lab) -> Profile:
+    return measure_recomputed(layers, lambda: step_gradients(layers, x), min_bytes=0, device=lab.device)
+
+
+def planned(profile: Profile, way: int, num_layers: int) -> Plan:
+    """Each layer on one of its ways, the first ones with all that is kept on the host."""
+    ways = [ways_of(layer.regions) for layer in profile.layers]
+    kept = [found[min(way, len(found) - 1)].kept for found in ways]
+    policies = tuple(LayerPolicy(one, one) for one in kept)
+    return Plan(Schedule.default(num_layers, LAYERS), profile, LINK, 0, policies)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [0, 2])
-@pytest.mark.parametrize("rung", [0, 2, 5, 99])
-def test_each_rung_is_carried_out(rung: int, num_layers: int, lab: Lab) -> None:
+@pytest.mark.parametrize("way", [0, 2, 5, 99])
+def test_each_way_is_carried_out(way: int, num_layers: int, lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
-    found = regions_of(layers, x, lab)
-    plan = planned(found, rung, num_layers)
+    plan = planned(profiled(layers, x, lab), way, num_layers)
     lab.adverse()
     with offload.offload_layers(layers, plan=plan, min_bytes=0, device=lab.device) as handle:
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
         policies = handle.regions(LAYERS - 1)
-    regions = found[-1]
-    kept = ways(regions)[min(rung, len(ways(regions)) - 1)]
-    for number, region in enumerate(regions):
-        if region.name in policies and region.saved:
-            assert (policies[region.name] == "recompute") == (number in kept.recomputed)
+        assert (handle.stats().reloaded_bytes > 0) == (num_layers > 0)
+    policy = plan.policies[-1]
+    assert policy is not None
+    named = [(number, one) for number, one in enumerate(plan.profile.layers[-1].regions) if one.saved]
+    assert [policies[one.name] == "recompute" for number, one in named if one.name in policies] == [
+        number not in policy.kept for number, one in named if one.name in policies
+    ]
 
 
 def test_a_plan_for_other_layers_is_refused(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
-    found = regions_of(layers, x, lab)
+    plan = planned(profiled(layers, x, lab), 0, 2)
     others, _ = build("gpt", LAYERS, lab.device)
-    handle = offload.offload_layers(others, plan=planned(found, 0, 2), min_bytes=0, device=lab.device)
+    handle = offload.offload_layers(others, plan=plan, min_bytes=0, device=lab.device)
     with handle, pytest.raises(ValueError, match="the plan must be for these layers"):
         others[0](x)
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
@@ -141,7 +117,7 @@ def is_offloaded(layer: torch.nn.Module) -> bool:
     return any(one.turn is Turn.ACTIVATIONS for one in listeners_on(layer, LayerListener))
 
 
-def test_a_model_that_does_not_fit_is_measured_frugally(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_does_not_fit_is_measured_recomputed(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     options: dict[str, Any] = {"min_bytes": 0, "device": lab.device}
     plain = offload.profile_layers(layers, lambda: step_gradients(layers, x), regions=True, **options)
@@ -181,9 +157,9 @@ def test_predicted_peaks_are_those_of_the_allocator() -> None:
         y.float().square().mean().backward()
 
     profile = offload.profile_layers(layers, step, regions=True)
-    frugal = measure_frugally(layers, step)
+    recomputed = measure_recomputed(layers, step)
     assert profile.loss_bytes > x.nbytes
-    for measured in (profile, frugal):
+    for measured in (profile, recomputed):
         with pytest.raises(ValueError, match=r"at least [0-9]+ bytes") as caught:
             offload.plan(measured, 0, LINK)
         least = int(re.findall("at least ([0-9]+) bytes", str(caught.value))[0])

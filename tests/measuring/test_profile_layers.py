@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import DecoderBlock
 from offload import memory_meter, offload_layers, stream_weights
-from offload.measuring.profile_layers import measure_link, profile_layers
+from offload.measuring.measure_link import measure_link
+from offload.measuring.profile_layers import profile_layers
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 

@@ -7,8 +7,9 @@ const planner = globalThis.offloadPlanner;
 
 const numbers = (set) => [...set].sort((a, b) => a - b);
 const told = (policies) =>
-  policies.map((one) => one && { kept: numbers(one.kept), travelling: numbers(one.travelling) });
-const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes, spans, memory });
+  policies.map((one) => one && { kept: numbers(one.kept), offloaded: numbers(one.offloaded) });
+const ofLanes = (spans) => ["compute", "d2h", "h2d"].map((lane) => spans.filter((span) => span.lane === lane));
+const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes, memory, lanes: ofLanes(spans) });
 const ofPlan = (made) =>
   made.least_bytes !== undefined
     ? { least_bytes: made.least_bytes }
@@ -30,11 +31,11 @@ const answers = {
     };
   },
   curves: ({ profile, link, budgets }) => {
-    const choices = new planner.Choices(profile, link);
+    const search = new planner.Search(profile, link);
     return {
-      plans: budgets.map((budget) => planner.outline(choices, budget)),
+      plans: budgets.map((budget) => planner.outline(search, budget)),
       whole: planner.wholeLayers(profile, link),
-      least_bytes: planner.leastBytes(choices),
+      least_bytes: planner.leastBytes(search),
     };
   },
   command: (asked) => {
@@ -51,7 +52,6 @@ const answers = {
     bytes: planner.formatBytes(value),
     s: planner.formatS(value),
     fixed: planner.fixed(value, 2),
-    nine: planner.nineDigits(value),
   }),
   fsum: (values) => planner.fsum(values),
 };

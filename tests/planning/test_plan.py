@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import default, layer_profiles, links
 
+import offload
 from offload.planning.link import Link
-from offload.planning.plan import free_plan, plan
+from offload.planning.plan import free_plan, make_plan
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
@@ -19,10 +20,10 @@ PROFILE = Profile((LayerProfile(0.01, 0.02, GIB),) * 20)
 
 
 def test_fewest_layers_that_fit():
-    assert plan(PROFILE, "20GiB", LINK).num_layers == 0
-    assert plan(PROFILE, 20 * GIB - 1, LINK).num_layers == 1
-    assert plan(PROFILE, "15GiB", LINK).num_layers == 5
-    assert plan(PROFILE, "2.5GiB", LINK).num_layers == 18
+    assert make_plan(PROFILE, "20GiB", LINK).num_layers == 0
+    assert make_plan(PROFILE, 20 * GIB - 1, LINK).num_layers == 1
+    assert make_plan(PROFILE, "15GiB", LINK).num_layers == 5
+    assert make_plan(PROFILE, "2.5GiB", LINK).num_layers == 18
 
 
 @given(st.lists(layer_profiles, min_size=1, max_size=6), links, st.integers(0, 10**10))
@@ -31,20 +32,20 @@ def test_meets_the_budget_with_no_layer_more_than_needed(layers, link, budget):
     peaks = [simulate(default(k, len(layers)), profile, link).peak_bytes for k in range(len(layers))]
     if min(peaks) > budget:
         with pytest.raises(ValueError, match=f"must be at least {min(peaks)} bytes"):
-            plan(profile, budget, link)
+            make_plan(profile, budget, link)
         return
-    chosen = plan(profile, budget, link)
+    chosen = make_plan(profile, budget, link)
     assert chosen.peak_bytes <= budget
     assert all(peak > budget for peak in peaks[: chosen.num_layers])
 
 
 def test_workspace_counts_against_the_budget():
     layer = LayerProfile(0.01, 0.02, GIB, workspace_bytes=GIB // 2)
-    assert plan(Profile((layer,) * 20), "15GiB", LINK).num_layers == 6
+    assert make_plan(Profile((layer,) * 20), "15GiB", LINK).num_layers == 6
 
 
 def test_prediction_is_the_simulation():
-    chosen = plan(PROFILE, "8GiB", LINK)
+    chosen = make_plan(PROFILE, "8GiB", LINK)
     assert chosen.schedule == Schedule.default(12, 20)
     assert chosen.timeline == simulate(chosen.schedule, PROFILE, LINK)
     assert chosen.step_s == chosen.timeline.duration_s > chosen.without.duration_s
@@ -54,7 +55,7 @@ def test_prediction_is_the_simulation():
 
 def test_infeasible():
     with pytest.raises(ValueError) as caught:
-        plan(PROFILE, "512MiB", LINK)
+        make_plan(PROFILE, "512MiB", LINK)
     assert str(caught.value) == (
         "memory_budget must be at least 1073741824 bytes (1.00 GiB), the least peak that offloading reaches, with "
         "19 of 20 layers, got 536870912 bytes (512.0 MiB); raise it, use smaller microbatches, or recompute in the "
@@ -65,13 +66,13 @@ def test_infeasible():
 def test_all_but_one_layer_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plan(PROFILE, "1GiB", LINK).num_layers == 19
+        assert make_plan(PROFILE, "1GiB", LINK).num_layers == 19
 
 
 @pytest.mark.parametrize(("budget", "kind"), [("40 gigs", ValueError), (-1, ValueError), (1.5, TypeError)])
 def test_refuses_budget(budget, kind):
     with pytest.raises(kind, match=r"^memory_budget must be "):
-        plan(PROFILE, budget, LINK)
+        make_plan(PROFILE, budget, LINK)
 
 
 def test_refuses_no_layers():
@@ -85,13 +86,15 @@ def test_a_layers_seconds_must_be_numbers():
 
 
 def test_measures_the_link_if_none_is_given(monkeypatch):
-    monkeypatch.setattr("offload.measuring.profile_layers.measure_link", lambda: LINK)
-    assert plan(PROFILE, "15GiB").link == LINK
+    monkeypatch.setattr("offload.measuring.measure_link.measure_link", lambda: LINK)
+    assert offload.plan(PROFILE, "15GiB").link == LINK
+    other = Link(1e9, 1e9, 2e9)
+    assert offload.plan(PROFILE, "15GiB", other).link == other
 
 
 def test_table():
     profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
-    assert str(plan(profile, "2GiB", LINK)).splitlines() == [
+    assert str(make_plan(profile, "2GiB", LINK)).splitlines() == [
         "layer       saved  what      waits for it",
         "    0    1.00 GiB  offload            0 s",
         "    1    1.00 GiB  offload        7.04 ms",
@@ -106,7 +109,7 @@ def test_table():
 
 def test_repr():
     profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
-    assert repr(plan(profile, "3.5GiB", LINK)) == (
+    assert repr(make_plan(profile, "3.5GiB", LINK)) == (
         "<Plan: offload 2 of 5 layers, step 150.0 ms, peak 3.00 GiB of 3.50 GiB>"
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from page_text import GIB, read, table, torch_of
 
 from offload.planning.link import Link
-from offload.planning.plan import plan
+from offload.planning.plan import make_plan
 from offload.planning.profile import Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ def regions_plan(_page: Path) -> str:
     _, profile, link = recorded()
     budget, host = "24GiB", "40GiB"
     asked = f'plan(profile, memory_budget="{budget}", link=link, max_host_bytes="{host}")'
-    return _said(asked, str(plan(profile, memory_budget=budget, link=link, max_host_bytes=host)))
+    return _said(asked, str(make_plan(profile, memory_budget=budget, link=link, max_host_bytes=host)))
 
 
 @table("whole_layers")
@@ -45,7 +45,7 @@ def whole_layers(_page: Path) -> str:
     for k in range(0, number - 1, 5):
         of_k = simulate(Schedule.default(k, number), profile, link)
         curve.append(f"k = {k:2}: {of_k.duration_s / kept_s:.2f} times the step, {of_k.peak_bytes / GIB:.0f} GiB")
-    found = plan(profile, memory_budget="40GiB", link=link)
+    found = make_plan(profile, memory_budget="40GiB", link=link)
     asked = 'plan(profile, memory_budget="40GiB", link=link)'
     return _said(asked, str(link), header, first, step, repr(found), *curve)
 

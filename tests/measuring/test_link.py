@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
-from offload.measuring import profile_layers as measure
-from offload.measuring.profile_layers import measure_link
+from offload.measuring import measure_link as measure
+from offload.measuring.measure_link import measure_link
 from offload.planning.link import Link
 
 rates = st.floats(1e7, 1e12)

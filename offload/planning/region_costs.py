@@ -1,0 +1,109 @@
+"""What a layer costs under a set of kept regions, and which regions to keep: fewer bytes against more seconds.
+
+Backward of a layer runs the layer's forward again once, hands over the regions that were kept, and skips each operation
+that no dropped region depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from offload.recompute.costs import RegionProfile
+
+
+class RegionCosts(NamedTuple):
+    """What a layer's regions cost if some of them are kept."""
+
+    kept: frozenset[int]
+    """The regions that are kept or offloaded until backward: saved ones, and the layer's inputs if any is dropped."""
+    dropped: frozenset[int]
+    """The saved regions that backward recomputes."""
+    rerun: tuple[int, ...]
+    """The regions whose operations run again, in the order of forward: the dropped ones, and those they depend on."""
+    kept_bytes: int
+    recompute_s: float
+
+
+@lru_cache(maxsize=4096)
+def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> RegionCosts:
+    """What a layer's regions cost if ``kept`` are kept. What cannot be recomputed is kept, too."""
+    inputs = inputs_of(regions)
+    needed: set[int] = set()
+    there: set[int] = set()  # in backward, in one way or another
+    for number, region in enumerate(regions):
+        can = region.recomputable and there.issuperset(region.reads)
+        if not can:
+            needed.add(number)
+        if can or region.saved or number in inputs:
+            there.add(number)
+    saved = saved_of(regions)
+    held = (kept | needed) & saved
+    dropped = saved - held
+    if dropped:
+        held |= inputs
+    rerun: set[int] = set()
+    waiting = [*dropped]
+    while waiting:
+        number = waiting.pop()
+        if number not in rerun and number not in held:
+            rerun.add(number)
+            waiting += regions[number].reads
+    kept_bytes = sum(regions[number].nbytes for number in held)
+    return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, seconds_of(regions, rerun))
+
+
+def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
+    """The regions that autograd saves."""
+    return frozenset(number for number, region in enumerate(regions) if region.saved)
+
+
+def inputs_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
+    """The layer's inputs, which forward reads when it runs again."""
+    return frozenset(number for number, region in enumerate(regions) if not region.recomputable and not region.reads)
+
+
+def seconds_of(regions: Sequence[RegionProfile], numbers: Collection[int]) -> float:
+    """Seconds to compute regions: an operation makes all of its results at once."""
+    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+    return math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
+
+
+def ways_of(regions: Sequence[RegionProfile]) -> list[RegionCosts]:
+    """Sets of kept regions from none to all, each with more bytes and fewer seconds than the one before.
+
+    Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte.
+    """
+    regions = tuple(regions)
+    found = [region_costs(regions, frozenset())]
+    while found[-1].recompute_s > 0:
+        last = found[-1]
+        found.append(max(_next_ways(regions, last), key=lambda way: _gain(last, way)))
+    found.append(region_costs(regions, saved_of(regions)))
+    best: list[RegionCosts] = []
+    for way in sorted(found, key=lambda way: (way.kept_bytes, way.recompute_s)):
+        if not best or way.recompute_s < best[-1].recompute_s:
+            best.append(way)
+    return best
+
+
+def _next_ways(regions: tuple[RegionProfile, ...], way: RegionCosts) -> Iterable[RegionCosts]:
+    """The same with the dropped results of one more operation kept."""
+    results: defaultdict[int, set[int]] = defaultdict(set)
+    for number in sorted(way.dropped):  # of equally good ones the first is taken
+        results[operation_of(regions, number)].add(number)
+    return (region_costs(regions, way.kept | made) for made in results.values())
+
+
+def _gain(before: RegionCosts, after: RegionCosts) -> float:
+    """Seconds saved per byte kept."""
+    return (before.recompute_s - after.recompute_s) / max(1, after.kept_bytes - before.kept_bytes)
+
+
+def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
+    """The first result of the operation that makes a region."""
+    first = regions[number].another_of
+    return number if first is None else first
