@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 import offload
@@ -38,7 +39,7 @@ class WhileTraining(Handle):
         self,
         num_layers: int | Literal["auto"] | None = None,
         *,
-        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
