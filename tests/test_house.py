@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,43 @@ def test_a_missing_private_name_is_an_error_that_names_the_version(monkeypatch: 
     use = torch_private._find("_C._no_such_function")
     with pytest.raises(RuntimeError, match=r"torch\._C\._no_such_function, which torch 3\.0\.0 does not have"):
         use(1)
+
+
+# Names.
+
+SAME = {"OffloadCallback", "_logger", "logger"}  # one callback for each trainer, and each file's logger
+SAME |= {"Handle", "Keeper", "Kind", "Recorder", "_Forward", "_Tensor", "_strided", "operation_of", "seconds_of"}
+"""The second line: where a file is being rewritten. No name comes in."""
+
+
+def assigned(statement: ast.stmt) -> list[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(statement, ast.Assign):
+        return statement.targets
+    return [statement.target] if isinstance(statement, ast.AnnAssign | ast.AugAssign) else []
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    parts = (part for node in tree.body for target in assigned(node) for part in ast.walk(target))
+    return names | {part.id for part in parts if isinstance(part, ast.Name)}
+
+
+def test_no_name_stands_at_top_level_in_two_files() -> None:
+    places = Counter(name for path in FILES for name in top_level_names(ast.parse(path.read_text("utf-8"))))
+    assert {name for name, number in places.items() if number > 1} - {"__all__"} <= SAME
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(LIBRARY).as_posix())
+def test_no_file_sets_an_attribute_of_another(path: Path) -> None:
+    """Neither of a module nor of a class: a late binding is an import in the other direction that no tool sees."""
+    tree = ast.parse(path.read_text("utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {
+        one.asname or one.name for node in imports if (node.module or "").startswith("offload") for one in node.names
+    }
+    targets = [part for node in ast.walk(tree) if isinstance(node, ast.stmt) for part in assigned(node)]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr")
+    set_on = [target.value for target in targets if isinstance(target, ast.Attribute)]
+    set_on += [call.args[0] for call in calls]
+    assert not [ast.unparse(one) for one in set_on if ast.unparse(one).partition(".")[0] in names]

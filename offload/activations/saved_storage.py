@@ -279,7 +279,7 @@ probing = threading.Lock()
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without memory that shares the version counter of ``tensor`` and all its views."""
     if type(tensor) is torch.Tensor:
-        return tensors.version_counter(tensor)
+        return tensors.plain_version_counter(tensor)
     # Of a subclass, autograd gives the counter to what ``detach`` returns below it.
     with without_torch_function(), _Nothing():
         return torch.Tensor.detach(tensor)

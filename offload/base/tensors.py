@@ -57,11 +57,11 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     found: list[torch.Tensor] = []
-    if isinstance(result, _MANY):
+    if isinstance(result, _SEQUENCES):
         for item in result:  # numbers are the most, among arguments
             if isinstance(item, torch.Tensor):
                 found.append(item)
-            elif isinstance(item, _MANY):
+            elif isinstance(item, _SEQUENCES):
                 found += tensors_of(item)
     return found
 
@@ -82,24 +82,24 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain tensor; ``None`` if it is not plain."""
     kind = type(tensor)
-    if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not _strided:
+    if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
         return None
     memory = tensor.untyped_storage()
     return None if tensor.is_quantized or tensor.is_nested or not has_memory(memory) else memory
 
 
-def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of a plain ``tensor`` and all its views."""
     counter = tensor.detach()
-    counter.data = _nothing(tensor.dtype, tensor.device)
+    counter.data = _without_memory(tensor.dtype, tensor.device)
     return counter
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor without memory, always the same."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
-_Tensor, _Parameter, _strided, _MANY = torch.Tensor, torch.nn.Parameter, torch.strided, (list, tuple)
+_TENSOR, _PARAMETER, _STRIDED, _SEQUENCES = torch.Tensor, torch.nn.Parameter, torch.strided, (list, tuple)
 """Names of this module are found faster, and every tensor of a layer is asked, however small."""

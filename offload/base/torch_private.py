@@ -278,7 +278,7 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 # torch.compile, without loading the compiler, which takes seconds.
 
-_REMEDY = (
+_COMPILE_REMEDY = (
     "offload moves tensors here, which no graph can hold; compile without fullgraph=True, or compile each layer by "
     "itself. For torch.export, take offloading off first, by handle.remove() or by leaving out the context, or "
     "export with strict=False"
@@ -301,7 +301,7 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
 
     marked: Any = call
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = _REMEDY
+    marked._torchdynamo_disable_msg = _COMPILE_REMEDY
     marked._torchdynamo_orig_callable = function
     return call
 

@@ -7,7 +7,8 @@ CPU backend runs, its recorder gets them. At all other times a mark costs one ch
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from offload.base.torch_private import profiling
 
 PREFIX = "offload::"
 
-_nothing: AbstractContextManager[object] = nullcontext()
+_NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 class Mark(NamedTuple):
@@ -56,17 +57,31 @@ class Recorder:
         return self.marks[-1][1] if self.marks else Mark("other", None)
 
 
-recorder: Recorder | None = None
-"""The recording that runs now on the CPU backend, if any."""
+_recorders: list[Recorder] = []
+
+
+def recorder() -> Recorder | None:
+    """The recording that runs now on the CPU backend, if any."""
+    return _recorders[-1] if _recorders else None
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what the CPU backend does in the ``with`` block."""
+    _recorders.append(made := Recorder())
+    try:
+        yield made
+    finally:
+        _recorders.remove(made)
 
 
 def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
     """Say that something begins; a range around the ``with`` block in a profiler's trace."""
-    if recorder is not None:
-        recorder.marks.append((perf_counter(), Mark(what, layer)))
+    if _recorders:
+        _recorders[-1].marks.append((perf_counter(), Mark(what, layer)))
     if profiling():
         return torch.profiler.record_function(Mark(what, layer).name)
-    return _nothing
+    return _NO_RANGE
 
 
 def point(what: str, layer: int | None = None) -> None:

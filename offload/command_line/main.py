@@ -86,10 +86,10 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     state = "bytes of optimizer state per parameter; by default AdamW's two numbers of the dtype"
     add("--optimizer-bytes", type=_count_or_zero, help=state)
     add("--fused-loss", action="store_true", help="the loss never holds all logits: offload.use_chunked_loss, Liger's")
-    return parser.parse_args(_joined(words))
+    return parser.parse_args(_joined_words(words))
 
 
-def _joined(words: Sequence[str]) -> list[str]:
+def _joined_words(words: Sequence[str]) -> list[str]:
     """An option with its negative value as one word: argparse takes ``-5GiB`` for an option."""
     joined: list[str] = []
     for word in words:

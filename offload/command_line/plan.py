@@ -41,7 +41,7 @@ LAYERS = "model.model.layers"
 
 
 @dataclass(frozen=True)
-class Way:
+class WayToTrain:
     """One way to train.
 
     Args:
@@ -123,34 +123,34 @@ def answer_plan(options: argparse.Namespace) -> Answer:
 
 def ways_to_train(
     profile: Profile, needs: Needs, usable: int, link: Link, host: int | None
-) -> Iterator[tuple[Way, Plan | None]]:
+) -> Iterator[tuple[WayToTrain, Plan | None]]:
     """The ways, each with its plan if it fits, for so many usable bytes of device and host memory."""
     left = usable - needs.fixed_bytes
     kept = make_plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
-    yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
+    yield WayToTrain("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
-    way, made = _planned("whole layers", "", whole, left, link, host)
+    way, made = _planned_way("whole layers", "", whole, left, link, host)
     yield replace(way, write=f"offload_layers({LAYERS}, num_layers={made.num_layers})" if made else ""), made
-    yield _planned("regions", _budgeted(left + needs.loss_bytes), profile, left, link, host)
+    yield _planned_way("regions", _budgeted(left + needs.loss_bytes), profile, left, link, host)
     # On the device are the weights of two layers, their gradients, and the parameters outside of the layers.
     shape = needs.shape
     layer_bytes = shape.layer_parameters * shape.item_bytes
     left = usable - shape.outside_parameters * needs.parameter_bytes - 4 * layer_bytes - needs.loss_bytes
     on_host = shape.layers * shape.layer_parameters * needs.parameter_bytes
     write = f'stream_weights({LAYERS}, "cuda")'
-    way, made = _planned("streamed weights", write, profile, left, link, None if host is None else host - on_host)
+    way, made = _planned_way("streamed weights", write, profile, left, link, None if host is None else host - on_host)
     if made is not None:
         if made.host_bytes or made.recompute_s:
             write += f", then {_budgeted(left + needs.loss_bytes)}"
         d2h_s = (shape.layers * layer_bytes + made.host_bytes) / link.d2h_bytes_per_s
         h2d_s = (2 * (shape.layers - 1) * layer_bytes + made.host_bytes) / link.h2d_bytes_per_s
         step_s = max(made.step_s, d2h_s, h2d_s)
-        way = Way(way.name, write, "", step_s, made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host)
+        way = WayToTrain(way.name, write, "", step_s, made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host)
     yield way, made
 
 
-def choose(found: Iterable[Way]) -> Way | None:
+def choose(found: Iterable[WayToTrain]) -> WayToTrain | None:
     """The simplest way that fits; regions in place of whole layers where regions are faster."""
     fitting = {way.name: way for way in found if not way.misfit}
     whole, regions = fitting.get("whole layers"), fitting.get("regions")
@@ -159,20 +159,20 @@ def choose(found: Iterable[Way]) -> Way | None:
     return next(iter(fitting.values()), None)
 
 
-def _planned(
+def _planned_way(
     name: str, write: str, profile: Profile, left: int, link: Link, host: int | None
-) -> tuple[Way, Plan | None]:
+) -> tuple[WayToTrain, Plan | None]:
     """The way with the figures of its plan, or with the reason why there is none."""
     if left < 0:
-        return Way(name, "", f"{format_bytes(-left)} are missing for what is fixed"), None
+        return WayToTrain(name, "", f"{format_bytes(-left)} are missing for what is fixed"), None
     if host is not None and host < 0:
-        return Way(name, "", f"{format_bytes(-host)} of host memory are missing"), None
+        return WayToTrain(name, "", f"{format_bytes(-host)} of host memory are missing"), None
     try:
         made = make_plan(profile, left, link, max_host_bytes=host)
     except ValueError:
         within = "" if host is None else f" and {format_bytes(host)} on the host"
-        return Way(name, "", f"{format_bytes(left)}{within} are too little for activations"), None
-    return Way(name, write, "", made.step_s, made.peak_bytes, made.host_bytes), made
+        return WayToTrain(name, "", f"{format_bytes(left)}{within} are too little for activations"), None
+    return WayToTrain(name, write, "", made.step_s, made.peak_bytes, made.host_bytes), made
 
 
 def _budgeted(left: int) -> str:

@@ -91,8 +91,9 @@ class ComputeStream(CpuStream):
         """Block the caller, whose next operation runs at once."""
         begin = time.perf_counter()
         event.synchronize()
-        if trace.recorder is not None:
-            trace.recorder.waits.append((begin, time.perf_counter()))
+        recorder = trace.recorder()
+        if recorder is not None:
+            recorder.waits.append((begin, time.perf_counter()))
 
 
 class CpuBackend(Backend):
@@ -137,7 +138,7 @@ class CpuBackend(Backend):
         return end.reached_s - begin.reached_s if begin.query() and end.query() else None
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        recorder = trace.recorder
+        recorder = trace.recorder()
         what = recorder.last_mark if recorder is not None else None
 
         def run() -> None:

@@ -35,7 +35,7 @@ from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locke
 
 _logger = logging.getLogger(__name__)
 
-ALIGNMENT_BYTES = 512
+BUFFER_ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
 GROWTH = 64
 """Each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small."""
@@ -108,7 +108,7 @@ class HostPool:
         ready = self._ready.get(nbytes)
         if ready:
             return ready.popleft()
-        ranges = self._carve(_round_up(max(nbytes, 1), ALIGNMENT_BYTES))
+        ranges = self._carve(_round_up(max(nbytes, 1), BUFFER_ALIGNMENT_BYTES))
         buffer = HostBuffer(nbytes, ranges)
         events = (event for copied, event in self._copied if any(map(copied.overlaps, ranges)))
         buffer.events = tuple(dict.fromkeys(events))

@@ -88,16 +88,11 @@ def record_timeline(
 
 
 def _record_cpu(step: Callable[[], object]) -> tuple[list[Span], _Memory]:
-    recorder = trace.Recorder()
     memory: _Memory = []
-    trace.recorder = recorder
-    try:
-        with CpuAllocations(lambda nbytes: memory.append((perf_counter(), nbytes))):
-            begin_s = perf_counter()
-            step()
-            end_s = perf_counter()
-    finally:
-        trace.recorder = None
+    with trace.recording() as recorder, CpuAllocations(lambda nbytes: memory.append((perf_counter(), nbytes))):
+        begin_s = perf_counter()
+        step()
+        end_s = perf_counter()
     phases, waits = _Marks(recorder.marks, PHASES), _Marks(recorder.marks, ("wait",))
     copies = [
         Span(cast("Lane", what.what), COPY_KINDS[what.what], start_s, copied_s, layer=what.layer, nbytes=nbytes)

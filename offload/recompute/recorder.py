@@ -20,8 +20,8 @@ from offload.base.tensors import (
     is_plain,
     look_into,
     plain_memory,
+    plain_version_counter,
     tensors_of,
-    version_counter,
 )
 from offload.base.torch_private import counting_versions
 from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, argument_of, operation_of
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
                 # It looks into what the call was given, as that of ``_unsafe_view`` does, but counts for itself.
                 self._look(tensor)
                 with counting_versions():
-                    known.aliases += (version_counter(tensor),)
+                    known.aliases += (plain_version_counter(tensor),)
         place = len(results)
         for tensor in written:
             storage = tensor.untyped_storage()

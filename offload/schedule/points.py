@@ -78,7 +78,7 @@ class Move:
         return (self.release.phase == "F", self.release.layer, self.reload.phase == "F", self.reload.layer)
 
 
-def check_layers(moves: Iterable[Move], model_layers: int) -> None:
+def check_moves(moves: Iterable[Move], model_layers: int) -> None:
     """Raise a ``ValueError`` unless all layers exist, and each moves once."""
     seen: set[int] = set()
     for move in moves:

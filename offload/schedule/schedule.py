@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from offload.base.checks import check_int, check_type, describe, warn_caller
-from offload.schedule.points import Move, Point, backward, check_layers, check_order, find_order, forward
+from offload.schedule.points import Move, Point, backward, check_moves, check_order, find_order, forward
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -50,7 +50,7 @@ class Schedule:
         for move in self.moves:
             check_type("each of moves", move, Move, "a Move, of a layer, a release and a reload")
         moves = tuple(sorted(self.moves, key=lambda move: move.layer))
-        check_layers(moves, self.model_layers)
+        check_moves(moves, self.model_layers)
         order = tuple(self.order) or find_order(moves, self.model_layers)
         check_order(order, moves, self.model_layers)
         position = {point: index for index, point in enumerate(order)}

@@ -8,7 +8,7 @@ import torch
 import offload
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
-from offload.command_line.plan import Needs, Way, choose, ways_to_train
+from offload.command_line.plan import Needs, WayToTrain, choose, ways_to_train
 
 GIB = 1 << 30
 LINK = offload.Link(50e9, 50e9, 100e9)
@@ -128,8 +128,8 @@ def test_streaming_takes_as_long_as_the_link():
     ],
 )
 def test_chooses_the_simplest(steps, chosen):
-    others = [Way("keep all", "", "too large")] if "keep all" not in steps else []
-    assert choose([*others, *(Way(name, "", step_s=step_s) for name, step_s in steps.items())]).name == chosen
+    others = [WayToTrain("keep all", "", "too large")] if "keep all" not in steps else []
+    assert choose([*others, *(WayToTrain(name, "", step_s=step_s) for name, step_s in steps.items())]).name == chosen
     assert choose(others) is None
 
 

@@ -25,7 +25,7 @@ from offload.host import buffers as host_buffers
 from offload.host import pool as host_pool
 from offload.host.buffers import HostBuffer
 from offload.host.page_locked import pageable
-from offload.host.pool import ALIGNMENT_BYTES, HostPool
+from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostPool
 
 KIB = 1024
 
@@ -88,7 +88,7 @@ def blocks(buffer: HostBuffer) -> set[tuple[int, int]]:
     return {
         (piece.slab.data_ptr(), start)
         for piece in buffer.ranges
-        for start in range(piece.start, piece.start + piece.nbytes, ALIGNMENT_BYTES)
+        for start in range(piece.start, piece.start + piece.nbytes, BUFFER_ALIGNMENT_BYTES)
     }
 
 
@@ -320,7 +320,7 @@ def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> Non
                 destroyed.add(owner)
                 owned.pop(owner, None)
         pool.take(1)
-        alive = sum(len(memory) for memory in owned.values()) * ALIGNMENT_BYTES
+        alive = sum(len(memory) for memory in owned.values()) * BUFFER_ALIGNMENT_BYTES
         assert pool.used_bytes <= alive + 1
 
 

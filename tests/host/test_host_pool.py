@@ -16,7 +16,7 @@ from lab import Lab
 from offload.host import pool as host_pool
 from offload.host.buffers import HostBuffer
 from offload.host.page_locked import HostMemoryError, pageable
-from offload.host.pool import ALIGNMENT_BYTES, PAGE_BYTES, HostPool, get_host_pool
+from offload.host.pool import BUFFER_ALIGNMENT_BYTES, PAGE_BYTES, HostPool, get_host_pool
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -60,7 +60,7 @@ def pool(source: Source) -> HostPool:
 
 
 def rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-nbytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
 
 def blocks(buffer: HostBuffer) -> list[tuple[int, int]]:
@@ -68,7 +68,7 @@ def blocks(buffer: HostBuffer) -> list[tuple[int, int]]:
     return [
         (piece.slab.data_ptr(), start)
         for piece in buffer.ranges
-        for start in range(piece.start, piece.start + piece.nbytes, ALIGNMENT_BYTES)
+        for start in range(piece.start, piece.start + piece.nbytes, BUFFER_ALIGNMENT_BYTES)
     ]
 
 
