@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lab import Lab
 from models import WIDTH, GptBlock, build, loss_of
+from streaming import plain as forward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,12 +35,6 @@ LAYERS = 4
 def device(device: torch.device, lab: Lab) -> torch.device:
     lab.adverse()
     return device
-
-
-def forward(layers: Any, x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def gradients(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:

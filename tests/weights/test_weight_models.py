@@ -11,6 +11,7 @@ import torch
 from lab import Lab
 from llama import LAYERS, enable_checkpointing, llama
 from models import build, loss_of
+from streaming import assert_same
 from torch import nn
 
 import offload
@@ -36,11 +37,6 @@ def gradients(model: nn.Module, step: Callable[[], object]) -> list[torch.Tensor
     model.zero_grad()
     step()
     return [parameter.grad.cpu().clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    assert len(expected) == len(found) > 0
-    assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("activations", [False, True])

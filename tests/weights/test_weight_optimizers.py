@@ -16,6 +16,8 @@ import pytest
 import torch
 from lab import Lab
 from models import WIDTH, build, loss_of
+from streaming import assert_moved
+from streaming import plain as forward
 from torch import nn
 
 from offload import StreamedWeights, stream_weights
@@ -63,12 +65,6 @@ VARIANTS = variants()
 def device(device: torch.device, lab: Lab) -> torch.device:
     lab.adverse()
     return device
-
-
-def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def inputs(device: torch.device) -> list[torch.Tensor]:
@@ -130,8 +126,7 @@ def streamed(
             losses.append(loss.detach().cpu())
             finish(optimizer, list(model.parameters()))
             optimizer.zero_grad(set_to_none=set_to_none)
-    assert handle.stats().loads > 0
-    assert handle.stats().gradient_bytes > 0
+    assert_moved(handle)
     return [parameter.detach() for parameter in model.parameters()], losses, handle
 
 

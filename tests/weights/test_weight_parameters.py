@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, build, loss_of
+from streaming import assert_moved, assert_same, gradients_of
+from streaming import plain as forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,27 +34,12 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-def forward(layers: Any, x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 def clones(tensors: Any) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.detach().cpu().clone() for tensor in tensors]
 
 
 def gradients(layers: nn.ModuleList, x: torch.Tensor, step: Step) -> list[torch.Tensor | None]:
-    layers.zero_grad()
-    torch.manual_seed(1)
-    step(layers, x)
-    return clones(parameter.grad for parameter in layers.parameters())
-
-
-def assert_same(expected: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    assert [one is None for one in expected] == [one is None for one in found]
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True) if one is not None)
-    assert any(one is not None and one.any() for one in expected), "nothing was computed"
+    return gradients_of(list(layers.parameters()), lambda: step(layers, x))
 
 
 def check(step: Step, device: torch.device, layers: nn.ModuleList | None = None, **options: Any) -> None:
@@ -63,8 +50,7 @@ def check(step: Step, device: torch.device, layers: nn.ModuleList | None = None,
     with stream_weights(layers, device, **options) as handle:
         for one in expected:
             assert_same(one, gradients(layers, x, step))
-    assert handle.stats().loads > 0
-    assert handle.stats().gradient_bytes > 0
+    assert_moved(handle)
 
 
 # By the loss itself.

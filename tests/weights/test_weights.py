@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, GptBlock, Recurrent, build, loss_of
+from streaming import assert_moved, assert_same, gradients_of, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,31 +33,6 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-def plain(layers: Sequence[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
-def gradients_of(leaves: Sequence[torch.Tensor], step: Callable[[], object]) -> list[torch.Tensor | None]:
-    """What ``step`` leaves in ``grad``, on the CPU, with the same dropout at each call."""
-    for leaf in leaves:
-        leaf.grad = None
-    torch.manual_seed(1)
-    step()
-    return [None if leaf.grad is None else leaf.grad.cpu().clone() for leaf in leaves]
-
-
-def assert_same(expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    assert len(expected) == len(found)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert (one is None) == (other is None), f"tensor {number}: only one has a gradient"
-        if one is not None and other is not None:
-            assert one.dtype is other.dtype
-            assert torch.equal(one, other), f"tensor {number} of {len(expected)} differs"
-    assert any(tensor is not None and tensor.any() for tensor in expected), "nothing was computed"
-
-
 def assert_same_when_streamed(
     leaves: Sequence[torch.Tensor], step: Callable[[], object], layers: nn.ModuleList, device: torch.device
 ) -> None:
@@ -66,12 +42,6 @@ def assert_same_when_streamed(
         for _ in range(2):
             assert_same(expected, gradients_of(leaves, step))
         assert_moved(handle)
-
-
-def assert_moved(handle: StreamedWeights) -> None:
-    """Weights were loaded, and gradients came back through the library."""
-    assert handle.stats().loads > 0
-    assert handle.stats().gradient_bytes > 0
 
 
 def check(
