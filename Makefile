@@ -11,6 +11,8 @@
 # machine without a GPU set TORCH or pip's own settings (PIP_FIND_LINKS, ...) so that a CPU build is found.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The oldest and the newest torch that the library supports, which `make test-versions` installs below build/.
+VERSIONS ?= 2.11.0 2.15.0
 
 VENV := .venv
 # Tools run as modules: one that comes with an outer torch installation has no script in .venv/bin.
@@ -27,7 +29,7 @@ SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_COMPILE
 NIGHTLY := and not nightly
 
 .DEFAULT_GOAL := help
-.PHONY: help tutorial test test-all check lint types pytest docs format clean
+.PHONY: help tutorial test test-all test-versions check lint types pytest docs format clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -42,6 +44,13 @@ test: $(VENV)/develop.stamp
 
 test-all:
 	$(MAKE) test NIGHTLY=
+
+test-versions: $(VENV)/develop.stamp
+	set -e; for version in $(VERSIONS); do \
+		folder=$(CURDIR)/build/torch-$$version; \
+		test -d $$folder || $(PIP) --target $$folder torch==$$version; \
+		PYTHONPATH=$$folder:$(CURDIR) $(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu $(NIGHTLY)"; \
+	done
 
 check: lint types
 	$(SIDE_BY_SIDE) -q -m "not slow and not gpu and not multigpu $(NIGHTLY)" --hypothesis-profile="few examples"

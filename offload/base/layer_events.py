@@ -1,16 +1,16 @@
-"""The events of a layer: one set of hooks per layer, for every part of the library that follows layers.
+"""The events of a layer: one set of module hooks per layer, for every part of the library that follows layers.
 
-A layer's forward begins; it returns, raises, or is cut off by an interrupt; backward may run it once more to compute
-again what was not saved. A part of the library is told by a :class:`LayerListener` on each layer. When a layer's
-backward begins, a listener learns from the output: see :func:`offload.base.torch_private.before_backward`.
+A layer's forward begins; the forward returns, raises, or is cut off by an interrupt; backward may run the forward once
+more to recompute what was not saved. Each part of the library has a :class:`LayerListener` on each layer. A listener
+learns from the layer's output when backward begins: see :func:`offload.base.torch_private.before_backward`.
 
-PyTorch's module hooks are where this comes from, with three things that they leave to us:
+PyTorch's module hooks leave three things to this file:
 
-- After ``KeyboardInterrupt`` PyTorch calls no hooks. So a forward may begin without an end of the one before, of this
-  layer or another, and listeners tidy up then, or when the user asks for something.
-- Layers of older Hugging Face models checkpoint their whole call: the hooks run inside of the checkpoint, which has
-  saved the layer's inputs by then. Such a layer begins and ends around its checkpoint function.
-- Hooks are copied and pickled with their module; the copy's do nothing.
+- After ``KeyboardInterrupt`` PyTorch calls no hooks. So a forward may begin although the forward before, of this layer
+  or another, has not ended. Listeners tidy up then, or when the user asks for something.
+- Hugging Face models of transformers 5.17 and before checkpoint the layer's whole call. The hooks run inside of that
+  checkpoint, which has saved the layer's inputs by then. Such a layer begins and ends around its checkpoint function.
+- Hooks are copied and pickled with their module; the hooks of a copy do nothing.
 """
 
 from __future__ import annotations
@@ -57,19 +57,15 @@ class LayerCall:
     def __init__(self, *, training: bool) -> None:
         self.training = training
         self.recomputes = in_backward()
-        """Whether backward runs it, to compute again what was not saved."""
+        """Whether backward runs the forward, to recompute what was not saved."""
         self.first_node = next_node()
         """The number of the first node that autograd makes in it."""
         self.hooks_to_come = 0
-        """How many of the two module hooks are still to run, where the layer began around a checkpoint of its call."""
+        """How many of the two module hooks are still to run, if the layer began around a checkpoint of its call."""
         self.told: list[LayerListener] = []
-        """Who has been told that it begins, and so has to be told that it ends."""
-        self._handled_error = sys.exception()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the forward, which ends now, has raised: the program may be handling another error around it."""
-        return sys.exception() is not self._handled_error
+        """The listeners that know of the beginning, and so have to know of the end."""
+        self.error_around = sys.exception()
+        """The error that the program handles while it runs the layer, if any: no error of the layer's."""
 
 
 class _Telling(threading.local):
@@ -81,7 +77,7 @@ _telling = _Telling()
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Run a layer once more without a word to its listeners, who would take that for its next forward."""
+    """Run a layer without telling its listeners, who would take the run for the layer's next forward."""
     before, _telling.silent = _telling.silent, True
     try:
         yield
@@ -222,10 +218,10 @@ class _LayerEvents:
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
             call = LayerCall(training=training)
-            call._handled_error = None
+            call.error_around = None
             call.told = self.listeners
-        failed = call.failed
-        with ExitStack() as ends:  # calls the last first, and each, even if one raises
+        failed = sys.exception() is not call.error_around
+        with ExitStack() as ends:  # tells the last listener first, and each, even if one raises
             for listener in call.told:
                 ends.callback(listener.end_forward, call, failed=failed)
         if not failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -10,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import InterruptAt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.base import layer_events, torch_private
+from offload.base import torch_private
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, listeners_on
 
 WEIGHTS, ACTIVATIONS, MEASURING = Turn
@@ -209,31 +207,6 @@ def test_a_checkpointed_call_that_fails(error: BaseException) -> None:
         layer.error = None
         layer(inputs())
     assert notes == ["weights begins", "weights fails", "weights begins", "weights ends"]
-
-
-@pytest.mark.parametrize("then", ["as before", "without checkpointing"])
-def test_an_interrupt_anywhere_around_a_checkpointed_call(then: str) -> None:
-    """The layer is not lost to its listeners: at most its next call goes unnoticed."""
-    layer = ChecksPoint()
-    notes: list[str] = []
-    lines = 0
-    with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        for line in itertools.count(1):
-            layer.train()
-            with (
-                InterruptAt(KeyboardInterrupt, line, layer_events) as interrupt,
-                contextlib.suppress(KeyboardInterrupt),
-            ):
-                layer(inputs())
-            if interrupt.left > 0:
-                break
-            lines = line
-            layer.train(then == "as before")
-            layer(inputs())
-            notes.clear()
-            layer(inputs())
-            assert notes == ["weights begins", "weights ends"], f"after an interrupt at line {line}"
-    assert lines > 30
 
 
 def test_a_checkpoint_function_that_forward_calls_is_inside() -> None:
