@@ -62,7 +62,9 @@ class StorageState(Enum):
     """The program has resized its memory, which holds what the program puts there. They do not move any more."""
 
 
-WRITTEN, COMPLETE, LEAVING, AWAY, BACK, DROPPED, GIVEN_UP = StorageState
+WRITTEN, COMPLETE = StorageState.WRITTEN, StorageState.COMPLETE
+LEAVING, AWAY, BACK = StorageState.LEAVING, StorageState.AWAY, StorageState.BACK
+DROPPED, GIVEN_UP = StorageState.DROPPED, StorageState.GIVEN_UP
 
 
 class SavedStorage:

@@ -1,4 +1,4 @@
-"""How bytes move: the streams, events and copies of one device, whichever it is.
+"""The streams, events and copies of one device, whichever it is.
 
 Everything above this module is the same code on every device. A :class:`Backend` hands out streams (queues of work
 that run beside each other), events (marks in a stream that another stream can wait for) and memory: those of any
@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 
 class Wait(Enum):
-    """The only places where one stream waits for another, and what would go wrong without.
+    """The only places where one stream waits for another, and what would go wrong without the wait.
 
     The values name the rule in traces; tests drop them one by one and expect wrong gradients.
     """

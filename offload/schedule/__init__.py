@@ -1,4 +1,4 @@
-"""When: which layer's activations leave and come back at which point of forward and backward. Pure data, no torch.
+"""When each layer's activations are released and reloaded in forward and backward. Pure data, no torch.
 
 May import ``base``. Open ``schedule.py`` first.
 """

@@ -1,4 +1,4 @@
-"""The moments of a program that schedules speak of, the trip of one layer between them, and the rules of such trips."""
+"""Points of a program, the move of one layer's activation set between two points, and the rules of such moves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """A moment of the program: right before the forward or backward of one layer."""
+    """A point of the program: right before the forward or backward of one layer."""
 
     phase: str
     """``"F"`` for forward, ``"B"`` for backward."""
@@ -45,11 +45,11 @@ def backward(layer: int) -> Point:
 
 @dataclass(frozen=True)
 class Move:
-    """The trip of one layer's activation set to the host and back."""
+    """The offload and the reload of one layer's activation set."""
 
     layer: int
     release: Point
-    """The set's device memory has been let go before this point."""
+    """The set's device memory has been released before this point."""
     reload: Point
     """The copies back to the device are queued before this point."""
 
@@ -79,7 +79,7 @@ class Move:
 
 
 def check_moves(moves: Iterable[Move], model_layers: int) -> None:
-    """Raise a ``ValueError`` unless all layers exist, and each moves once."""
+    """Raise a ``ValueError`` unless all layers exist, and each has at most one move."""
     seen: set[int] = set()
     for move in moves:
         for layer in (move.layer, move.release.layer, move.reload.layer):
@@ -148,9 +148,10 @@ def _rules(move: Move) -> tuple[_Rule, ...]:
 
 
 def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
-    """An order of the points that honours every move: that of a model's layers if it does, else of microbatches.
+    """An order of the points in which every move keeps its rules: a model's order if possible, else a pipeline's.
 
-    If there is none, the ``ValueError`` names the entry that closes the contradiction.
+    Raises:
+        ValueError: There is no such order; the message names the first entry that contradicts those before it.
     """
     model = _model_order(model_layers)
     position = {point: index for index, point in enumerate(model)}
@@ -173,10 +174,7 @@ def _model_order(model_layers: int) -> tuple[Point, ...]:
 
 
 def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
-    """A sorter for what each point must follow: F(j-1) → Fj → Bj whatever the moves, and what the rules say.
-
-    If no order honours them all, it is a ``CycleError``.
-    """
+    """A sorter of points: F(j-1) → Fj → Bj, and the rules; a ``CycleError`` if they contradict each other."""
     sorter: TopologicalSorter[Point] = TopologicalSorter()
     for layer in range(model_layers):
         sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
@@ -200,12 +198,12 @@ def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
 
     if not contradict(len(rules)):
         return None
-    # Once some rules contradict each other, they do with any more beside them; so bisection finds the first.
+    # Rules that contradict each other still do when more rules are added; so bisection finds the first.
     return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
 
 
 def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
-    """F0 F1 B0 F2 B1 B2, say: forwards first, but as little as possible between a reload and its backward."""
+    """Such as F0 F1 B0 F2 B1 B2: forwards first, and as little as possible between a reload and its backward."""
     # A backward is ready only after its reload, unless that starts with it.
     reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
     sorter = _prepared(rules, model_layers)

@@ -1,11 +1,11 @@
-"""When an activation set moves: schedules as data.
+"""Schedules: when each layer's activation set is released and reloaded.
 
 A :class:`Schedule` is pure data and imports no torch. The same object is executed by the library, simulated by the
 planner, printed as a grid and drawn in the docs.
 
-A schedule speaks of *points* of the program, "before forward of layer 4" (``F4``) or "before backward of layer 0"
-(``B0``), and says for each offloaded layer at which point its device memory must have been released and at which point
-its reload starts. Copies to the host start earlier, when autograd saves each tensor.
+A schedule names two *points* of the program for each offloaded layer, such as "before forward of layer 4" (``F4``) or
+"before backward of layer 0" (``B0``): the point at which the layer's device memory must have been released, and the
+point at which its reload starts. Copies to the host start earlier, when autograd saves each tensor.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Schedule:
     Args:
         model_layers: Number of layers, N; layers are numbered 0 … N-1.
         moves: One :class:`Move` per offloaded layer, in any order.
-        order: The order in which the program reaches its 2N points. It is found from the moves if left out. If the
-            moves fit a model's layers, it is theirs: forwards in turn, then backwards, later layers first. Else the
-            layers are taken to be microbatches: backwards in turn too, each as late as the moves allow, but at once
-            when its reload has started.
+        order: The order in which the program reaches its 2N points; derived from the moves by default. If the moves
+            fit a model's layers, forwards come in turn, then backwards, later layers first. Otherwise the layers are
+            taken to be microbatches of a pipeline: backwards come in turn, too, each as late as the moves allow, but
+            at once when its reload has started.
 
     Raises:
         ValueError: A layer is out of range or named twice, or no order of forwards and backwards (or not the given one)
@@ -125,18 +125,18 @@ class Schedule:
         Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
         ``parts``. See :func:`offload.pipelining.plan_pipeline` for the arguments and errors.
         """
-        from offload.pipelining.plan import plan_pipeline  # it stands on schedules, and needs torch.distributed
+        from offload.pipelining.plan import plan_pipeline  # imports this file, and torch.distributed
 
         schedule: Schedule = plan_pipeline(actions, *arguments, **options).schedule
         return schedule
 
     @property
     def offloaded_layers(self) -> tuple[int, ...]:
-        """The layers that travel, in ascending order."""
+        """The layers that are offloaded, in ascending order."""
         return tuple(move.layer for move in self.moves)
 
     def releases(self, point: Point) -> tuple[int, ...]:
-        """The layers whose device memory must be gone before ``point``."""
+        """The layers whose device memory must have been released before ``point``."""
         return self._released.get(point, ())
 
     def reloads(self, point: Point) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class HasSchedule(Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """What moves when."""
+        """The schedule."""
 
 
 def schedule_of(name: str, value: object, expected: str) -> Schedule:
