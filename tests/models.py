@@ -123,6 +123,11 @@ class Offloading:
     def stats(self) -> OffloadStats:
         return self.context.stats()
 
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """To the host and back so far."""
+        return (0, 0) if self is NOTHING else (self.stats.offloaded_bytes, self.stats.reloaded_bytes)
+
     def layer(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """One layer's forward, as a user writes it."""
         with self.context:
@@ -164,9 +169,23 @@ def gradients(leaves: Sequence[torch.Tensor], step: Callable[[], object], seed: 
     return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
 
 
-def step_gradients(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading = NOTHING) -> list[torch.Tensor]:
-    """The gradients of one ordinary step, with respect to the input and the parameters."""
-    return gradients(leaves_of(layers, x), lambda: loss_of(offloaded.forward(layers, x)).backward())
+def step_gradients(
+    layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading = NOTHING, *, moves: bool = True
+) -> list[torch.Tensor]:
+    """The gradients of one ordinary step, with respect to the input and the parameters.
+
+    What is ``offloaded`` must have been copied to the host and back meanwhile, if something ``moves``, and else not.
+    """
+    before = offloaded.copied_bytes
+    found = gradients(leaves_of(layers, x), lambda: loss_of(offloaded.forward(layers, x)).backward())
+    assert_moved(before, offloaded, moves=moves)
+    return found
+
+
+def assert_moved(before: tuple[int, int], offloaded: Offloading, *, moves: bool = True) -> None:
+    """Whether bytes were copied in both directions since ``before``, or in none."""
+    counted = [now > then for now, then in zip(offloaded.copied_bytes, before, strict=True)]
+    assert offloaded is NOTHING or counted == [moves, moves], f"copied to the host and back: {counted}"
 
 
 def assert_same(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import Offloading, offloading, save
+from models import Offloading, assert_moved, offloading, save
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -48,10 +48,16 @@ def nothing() -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def round_trip(make: Callable[[], torch.Tensor], x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Offloading]:
-    """What comes back of a tensor that the first of three layers saves; it is on the host during the third."""
+def round_trip(
+    make: Callable[[], torch.Tensor], x: torch.Tensor, *, moves: bool = True, **options: Any
+) -> tuple[torch.Tensor, Offloading]:
+    """What backward gets for a tensor that the first of three layers saves; it is on the host during the third.
+
+    If it does not ``move``, it must not have been copied at all.
+    """
     offloaded = offloading(1, 3, x.device, **options)
     received = run(offloaded, x, [lambda: (make(),), nothing, nothing])
+    assert_moved((0, 0), offloaded, moves=moves)
     return received[0][0], offloaded
 
 

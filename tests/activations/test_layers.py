@@ -8,7 +8,7 @@ import io
 import pickle
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -32,8 +32,23 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-def handle_for(layers: Any, num_layers: int | None = 3, **options: Any) -> Any:
-    return offload_layers(layers, num_layers, **{"min_bytes": 0, **options})
+HANDLES: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _something_was_offloaded() -> Iterator[None]:
+    """By each handle of a test that passes: the same gradients alone would also be found without the library."""
+    HANDLES.clear()
+    yield
+    idle = [handle for handle in HANDLES if not handle.stats().reloaded_bytes]
+    HANDLES.clear()
+    assert not idle, f"nothing was offloaded and reloaded by {idle}"
+
+
+def handle_for(layers: Any, num_layers: int | None = 3, *, moves: bool = True, **options: Any) -> Any:
+    handle = offload_layers(layers, num_layers, **{"min_bytes": 0, **options})
+    HANDLES.extend([handle] if moves else [])
+    return handle
 
 
 def hooks_are_gone() -> bool:
@@ -91,7 +106,7 @@ def test_schedule_of_anything_that_has_one() -> None:
     schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
     plan = SimpleNamespace(schedule=schedule)
     layers = [nn.Tanh() for _ in range(3)]
-    with handle_for(layers, None, plan=plan) as handle:
+    with handle_for(layers, None, plan=plan, moves=False) as handle:
         assert handle.schedule is schedule
     with pytest.raises(ValueError, match="schedule and plan exclude each other"):
         handle_for(layers, None, plan=plan, schedule=schedule)
@@ -228,7 +243,7 @@ def test_hugging_face_llama(
         model(input_ids=tokens, labels=tokens).loss.backward()
 
     leaves = leaves_of(model)
-    handle = handle_for(model.model.layers) if offload_first else None
+    handle = handle_for(model.model.layers, moves=False) if offload_first else None
     if checkpointing:
         enable_checkpointing(model, checkpointing == "reentrant")
     if handle:
@@ -301,7 +316,7 @@ def test_interrupt_that_ends_the_block(device: torch.device) -> None:
     layers, x = build(Fails, LAYERS, device)
     expected = step_gradients(layers, x)
     layers[1].error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt), handle_for(layers):
+    with pytest.raises(KeyboardInterrupt), handle_for(layers, moves=False):
         step_gradients(layers, x)
     assert hooks_are_gone()
     layers[1].error = None
@@ -387,6 +402,7 @@ def test_release_point_that_is_skipped(device: torch.device, lab: Lab) -> None:
 def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.device) -> None:
     layers, x = build("decoder", 4, device)
     leaves = leaves_of(layers, x)
+    moved = 0
     for first, second in [((0, 1), (2, 3)), ((0, 2), (0, 1, 3)), ((3,), (0, 1, 2, 3)), ((1, 2), (1, 2))]:
 
         def step(chosen: tuple[tuple[int, ...], ...] = (first, second)) -> None:
@@ -400,9 +416,11 @@ def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.
                 loss.backward()
 
         expected = gradients(leaves, step)
-        with handle_for(layers, 2):
+        with handle_for(layers, 2, moves=False) as handle:
             for _ in range(2):
                 assert_same(expected, gradients(leaves, step))
+            moved += handle.stats().reloaded_bytes
+    assert moved
 
 
 # The model itself stays as it is
@@ -411,7 +429,7 @@ def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.
 def test_state_dict_is_unchanged(device: torch.device) -> None:
     layers, _ = build("decoder", LAYERS, device)
     before = layers.state_dict()
-    with handle_for(layers):
+    with handle_for(layers, moves=False):
         after = layers.state_dict()
         layers.load_state_dict(before)
     assert list(before) == list(after)
@@ -451,7 +469,7 @@ def test_copies_of_a_checkpointed_llama(transformers: Any, device: torch.device)
     model = llama(transformers, device)
     tokens = torch.arange(24, device=device).view(2, 12) % 64
     enable_checkpointing(model, reentrant=False)
-    with handle_for(model.model.layers) as handle:
+    with handle_for(model.model.layers, moves=False) as handle:
         copied = copy.deepcopy(model)
         before = handle.stats()
         copied(input_ids=tokens, labels=tokens).loss.backward()
@@ -474,7 +492,7 @@ def test_remove(device: torch.device) -> None:
         assert dict(layer._forward_hooks) == forward_hooks
         assert dict(layer._forward_pre_hooks) == pre_hooks
         assert set(vars(layer)) == set(attributes)
-    handle_for(layers).remove()
+    handle_for(layers, moves=False).remove()
 
 
 def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
@@ -497,7 +515,7 @@ def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
 
 def test_repr() -> None:
     layers, _ = build("decoder", LAYERS, torch.device("cpu"))
-    handle = handle_for(layers)
+    handle = handle_for(layers, moves=False)
     assert repr(handle) == "OffloadedLayers(DecoderBlock in OffloadContext(3 of 5 layers, device='cpu'))"
     handle.remove()
     assert repr(handle).endswith("device='cpu'), removed)")
@@ -520,7 +538,7 @@ def test_refuses_to_be_applied_twice(device: torch.device) -> None:
         with pytest.raises(ValueError, match=r"layer 1 \(DecoderBlock\) is offloaded already"):
             handle_for([nn.Linear(1, 1, device=device), *layers[3:]], 1)
         assert_same(expected, step_gradients(layers, x))
-    handle_for(layers).remove()
+    handle_for(layers, moves=False).remove()
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
