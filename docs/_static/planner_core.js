@@ -189,20 +189,20 @@ globalThis.offloadPlanner = (() => {
   }
 
   function recomputePiece(regions, { kept, dropped, rerun, recompute_s }, places) {
-    const run = new Set(rerun), reader = new Map(), beside = regions.map(() => 0);
-    for (const number of rerun) for (const read of regions[number].reads) reader.set(read, number);
-    regions.forEach(({ nbytes }, number) => { if (!run.has(number)) beside[operationOf(regions, number)] += nbytes; });
-    let held = 0, most = 0, awaits = null;
-    for (const number of rerun) {
-      held += regions[number].nbytes;
-      most = Math.max(most, held + beside[operationOf(regions, number)]);
-      for (const read of new Set(regions[number].reads)) {
-        if (places.has(read)) awaits = Math.min(awaits ?? Infinity, places.get(read));
-        if (reader.get(read) === number && run.has(read) && !dropped.has(read)) held -= regions[read].nbytes;
-      }
+    const end = last(rerun), reader = range(regions.length), freed = regions.map(() => 0);
+    const operations = new Set(rerun.map((number) => operationOf(regions, number)));
+    const made = (number) => !kept.has(number) || operations.has(operationOf(regions, number));
+    regions.slice(0, end + 1).forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
+    range(end + 1).forEach((number) => { if (made(number) && !dropped.has(number)) freed[reader[number]] += regions[number].nbytes; });
+    let held = 0, most = 0;
+    for (const number of range(end + 1)) {
+      if (made(number)) held += regions[number].nbytes;
+      most = Math.max(most, held);
+      held -= freed[number];
     }
     const inputs = sum([...kept].filter((number) => !regions[number].saved).map((number) => regions[number].nbytes));
-    return piece(recompute_s, most, most - held + inputs, awaits);
+    const awaited = [...places].filter(([number]) => number < end).map(([, place]) => place);
+    return piece(recompute_s, most, most - held + inputs, awaited.length ? Math.min(...awaited) : null);
   }
 
   function layerCosts({ forward, recompute, backward, offloaded, workspace_bytes }, link) {

@@ -1,4 +1,4 @@
-"""What is found of layers while they run: the marks at the four ends of each pass, and the memory between them."""
+"""Times and memory of layers while they run: a mark at both ends of each forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload.planning.profile import LayerProfile
 
 @dataclass
 class Pass:
-    """One microbatch's pass through one layer, with the marks at its four ends."""
+    """The marks of one microbatch in one layer."""
 
     ends_with_input: bool
     forward_start: Any = None
@@ -32,7 +32,7 @@ class Pass:
 
 
 class LayerTimes(Attachment):
-    """Times forward and backward of layers, as they are run in whatever way, until :meth:`remove`.
+    """Times forward and backward of layers, whatever their policies, until :meth:`remove`.
 
     Args:
         layers: In call order.
@@ -123,7 +123,7 @@ class LayerTimes(Attachment):
             for storage in (moving.untyped_storage() for moving in travellers(tensor, self.rules)):
                 for earlier in self.layers[: layer.number]:
                     if earlier.tensors.pop(address_of(storage), None) is not None:
-                        # As when it travels: with the later layer, which backward needs first, as its first tensor.
+                        # As when it is offloaded: with the later layer, whose backward is first, as its first tensor.
                         layer.tensors = {address_of(storage): storage.nbytes()} | layer.tensors
                 layer.tensors.setdefault(address_of(storage), storage.nbytes())
         # A result of the operation that saves it would own itself through the graph: give an alias.
@@ -131,7 +131,7 @@ class LayerTimes(Attachment):
 
 
 class MeasuredLayer(LayerListener):
-    """What is found of one layer while it runs forward and backward in training."""
+    """Times, bytes and memory of one layer in training."""
 
     turn = Turn.MEASURING
 
@@ -158,10 +158,10 @@ class MeasuredLayer(LayerListener):
         )
 
     def profile(self) -> LayerProfile:
-        """What was found.
+        """What the layer costs.
 
         Raises:
-            ValueError: A pass was not complete.
+            ValueError: Its forward or its backward did not run.
         """
         for what in ("forward", "backward"):
             if not self.passes or any(getattr(one, f"{what}_end") is None for one in self.passes):
@@ -234,6 +234,6 @@ class MeasuredLayer(LayerListener):
 
 
 def rest_s(backend: Backend, marks: Sequence[Event], rounds: int, known_s: float) -> float:
-    """What a microbatch takes beside what is known of it, in steps between marks with so many rounds in all."""
+    """Seconds of a microbatch beside the known ones, in steps between marks with ``rounds`` microbatches in all."""
     microbatch_s = statistics.median(backend.seconds(pairwise(marks))) * (len(marks) - 1) / rounds
     return max(0.0, microbatch_s - known_s)

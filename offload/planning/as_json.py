@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 VERSION = 1
-"""Of the texts. One that is written by a later version of the library may have a higher one, and is refused."""
-
-T = TypeVar("T")
+"""Of the texts. A later version of the library may write texts of a higher version, which are refused."""
 
 
 class Stored(ABC):
-    """What is kept as text, in a file for example."""
+    """A class whose objects can be written as text, to a file for example."""
 
     _kind: ClassVar[str]
 
     @abstractmethod
     def _values(self) -> dict[str, Any]:
-        """All that :meth:`_from_values` needs, as JSON has it."""
+        """Everything that :meth:`_from_values` needs, as JSON has it."""
 
     @classmethod
     @abstractmethod
     def _from_values(cls, values: dict[str, Any]) -> Self:
-        """What has these values."""
+        """The object with these values."""
 
     def to_json(self) -> str:
         """All of it as text, for :meth:`from_json`."""
@@ -34,12 +31,23 @@ class Stored(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What :meth:`to_json` made a text of.
+        """The object of which :meth:`to_json` made a text.
 
         Raises:
-            ValueError: ``text`` is something else.
+            ValueError: ``text`` is of another kind or version, or no such text at all.
         """
-        return read_json(cls._kind, text, cls._from_values)
+        needed = f"text must be a {cls._kind} of version {VERSION} as its to_json() makes it"
+        try:
+            values = json.loads(text)
+            found = (values.pop("offload"), values.pop("version"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{needed}, got {text[:40]!r}") from error
+        if found != (cls._kind, VERSION):
+            raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
+        try:
+            return cls._from_values(values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""
@@ -58,23 +66,3 @@ class Stored(ABC):
 def to_json(kind: str, values: dict[str, Any]) -> str:
     """``values`` as text that says of which kind it is."""
     return json.dumps({"offload": kind, "version": VERSION} | values, indent=1)
-
-
-def read_json(kind: str, text: str, make: Callable[[dict[str, Any]], T]) -> T:
-    """What ``make`` makes of the values of a text that :func:`to_json` has made.
-
-    Raises:
-        ValueError: The text is of another kind or version, or no such text at all.
-    """
-    needed = f"text must be a {kind} of version {VERSION} as its to_json() makes it"
-    try:
-        values = json.loads(text)
-        found = (values.pop("offload"), values.pop("version"))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{needed}, got {text[:40]!r}") from error
-    if found != (kind, VERSION):
-        raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
-    try:
-        return make(values)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error

@@ -134,22 +134,23 @@ def _freed_in_forward(regions: Sequence[RegionProfile], dropped: frozenset[int])
 
 
 def _recompute(regions: Sequence[RegionProfile], costs: RegionCosts, places: dict[int, int]) -> Piece:
-    """The second run of forward: from the reload of what it reads until all dropped regions are there.
+    """The second run of forward: up to the last dropped region, once everything before that is reloaded.
 
-    A result that autograd does not save is freed after the last operation of the run that reads it. The layer's inputs
-    are freed at the end, unless autograd saves them.
+    Results of skipped operations take memory, too, unless they are handed over. What is not dropped is freed after the
+    last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
     """
-    run = set(costs.rerun)
-    last_reader = {read: number for number in costs.rerun for read in regions[number].reads}
-    beside: Counter[int] = Counter()  # results that were kept, and that an operation makes again beside others
-    for number in set(range(len(regions))) - run:
-        beside[operation_of(regions, number)] += regions[number].nbytes
+    last = costs.rerun[-1]
+    last_reader = {read: number for number, region in enumerate(regions[: last + 1]) for read in region.reads}
+    operations = {operation_of(regions, number) for number in costs.rerun}
+    made = [one for one in range(last + 1) if one not in costs.kept or operation_of(regions, one) in operations]
+    freed: Counter[int] = Counter()
+    for number in made:
+        freed[last_reader.get(number, number)] += 0 if number in costs.dropped else regions[number].nbytes
     held = most = 0
-    for number in costs.rerun:
-        held += regions[number].nbytes
-        most = max(most, held + beside[operation_of(regions, number)])
-        done = {read for read in regions[number].reads if last_reader[read] == number} & run - costs.dropped
-        held -= sum(regions[read].nbytes for read in done)
+    for number in range(last + 1):
+        held += regions[number].nbytes if number in made else 0
+        most = max(most, held)
+        held -= freed[number]
     inputs = sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
-    awaited = (places[read] for number in costs.rerun for read in regions[number].reads if read in places)
+    awaited = [place for number, place in places.items() if number < last]
     return Piece(costs.recompute_s, most, most - held + inputs, awaits=min(awaited, default=None))

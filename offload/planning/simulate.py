@@ -6,8 +6,8 @@ pipeline rank's step.
 The rules are the executor's own. Copies to the host are queued when a tensor is saved and run one at a time, in order,
 on the d2h stream. A release lets compute wait until the layer's copies are done. A reload allocates its buffers at
 once, and its copies start no earlier than compute has come to that point, the tensor saved last first. Backward first
-recomputes what was dropped, once the offloaded regions that are read for that are reloaded. Then backward waits for one
-tensor at a time, and frees each when it is done with it. While both directions are busy they share the duplex
+recomputes what was dropped, once the offloaded regions before the last dropped one are reloaded. Then backward waits
+for one tensor at a time, and frees each when it is done with it. While both directions are busy they share the duplex
 bandwidth.
 
 Note:

@@ -234,19 +234,31 @@ class TestSimulation:
         assert samples[10.0] == 1 + 20 + 300
         assert samples[11.0] == 1 + 20
 
-    def test_recomputing_waits_for_what_it_reads_and_for_nothing_else(self):
-        """Of two offloaded regions the input is reloaded last; only a second run that reads it waits for it."""
+    def test_memory_of_skipped_operations_counts(self):
+        """A result that is neither kept nor needed is memory in the second run, until its reader is skipped."""
+        regions = [
+            RegionProfile("input", 1000, 0.0, recomputable=False),
+            RegionProfile("skipped and unsaved", 600, 1.0, (0,), saved=False),
+            RegionProfile("kept", 20, 1.0, (1,)),
+            RegionProfile("dropped", 50, 1.0, (2,)),
+        ]
+        layer = LayerProfile.from_regions(regions, 3.0, 3.0)
+        timeline = simulate(Schedule(1), Profile((layer,)), PCIE, policies=[LayerPolicy(frozenset({0, 2}))])
+        assert timeline.peak_bytes == 1020 + 600
+        assert [span.duration_s for span in timeline.spans if span.kind == "recompute"] == [1.0]
+
+    def test_recomputing_waits_for_all_that_is_offloaded_before_the_last_dropped_region(self):
         regions = [
             RegionProfile("input", 10, 0.0, recomputable=False),
             RegionProfile("middle", 10, 1.0, (0,)),
             RegionProfile("output", 10, 1.0, (1,)),
         ]
         profile = Profile((LayerProfile.from_regions(regions, 2.0, 4.0),) * 3)
-        for kept, copy in (({0, 1}, 0), ({0}, -1)):
-            policies = [LayerPolicy(frozenset(kept), frozenset(kept))] * 3
+        for kept, offloaded, waits in (({0, 1}, {0, 1}, True), ({0}, {0}, True), ({0, 2}, {2}, False)):
+            policies = [LayerPolicy(frozenset(kept), frozenset(offloaded))] * 3
             timeline = simulate(default(1, 3), profile, Link(100, 1, 101), policies=policies)
             (again,) = [span for span in timeline.spans if span.kind == "recompute" and span.layer == 0]
-            assert again.start_s == timeline.lane("h2d")[copy].end_s
+            assert (again.start_s == timeline.lane("h2d")[-1].end_s) == waits
 
     def test_reference_workload(self):
         """Measured on an H200, of 20 layers: seconds within 3%, bytes within 0.4 GiB."""
