@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import NOTHING, WIDTH, Offloading, Recurrent, build, gradients, leaves_of, loss_of, offloading, save
+from models import (
+    NOTHING,
+    WIDTH,
+    Offloading,
+    Recurrent,
+    assert_moved,
+    build,
+    gradients,
+    leaves_of,
+    loss_of,
+    offloading,
+    save,
+)
 from saving import CHANGES, FLOAT8, WHERE, assert_identical, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
@@ -555,7 +567,9 @@ def test_change_before_saving_is_allowed(lab: Lab) -> None:
         loss_of(offloaded.forward([layer] * 3, x)).backward()
 
     expected = gradients([x], lambda: step(NOTHING))
-    assert torch.equal(expected[0], gradients([x], lambda: step(offloading(1, 3, lab.device)))[0])
+    offloaded = offloading(1, 3, lab.device)
+    assert torch.equal(expected[0], gradients([x], lambda: step(offloaded))[0])
+    assert_moved((0, 0), offloaded)
 
 
 @pytest.fixture
@@ -651,6 +665,7 @@ def test_change_after_backward_is_allowed(lab: Lab) -> None:
         with torch.no_grad():
             for leaf in leaves_of(layers, x):
                 leaf.add_(leaf.grad)
+    assert_moved((0, 0), offloaded)
 
 
 def test_saved_tensors_of_other_hooks_are_left_alone(lab: Lab, x: torch.Tensor) -> None:
@@ -701,5 +716,7 @@ def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(lab: Lab) -> Non
 
     expected = step(NOTHING)
     assert len(expected) == 3
-    for found, gradient in zip(step(offloading(2, 3, lab.device)), expected, strict=True):
+    offloaded = offloading(2, 3, lab.device)
+    for found, gradient in zip(step(offloaded), expected, strict=True):
         assert torch.equal(found, gradient)
+    assert_moved((0, 0), offloaded)
