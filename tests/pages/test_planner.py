@@ -1,6 +1,5 @@
 """The start page's planner, in JavaScript, makes the plans of the library's planner, with the same numbers."""
 
-import argparse
 import importlib.util
 import json
 import math
@@ -18,7 +17,7 @@ from strategies import default
 from offload.base.checks import format_bytes, format_s
 from offload.command_line import plan as command
 from offload.command_line.llama import Rates, Shape, profile_of
-from offload.command_line.main import main
+from offload.command_line.main import main, read_options
 from offload.measuring.profile_layers import learning_schedule, recompute_all
 from offload.observe.spans import LANES
 from offload.planning.link import Link
@@ -380,9 +379,7 @@ def test_presets_reproduce_the_measured_rows(preset, near, seen, measured):
     # One more than the rows: the legend's.
     assert shown.measured == len(rows) + 1 == {"decoder": 19, "llama_8b": 2}[preset] + 1
     assert seen(f"preset={preset}&layers=7").measured == 0
-    parser = argparse.ArgumentParser()
-    command.add_options(parser)
-    asked = parser.parse_args(shown.regions["Command that gives the same answer"].split()[4:])
+    asked = read_options(shown.regions["Command that gives the same answer"].split()[3:])
     names = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "gated", "fused_norms")
     shape = Shape(**{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
     profile = profile_of(shape, asked.batch, asked.tokens, Rates(asked.flops, 4e12), 2 * MIB)
