@@ -155,6 +155,7 @@ def _add_planner(app: Any, page: str, _template: str, _context: object, _doctree
         app.add_css_file("planner.css")
         app.add_js_file(None, body=f"globalThis.offloadMeasured = {json.dumps(planner_rows())};")
         app.add_js_file("planner_core.js")
+        app.add_js_file("planner_plans.js")
         app.add_js_file("planner.js")
 
 

@@ -1,4 +1,4 @@
-// The planner on the start page: controls, drawings and the lines to paste. What it shows comes from planner_core.js.
+// The planner on the start page: controls, drawings and the lines to paste. What it shows comes from planner_core.js and planner_plans.js.
 //
 // It takes the place of the measured curve, which stays where there is no JavaScript. The state is in the address.
 "use strict";

@@ -3,6 +3,7 @@
 
 const { readFileSync } = require("node:fs");
 require("../../docs/_static/planner_core.js");
+require("../../docs/_static/planner_plans.js");
 const planner = globalThis.offloadPlanner;
 
 const numbers = (set) => [...set].sort((a, b) => a - b);

@@ -279,7 +279,8 @@ def test_numbers_are_rounded_and_written_as_python_does():
 PAGE = """<!doctype html><html lang="en"><body><p><img alt="The measured curve." src="budgets.svg"></p>
 <script>addEventListener("error", (event) => {{ document.body.dataset.error = event.message; }});</script>
 <script>globalThis.offloadMeasured = {measured};</script>
-<script src="{static}/planner_core.js"></script><script src="{static}/planner.js"></script>
+<script src="{static}/planner_core.js"></script><script src="{static}/planner_plans.js"></script>
+<script src="{static}/planner.js"></script>
 <script>{script}</script></body></html>"""
 
 
