@@ -196,13 +196,14 @@ def test_a_checkpointed_call_begins_and_ends_around_the_checkpoint(reentrant: bo
     assert layer._gradient_checkpointing_func is function
 
 
-@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_checkpointed_call_that_fails(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_checkpointed_call_that_fails(error: type[BaseException]) -> None:
+    """The error is made here and gone at the end: under torch 2.11 the checkpoint's hooks live as long as the error."""
     layer = ChecksPoint()
     notes: list[str] = []
     with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        layer.error = error
-        with pytest.raises(type(error)):
+        layer.error = error()
+        with pytest.raises(error):
             layer(inputs())
         layer.error = None
         layer(inputs())

@@ -149,7 +149,7 @@ def test_profiling_and_planning_say_what_they_did(regions, terminal, caplog):
     first, last = [line for line in caplog.messages if line.startswith(("profiled", "planned"))]
     assert first.startswith("profiled 4 layers in ")
     assert first.endswith(" KiB")
-    assert last.startswith(f"planned for 1.00 GiB: {made.num_layers} of 4 layers travel, with 0 B; in ")
+    assert last.startswith(f"planned for 1.00 GiB: {made.num_layers} of 4 layers are offloaded, with 0 B; in ")
 
 
 def test_streaming_weights_says_what_moved(caplog):
