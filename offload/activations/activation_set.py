@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
 
 from offload.activations.copies import Reload, Transfers
-from offload.activations.handles import Handle, KeptHandle, MovedHandle, SubclassHandle, Token, unpack
-from offload.activations.joined import Outputs
+from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, SubclassHandle, Token, unpack
 from offload.activations.saved_storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
 from offload.activations.states import OffloadState, next_state
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
-from offload.base.torch_private import next_node, pop_hooks, push_hooks
+from offload.base.torch_private import address_of, next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 _RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
@@ -37,8 +37,6 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
         super().__init__()
         self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
         """What the operation at work has saved, and for which sets."""
-        self.outputs: Outputs = {}
-        """What the layer before has returned, if the next one's input is to be computed again from it."""
         self.stream: Stream | None = None
         """Where its kernels go, which need not be the stream of the operation after it."""
         self.node = -1
@@ -54,8 +52,8 @@ class ActivationSet:
     microbatch has saved so far. A set that ``stays`` never leaves the device.
     """
 
-    _first_goes = True
-    """Whether what it saves first may leave before the operation that saves it is over."""
+    _hook: Callable[[torch.Tensor], SavedHandle] | None = None
+    """The pack hook while the layer runs; ``None`` is :meth:`pack`. It must not outlive forward."""
 
     def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
         self.layer = layer
@@ -85,14 +83,15 @@ class ActivationSet:
 
     def enter(self, inputs: object = None) -> None:
         """The layer's forward begins with ``inputs``, if they are known: autograd hands over what it saves."""
-        push_hooks(self.pack, unpack)
+        push_hooks(self._hook or self.pack, unpack)
+
+    def hook(self, tensor: torch.Tensor) -> SavedHandle:
+        """What the layer's forward saves goes through this hook."""
+        return (self._hook or self.pack)(tensor)
 
     def leave(self, *, failed: bool) -> None:
         """It has ended, or ``failed``; this may be called for a forward that was cut off before :meth:`enter`."""
-        pop_hooks(self.pack)
-
-    def returned(self, output: object) -> None:
-        """The layer has returned ``output``, if somebody says so."""
+        pop_hooks(self._hook or self.pack)
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
@@ -123,7 +122,7 @@ class ActivationSet:
             storage.start_offload()
             self._early.append(storage)
 
-    def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
+    def pack(self, tensor: torch.Tensor, changes: int = 0) -> SavedHandle:
         """The pack hook: a handle for a tensor that autograd saves; ``changes`` as a storage counts them."""
         self.in_graph = True
         token = self.alive or self._new_token()
@@ -147,7 +146,7 @@ class ActivationSet:
         if storage.state is not LEAVING and storage.state is not AWAY:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
             self._await_operation(storage)
-            if self._first_goes and len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
+            if len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
                 # An input of the operation: written before it. Around a checkpoint that is all that the layer saves,
                 # and its copy would only begin when the layer ends.
                 self._end_operation()
@@ -163,7 +162,7 @@ class ActivationSet:
 
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that travels, which moves with this set from now on."""
-        address = tensor.untyped_storage()._cdata
+        address = address_of(tensor.untyped_storage())
         reference = self._known.get(address)
         storage = None if reference is None else reference()
         if storage is None or not storage.same_bytes(tensor, changes):

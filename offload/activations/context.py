@@ -24,6 +24,7 @@ from offload.activations.usage import Usage
 from offload.activations.what_moves import given_tensors
 from offload.base import torch_private, trace
 from offload.base.checks import parse_bytes, warn_caller
+from offload.base.tensors import tensors_in
 from offload.base.torch_private import interpreted
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
@@ -32,7 +33,7 @@ from offload.host.pool import get_host_pool
 from offload.recompute.policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
-Output = TypeVar("Output")
+LayerOutput = TypeVar("LayerOutput")
 
 DEFAULT_MIN_BYTES = 1 << 21
 """From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
@@ -178,9 +179,9 @@ class OffloadContext(ContextDecorator):
             del self._entered[-1:]
             return
         try:
-            opened.leave(failed=failed)
             if opened in selective.opened:
-                selective.opened.remove(opened)
+                selective.opened.remove(opened)  # first: to leave may run the layer again
+            opened.leave(failed=failed)
             self._entered.pop()
             trace.point("other")
             alive = opened.alive if self._round.passes_by(opened.layer) else None
@@ -229,7 +230,7 @@ class OffloadContext(ContextDecorator):
         )
 
     @interpreted
-    def sync(self, output: Output) -> Output:
+    def sync(self, output: LayerOutput) -> LayerOutput:
         """Mark a layer's output, so that the schedule learns when the layer's backward begins.
 
         Args:
@@ -254,8 +255,7 @@ class OffloadContext(ContextDecorator):
             )
         if self._closed is not None:
             opened = self._closed.opened
-            opened.returned(output)
-            nodes = torch_private.before_backward(output, self._first_node, self._closed.begin_backward)
+            nodes = torch_private.before_backward(tensors_in(output), self._first_node, self._closed.begin_backward)
             self._usage.synced(opened.layer, self._closed.microbatch, nodes, counted=self._counts)
             marked = bool(nodes)
             opened.in_graph |= marked and self._closed.alive is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, overload
 import torch
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext, Output
+from offload.activations.context import DEFAULT_MIN_BYTES, LayerOutput, OffloadContext
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, is_int
@@ -25,7 +25,7 @@ from offload.schedule.schedule import Schedule, SynchronizationDict, check_sched
 class SyncFunction(Protocol):
     """Marks a layer's output, and returns it."""
 
-    def __call__(self, output: Output, /) -> Output: ...
+    def __call__(self, output: LayerOutput, /) -> LayerOutput: ...
 
 
 class _Options(TypedDict, total=False):
@@ -63,7 +63,7 @@ class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
     def exit(self, *, failed: bool = False) -> None:
         pass
 
-    def sync(self, output: Output) -> Output:
+    def sync(self, output: LayerOutput) -> LayerOutput:
         return output
 
     def stats(self) -> OffloadStats:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.saved_storage import AWAY, DROPPED, SavedStorage, probing, version_counter
+from offload.activations.saved_storage import AWAY, SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 from offload.base.tensors import Geometry, geometry_of, look_into
+from offload.base.torch_private import keeps_graph
+from offload.recompute.run_again import Frame
 
 
 class Token:
@@ -34,17 +36,15 @@ def bring_back(storage: SavedStorage, token: Token) -> torch.UntypedStorage:
     """Device memory that holds a storage's bytes, ready for the current stream."""
     if storage.state is AWAY:
         token.reload_late(storage)
-    elif storage.state is DROPPED:
-        storage.make_again()
     reload = storage.reload
     if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
         storage.wait_for(reload)
         token.mark_read()
-    # Only a storage that is AWAY or DROPPED has no device memory, and that was brought back above.
+    # Only a storage that is AWAY has no device memory, and that was brought back above.
     return storage.memory  # type: ignore[return-value]
 
 
-class Handle:
+class SavedHandle:
     """A saved tensor, with its version when it was saved, and a tensor that tells its version now."""
 
     token: Token
@@ -71,7 +71,7 @@ class Handle:
             )
 
 
-class KeptHandle(Handle):
+class KeptHandle(SavedHandle):
     """A saved tensor that stays where it is."""
 
     def __init__(self, tensor: torch.Tensor, token: Token) -> None:
@@ -87,7 +87,7 @@ class KeptHandle(Handle):
         return tensor
 
 
-class MovedHandle(Handle):
+class MovedHandle(SavedHandle):
     """A saved tensor whose storage travels, and how the tensor looks into it."""
 
     view: torch.Tensor | None = None
@@ -118,13 +118,42 @@ class MovedHandle(Handle):
         yield self.storage
 
 
-class SubclassHandle(Handle):
+class DroppedHandle(SavedHandle):
+    """A saved tensor that was dropped, by its number among those of its layer; or that is held until it is dropped."""
+
+    kept: SavedHandle | None = None
+    """What holds it, if it was not dropped."""
+    view: torch.Tensor | None = None
+    """The tensor, once it was recomputed."""
+
+    def __init__(self, frame: Frame, number: int, token: Token) -> None:
+        self.frame = frame
+        self.number = number
+        self.token = token
+
+    def unpack(self) -> torch.Tensor:
+        if self.kept is not None:
+            self.frame.asked = self.frame.asked or self.frame.open
+            return self.kept.unpack()
+        if self.view is not None:
+            return self.view
+        tensor = self.frame.tensor(self.number)
+        if not keeps_graph():  # else it would be there until the graph goes
+            self.view = tensor
+        return tensor
+
+    def storages(self) -> Iterator[SavedStorage]:
+        if self.kept is not None:
+            yield from self.kept.storages()
+
+
+class SubclassHandle(SavedHandle):
     """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
 
     Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
     """
 
-    def __init__(self, tensor: torch.Tensor, token: Token, inner: list[Handle], rebuild: Rebuild) -> None:
+    def __init__(self, tensor: torch.Tensor, token: Token, inner: list[SavedHandle], rebuild: Rebuild) -> None:
         self.token = token
         self.version = tensor._version
         self.versions = version_counter(tensor)

@@ -1,343 +1,350 @@
-"""The activation set of a layer whose regions are treated each in its own way: kept, offloaded, or computed again.
+"""The activation set of a layer with a policy for each region: what is saved is kept, offloaded or dropped by number.
 
-What is saved is matched with what was computed. A storage is dropped, kept or left to travel when the operation that
-saved it is over. What is to be computed again for the first time waits for the forward's end: it is computed once, and
-compared. In a layer's first forward so does everything.
+A layer's first forward with each kind of input is learned, and the layer is run again at once: every saved tensor is
+compared bit by bit. From then on, forward runs under hooks on saved tensors alone.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Container
-from functools import partial
+from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.activations.activation_set import ActivationSet
-from offload.activations.handles import Handle, MovedHandle
-from offload.activations.joined import EarlierLayer, Memory, earlier_layer, memory_of, outputs_of
-from offload.activations.keeper import Keeper
-from offload.activations.saved_storage import COMPLETE, DROPPED, WRITTEN, SavedStorage, version_counter
-from offload.activations.states import OffloadState
+from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import decide
-from offload.base.tensors import geometry_of
-from offload.base.torch_private import counting_versions, leave_modes, next_node
+from offload.base.layer_events import LayerListener, Turn, listeners_on
+from offload.base.torch_private import (
+    address_of,
+    is_compiled,
+    leave_modes,
+    next_node,
+    without_modes,
+)
 from offload.device.capture import CaptureError
-from offload.recompute.costs import RegionProfile
+from offload.recompute.learn import Learn, SavedTensor
+from offload.recompute.list_regions import list_regions
 from offload.recompute.modules import ModuleNames
-from offload.recompute.policies import KEEP, RECOMPUTE, SOURCE, LayerPolicies, Region, region_of
-from offload.recompute.proof import Original, calls_for, differing, seconds_of
-from offload.recompute.record import Value
-from offload.recompute.recorder import Recorder
-from offload.recompute.replay import make_again, make_meanwhile
+from offload.recompute.policies import KEEP, RECOMPUTE, LayerPolicies, Way, names_of
+from offload.recompute.prove import prove_all, prove_hand_over
+from offload.recompute.random import states_of
+from offload.recompute.run_again import Frame, take_apart
+from offload.recompute.state import LayerState, contents_of
 
 _logger = logging.getLogger(__name__)
 
-_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_MODES |= torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+MOST_FAILURES = 3
+"""From so many times on, a layer that takes another way each time is recomputed as a whole or not at all."""
 
 
 class RegionSet(ActivationSet):
-    """What one layer of one microbatch saved, and what of it is computed again.
+    """What one layer of one microbatch saved, by the policies of the layer's regions.
 
     Args:
         args: As an :class:`ActivationSet` takes them.
         policies: What happens to the layer's regions.
-        stays: Whether the set never leaves the device.
+        stays: Whether the set is never offloaded.
     """
-
-    _first_goes = False  # only after it is packed is it known what it is
 
     def __init__(self, *args: Any, policies: LayerPolicies, stays: bool) -> None:
         super().__init__(*args, stays=stays)
         self._policies = policies
-        self._over: tuple[Recorder, Memory] | None = None
-        """What has seen a forward that is over, and what a first one was given, until the layer's output is known."""
-        self._recorder: Recorder | None = None
-        """Sees the layer's forward, while that runs."""
-        self._values: dict[int, Value] = {}
-        """What is in saved storages, by the storage's address."""
-        # Storages, handles and values weakly, here and below: the graph owns them, and lets them go meanwhile.
-        self._dropping: list[tuple[weakref.ref[SavedStorage], Value]] = []
-        """Those that are to be dropped when their operation is over, and what is in them."""
-        self._handles: dict[Value, weakref.ref[MovedHandle]] = {}
-        """The last handle of what a value holds: another operation often saves the very same tensor."""
-        self._waiting: list[tuple[weakref.ref[SavedStorage], Value]] = []
-        """What a first forward has saved: all of that is treated at its end."""
-        self._sources: list[Value] = []
-        """What the layer was given, as far as it may travel."""
-        self._dropped: list[weakref.ref[Value]] = []
-        self._from_before: Value | None = None
-        """Of a layer that is measured: its input, if the layer before can compute it again."""
+        self._key: Hashable = None
+        self._way: Way | None = None
+        self._frame: Frame | None = None
+        self._learn: Learn | None = None
+        self._held: list[DroppedHandle] = []
+        """Handles that hold their tensors until the layer has been run again and compared, by number."""
+        self._originals: list[torch.Tensor] = []
+        self._number = 0
+        self._first_node = 0
+        self._contents: Any = None
 
     def enter(self, inputs: object = None) -> None:
-        leave_modes(Recorder)  # of a forward that an interrupt has kept from leaving it
-        self._begin_learning()
-        learned = self._policies.learned
-        modules = ModuleNames(None if learned else self._policies.layer)
-        wanted = not learned or self._policies.unsaved
-        self._recorder = Recorder(self.given, partial(self.made, modules) if wanted else None)
-        self._recorder.__enter__()
-        super().enter()
+        layer = self._policies.layer
+        leave_modes(Learn)  # of a forward that an interrupt has kept from leaving it
+        if layer is not None and inputs is not None:
+            self._begin(layer, inputs)
+        super().enter(inputs)
 
-    def _begin_learning(self) -> None:
-        """A first forward begins, if it does; nothing can be compared while a CUDA graph is captured."""
-        if self._policies.learned:
+    def _begin(self, layer: nn.Module, inputs: Any) -> None:
+        policies, backend = self._policies, self.transfers.backend
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = list(policies.kind_of_layer(layer))
+
+        def take(tensor: torch.Tensor) -> int:
+            for number, known in enumerate(tensors):
+                if known is tensor:
+                    return number
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        placed = (take_apart(inputs[0], take, key), take_apart(inputs[1], take, key))
+        key += [torch.is_autocast_enabled(backend.device.type)]
+        self._key = tuple(key)
+        way = self._way = policies.ways.get(self._key)
+        if way is not None and backend.capturing:
+            way = self._way = self._captured(way)
+        if way is not None and not way.replay.run.dropped:
+            self._hook = self._pack_by_number
+            self._first_node = next_node()
             return
-        if self.transfers.backend.capturing:
+        if way is None and backend.capturing:
             raise CaptureError(
                 f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
-                "computed again; warm up with a step before the capture."
+                "recomputed; warm up with a step before the capture."
             )
-        self._policies.begin()
+        held = [(self._hold(tensor), tensor.requires_grad) for tensor in tensors]
+        state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
+        generators = () if way is None else way.trace.generators
+        random = {} if backend.capturing else states_of(generators, [backend.device])
+        frame = self._frame = Frame(layer, placed, held, state, backend.device, random)
+        if way is None:
+            self._begin_learning(layer, inputs, tensors, state)
+        else:
+            frame.replay = way.replay
+            frame.constants = [(counter, counter._version) for counter in way.trace.constants.values()]
+            self._hook = self._pack_by_number if way.proven else self._pack_to_prove
+        self._first_node = next_node()
+
+    def _captured(self, way: Way) -> Way:
+        """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
+        if not way.draws_unseen and not any(step.draws for step in way.trace.steps):
+            return way
+        if way.captured is None:
+            captured = way.captured = Way(way.trace, way.state, way.names)
+            captured.forced, captured.hands_over = way.forced, way.hands_over
+            # The capture has the host memory that its warm-up needed: what was recomputed there is kept here.
+            captured.instead = KEEP
+            captured.reason = "its random numbers are drawn unseen" if way.draws_unseen else way.reason
+            captured.settle(self._policies, draws=False)
+            captured.proven = True
+        return way.captured
+
+    def _hold(self, tensor: torch.Tensor) -> SavedHandle:
+        """An input, which the second run needs: offloaded with the set if another layer has computed it."""
+        offloads = self._policies.source is not KEEP and tensor.grad_fn is not None
+        if offloads and isinstance(decide(tensor, self._rules), type):
+            return self.pack(tensor)
+        return KeptHandle(tensor, self.alive or self._new_token())
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
-        recorder, self._recorder = self._recorder, None
-        self._known.outputs = {}
-        if recorder is None:
+        leave_modes(Learn)
+        frame, learn, way = self._frame, self._learn, self._way
+        held, originals = self._held, self._originals
+        self._frame = self._learn = self._way = None
+        self._held, self._originals, self._hook = [], [], None
+        if frame is not None:
+            frame.open = False
+        if failed or frame is None:
             return
-        leave_modes(Recorder)
-        self._end_operation()
-        if self._policies.joins and not failed:
-            self._over = recorder, {} if self._policies.proven_outputs else memory_of(self._sources)
-        first = not self._policies.learned
-        if (first or self._waiting) and not (failed or self.transfers.backend.capturing):
-            self._learn()
-        for reference, value in self._waiting:
-            storage = reference()
-            if storage is not None and self._moves(storage, value):
-                super()._follow(storage)
-        for dropped in self._dropped:
-            wanted = dropped()
-            if wanted is not None and wanted.call is not None and wanted.uses:
-                wanted.call.need()
-        for number, source in enumerate(self._sources):
-            if source.uses and source.given is not None:
-                self._keep(source.given, source)
-                self._policies.sources_read.add(number)
-        self._end_operation()
-        self._waiting, self._sources, self._dropped = [], [], []
-        self._values, self._handles, self._from_before = {}, {}, None
+        if learn is not None:
+            way = self._finish_learning(frame, learn, originals)
+        elif way is not None and not way.proven:
+            self._prove(frame, way, originals)
+        if way is not None and held:
+            self._settle(frame, way, held, originals)
 
-    def returned(self, output: object) -> None:
-        over, self._over = self._over, None
-        if over:
-            self._known.outputs = outputs_of(output, self._policies, self.transfers.backend, *over)
-
-    def pack(self, tensor: torch.Tensor, changes: int = 0) -> Handle:
-        recorder = self._recorder
-        if recorder is None or type(tensor) is not torch.Tensor:
-            return super().pack(tensor, changes)
-        if (self._dropping or self._known.operation) and next_node() != self._known.node:
+    def _pack_by_number(self, tensor: torch.Tensor) -> SavedHandle:
+        """The pack hook of a layer that was learned."""
+        way, frame, number, now = self._way, self._frame, self._number, next_node()
+        self._number = number + 1
+        if way is None:
+            return self.pack(tensor)
+        if self._known.operation and now != self._known.node:
             self._end_operation()
-        value = None if changes or tensor.layout is not torch.strided else recorder.holds(tensor)
-        if value is not None and self._policies.drops(value):
-            handle = self._pack_to_drop(tensor, value)
-            if handle is not None:
-                return handle
-        with torch._C._ExcludeDispatchKeyGuard(_MODES):  # what is done to it here is not the layer's doing
-            packed = super().pack(tensor, changes)
-        if type(packed) is MovedHandle and self._values.get(packed.storage.original) is not (
-            held := recorder.read(tensor)
-        ):
-            self._values[packed.storage.original] = held
-            if held.keeper is None and (packed.storage.state is WRITTEN or held.call is None):
-                # Else the storage may hold what was there before a write that its version does not tell.
-                held.keeper = Keeper(packed.storage, packed.token, packed.version, packed.versions)
-        return packed
-
-    def _pack_to_drop(self, tensor: torch.Tensor, value: Value) -> MovedHandle | None:
-        """The same, in fewer steps, of what is to be dropped when the operation is over; ``None`` if it is not."""
-        as_made = value.tensor is not None and value.tensor() is tensor
-        reference = self._handles.get(value) if as_made else None
-        handle = None if reference is None else reference()
-        if handle is None or handle.version != tensor._version or handle.storage.state not in (WRITTEN, DROPPED):
-            maker = decide(tensor, self._rules)
-            if not isinstance(maker, type):
-                return None
-            with torch._C._ExcludeDispatchKeyGuard(_MODES):
-                storage = self._storage_of(tensor, maker, 0)
-                if storage.state is not WRITTEN and storage.state is not DROPPED:
-                    return None
-                if as_made and value.geometry is None:
-                    value.geometry = geometry_of(tensor)
-                token = self.alive or self._new_token()
-                handle = MovedHandle(tensor, token, storage, value.geometry if as_made else None)
-            if storage.state is WRITTEN:
-                if not (self._dropping or self._known.operation):
-                    self._known.node, self._known.stream = next_node(), self._compute_stream
-                self._dropping.append((weakref.ref(storage), value))
-            self._handles[value] = weakref.ref(handle)
+        if frame is None:
+            return self._pack_undropped(tensor, way, number)
+        node = 0 if frame.blind else now - self._first_node
+        frame.nodes.append(node)
+        if frame.strange:
+            return self._keep(tensor)
+        if number < way.limit and node == way.nodes[number] and tensor.shape == way.shapes[number]:
+            policy = way.policies[number] if way.movable[number] else KEEP
+        elif number >= way.limit and way.trace.zone >= 0:
+            policy = way.rest if isinstance(decide(tensor, self._rules), type) else KEEP
+        else:
+            self._take_another_way()
+            return self._keep(tensor)
+        if policy is RECOMPUTE:
+            frame.dropped[number] = tensor.shape, tensor.dtype
             self.in_graph = True
-        handle.storage.tensors += 1
-        if self.state is not OffloadState.RESIDENT:
-            self.transfers.counters.offloaded_tensors += 1
+            return DroppedHandle(frame, number, self.alive or self._new_token())
+        handle = self._keep(tensor) if policy is KEEP else self.pack(tensor)
+        if number in frame.replay.numbers:
+            frame.kept[number] = handle
         return handle
 
-    def _end_operation(self) -> None:
-        dropping, self._dropping = self._dropping, []
-        for reference, value in dropping:
-            storage = reference()
-            if storage is not None and storage.layer == self.layer and not self._drop(storage, value):
-                self._values[storage.original] = value
-                self._await_operation(storage)
-        if self._known.operation:
-            with torch._C._ExcludeDispatchKeyGuard(_MODES):  # copies begin, which is not the layer's doing
-                super()._end_operation()
+    def _pack_undropped(self, tensor: torch.Tensor, way: Way, number: int) -> SavedHandle:
+        """The same where nothing is dropped: the layer is not run again."""
+        keeps = number < way.limit and tensor.shape == way.shapes[number] and way.policies[number] is KEEP
+        return self._keep(tensor) if keeps else self.pack(tensor)
 
-    def _drop(self, storage: SavedStorage, value: Value) -> bool:
-        """Drop a storage, if it can be; whether it was."""
-        if value.empty or value.overwritten or (storage.state is not WRITTEN and storage.state is not COMPLETE):
-            return False  # not yet written, not there any more, on its way already, or dropped
-        value.uses += 1
-        storage.drop(partial(_again, weakref.ref(self), value))  # weakly: the set must not outlive its handles
-        self._dropped.append(weakref.ref(value))
-        return True
+    def _keep(self, tensor: torch.Tensor) -> SavedHandle:
+        self.in_graph = True
+        return KeptHandle(tensor, self.alive or self._new_token())
 
-    def _follow(self, storage: SavedStorage) -> None:
-        value = self._values.get(storage.original)  # it stays there: one operation may save a storage several times
-        if value is None:
-            super()._follow(storage)
-        elif not self._policies.learned or self._policies.awaits_proof(region_of(value)):
-            self._waiting.append((weakref.ref(storage), value))
-        elif self._moves(storage, value):
-            super()._follow(storage)
+    def _take_another_way(self) -> None:
+        """This forward is not the one that was learned: what it saves from here on is kept, and the next is learned."""
+        if self._frame is not None:
+            self._frame.strange = True
+        self._policies.forget(self._key)
 
-    def _moves(self, storage: SavedStorage, value: Value) -> bool:
-        """Drop a storage if that is its policy; whether it is left to move with the set."""
-        if isinstance(value.keeper, EarlierLayer):
-            return not (value.hold() and self._drop(storage, value))
-        if self._policies.drops(value) and not value.empty and not value.overwritten:
-            self._drop(storage, value)
-            return False
-        region = region_of(value)
-        # A captured step has the host memory that its warm-up has needed: what was recomputed there stays here.
-        if value.drawn or (self.transfers.backend.capturing and self._policies.awaits_proof(region)):
-            return False
-        return self._policies.of(region) is not KEEP
+    # Learning.
 
-    def given(self, tensor: torch.Tensor, value: Value) -> None:
-        """The layer has read a source."""
-        if self._policies.joined and self._known.outputs:
-            with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
-                value.keeper = earlier_layer(tensor, self._known.outputs, self._policies)
-            if value.keeper is not None and self._policies.measures and not self._policies.learned:
-                self._from_before, value.keeper = value, None
-        if value.drawn or not isinstance(decide(tensor, self._rules), type):
-            return
-        if len(self._sources) in self._policies.sources_read and value.given is not None and value.keeper is None:
-            # At the forward's end its copy would be the last, which the release waits for, and the first to come back,
-            # although backward asks for it last.
-            with torch._C._ExcludeDispatchKeyGuard(_MODES), counting_versions():
-                self._keep(value.given, value)
-        self._sources.append(value)
+    def _begin_learning(self, layer: nn.Module, inputs: Any, tensors: list[torch.Tensor], state: LayerState) -> None:
+        clones: dict[int, torch.Tensor] = {}
 
-    def made(self, modules: ModuleNames, tensor: torch.Tensor, value: Value, new: bool) -> None:
-        """The layer has computed a value."""
-        region = region_of(value)
-        if region is None:
-            return
-        if not self._policies.learned:
-            self._policies.name(region, modules.current())
-        elif new and region in self._policies.unsaved:
-            with counting_versions():
-                self._keep(tensor, value)
+        def before_write(tensor: torch.Tensor) -> None:
+            if tensor.untyped_storage().nbytes() <= 1 << 20:
+                clones[address_of(tensor.untyped_storage())] = tensor.detach().clone()
 
-    def _keep(self, tensor: torch.Tensor, value: Value) -> None:
-        """Keep in the set what recomputation reads, and autograd does not save."""
-        maker = decide(tensor, self._rules)
-        if not isinstance(maker, type) or tensor.is_inference():
-            return
-        if (self._dropping or self._known.operation) and next_node() != self._known.node:
-            self._end_operation()
-        storage = self._storage_of(tensor, maker, 0)
-        self._values[storage.original] = value
-        self._await_operation(storage)
-        value.keeper = Keeper(storage, self.alive or self._new_token(), tensor._version, version_counter(tensor))
-        value.hold()  # no handle does
+        backend = self.transfers.backend
+        clock = backend.mark if self._policies.measures else None
+        names = ModuleNames(layer)
+        learn = Learn(names, [*tensors, *state.tensors()], clock=clock, before_write=before_write)
+        learn.trace.given = [learn.number_of(tensor, 0) for tensor in tensors if type(tensor) is torch.Tensor]
+        self._contents = contents_of(inputs), state.contents(), clones, inputs
+        self._learn = learn
+        state.begin_learning()
+        self._hook = self._pack_to_learn
+        if not is_compiled(layer):  # what a compiled layer computes is not to be seen: it is recomputed as a whole
+            learn.__enter__()
 
-    def _learn(self) -> None:
-        """Prove what is to be computed again, and measure what it costs if that is asked for."""
-        policies = self._policies
-        there = {id(value): storage for reference, value in self._waiting if (storage := reference()) is not None}
-        saved = [value for _, value in self._waiting if id(value) in there]
-        made = [value for value in saved if value.call is not None and not value.empty and not value.overwritten]
+    def _pack_to_learn(self, tensor: torch.Tensor) -> SavedHandle:
+        learn, frame = self._learn, self._frame
+        if learn is None or frame is None:
+            return self.pack(tensor)
+        with without_modes():
+            trace = learn.trace
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            time = len(trace.steps)
+            trace.saved.append(
+                SavedTensor(
+                    learn.number_of(tensor, time) if plain or type(tensor) is nn.Parameter else None,
+                    time,
+                    frame.node(self._first_node),
+                    tensor.shape,
+                    tensor.dtype,
+                    plain and isinstance(decide(tensor, self._rules), type),
+                )
+            )
+            return self._hold_saved(tensor)
 
-        def original(value: Value) -> torch.UntypedStorage | None:
-            if value.overwritten:
-                return None
-            if id(value) in there:
-                return there[id(value)].memory
-            return None if value.keeper is None else value.keeper.here()
+    def _pack_to_prove(self, tensor: torch.Tensor) -> SavedHandle:
+        """The pack hook of a forward whose second run is compared with it."""
+        return self._hold_saved(tensor)
 
-        lists_all = policies.lists_all and not policies.learned
-        wanted = made if lists_all else [v for v in made if policies.of(region_of(v)) is RECOMPUTE]
-        for value in differing(wanted, original):
-            region = region_of(value)
-            if region is not None:
-                policies.differs(region)
-                _logger.info("%s comes out with other bits when it is computed again: kept", policies.names[region])
-        policies.proven |= {region for region in map(region_of, wanted) if region is not None}
-        policies.unsaved |= self._unsaved(wanted, there)
-        if not policies.learned:
-            if lists_all:
-                self._list(saved, original)
-                policies.joined = policies.joins = False
+    def _hold_saved(self, tensor: torch.Tensor) -> SavedHandle:
+        if self._frame is None:
+            return self.pack(tensor)
+        self._frame.nodes.append(self._frame.node(self._first_node))
+        handle = DroppedHandle(self._frame, len(self._held), self.alive or self._new_token())
+        handle.kept = KeptHandle(tensor, handle.token)
+        self.in_graph = True
+        self._held.append(handle)
+        self._originals.append(tensor if tensor.is_leaf else tensor.detach())
+        return handle
+
+    def _finish_learning(self, frame: Frame, learn: Learn, originals: list[torch.Tensor]) -> Way:
+        policies, backend, trace, state = self._policies, self.transfers.backend, learn.trace, frame.state
+        given, attributes, clones, inputs = self._contents
+        self._contents = None
+        if policies.failures[self._key] >= MOST_FAILURES:
+            trace.zone = 0
+        way = Way(trace, state, names_of(trace))
+        way.reason = _changed_argument(given, contents_of(inputs), inputs)
+        if frame.asked:
+            way.reason = "forward computes gradients of its own"
+        if attributes != state.contents():
+            way.reason = "forward changes what an attribute holds"
+        way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen)
+        if way.reason is None and set(trace.written) & set(trace.given):
+            way.reason = "forward writes into an input"
+        if way.reason is None and len(trace.written) > len(clones):
+            way.reason = "forward writes into a large tensor from outside"
+        drew = any(not torch.equal(before, generator.get_state()) for generator, before in frame.random.items())
+        way.draws_unseen = drew and not any(step.draws for step in trace.steps)
+        seconds = [0.0] * len(trace.steps)
+        forward_s = 0.0
+        if policies.wants_proof and way.reason is None:
+            marks = prove_all(frame, way, learn, originals, backend if policies.measures else None)
+            if marks:
+                seconds, forward_s = marks
+        if way.again and policies.failures[self._key] < MOST_FAILURES:
+            policies.failures[self._key] += 1
+            frame.strange = True
+            return way
+        if way.reason is not None:
+            self._say(f"layer {self.layer} ({type(frame.layer).__name__}) is never recomputed: {way.reason}")
+        if policies.measures or policies.planned is not None:
+            policies.costs = list_regions(way, seconds, forward_s)
             policies.follow_plan()
-            policies.learned = True
-        policies.settle()
+        way.settle(policies)
+        policies.add(self._key, way)
+        for name in way.names_of(way.forced):
+            self._say(f"{name} comes out with other bits when it is recomputed: it is not")
+        frame.replay = way.replay
+        frame.constants = [(counter, counter._version) for counter in trace.constants.values()]
+        self._prove(frame, way, originals)
+        return way
 
-    def _unsaved(self, wanted: list[Value], saved: Container[int]) -> set[Region]:
-        """What recomputation reads of what is to be kept, and autograd does not save by itself."""
-        of = self._policies.of
+    def _say(self, line: str) -> None:
+        if line not in self._policies.said:
+            self._policies.said.add(line)
+            _logger.info("%s", line)
 
-        def is_kept(value: Value) -> bool:
-            return value.call is not None and not value.overwritten and of(region_of(value)) is not RECOMPUTE
+    def _prove(self, frame: Frame, way: Way, originals: list[torch.Tensor]) -> None:
+        """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations."""
+        same = len(originals) == len(way.nodes) or way.trace.zone >= 0
+        same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
+        if not same:
+            self._policies.forget(self._key)
+            frame.strange = True
+            return
+        if way.replay.hands_over and not prove_hand_over(frame, way, originals):
+            way.hands_over = False
+            way.forced |= way.differing
+            way.settle(self._policies)
+            frame.replay = way.replay
+            self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
+        way.proven = True
 
-        again = [value for value in wanted if of(region_of(value)) is RECOMPUTE]
-        read = (value for call in calls_for(again, is_kept) for value in call.reads)
-        regions = (region_of(value) for value in read if id(value) not in saved and is_kept(value))
-        return {region for region in regions if region is not None}
-
-    def _list(self, saved: list[Value], original: Original) -> None:
-        """List the regions with what each costs: those that autograd saves, and all that lead to them."""
-        policies = self._policies
-        calls = calls_for(saved, lambda _: False)
-        seconds = seconds_of(calls, original, self.transfers.backend) if policies.measures else [0.0] * len(calls)
-        kept = {id(value) for value in saved}
-        numbers: dict[int, int] = {}
-        costs: list[RegionProfile] = []
-
-        def add(value: Value, region: Region | None, took_s: float, reads: tuple[int, ...], first: int | None) -> None:
-            numbers[id(value)] = len(costs)
-            policies.order.append(region)
-            name = SOURCE if region is None else policies.names[region]
-            again = region is not None and region not in policies.differing and not value.empty
-            saved_too = id(value) in kept
-            costs.append(RegionProfile(name, value.nbytes, took_s, reads, saved_too, again, first))
-
-        for value in {id(value): value for value in [*self._sources, *saved] if value.call is None}.values():
-            add(value, None, 0.0, (), None)
-        for call, took_s in zip(calls, seconds, strict=True):
-            reads = tuple(sorted(numbers[id(value)] for value in call.reads if id(value) in numbers))
-            first: int | None = None
-            for value in filter(None, (reference() for reference in call.makes)):
-                add(value, region_of(value), took_s if first is None else 0.0, reads, first)
-                first = numbers[id(value)] if first is None else first
-        policies.costs = tuple(costs)
+    def _settle(self, frame: Frame, way: Way, held: list[DroppedHandle], originals: list[torch.Tensor]) -> None:
+        """Drop, keep or offload what was held until now, as the policies say."""
+        for number, (handle, tensor) in enumerate(zip(held, originals, strict=True)):
+            if frame.strange:
+                continue
+            if number < way.limit:
+                policy = way.policies[number]
+            else:
+                policy = way.rest if isinstance(decide(tensor, self._rules), type) else KEEP
+            if policy is RECOMPUTE:
+                frame.dropped[number] = tensor.shape, tensor.dtype
+                handle.kept = None
+                continue
+            if policy is not KEEP:
+                handle.kept = self.pack(tensor)
+            if number in frame.replay.numbers and handle.kept is not None:
+                frame.kept[number] = handle.kept
+        originals.clear()
 
 
-def _again(layer: weakref.ref[RegionSet], value: Value) -> torch.UntypedStorage:
-    """The bytes of a dropped storage, made again; called once."""
-    opened = layer()
-    if opened is not None and opened._recorder is not None:  # the layer computes gradients itself
-        with torch._C._ExcludeDispatchKeyGuard(_MODES):
-            memory = make_meanwhile(value)
-        value.uses -= 1
-    else:
-        memory = make_again(value)
-        value.used()
-    return memory
+def _changed_argument(before: Any, after: Any, inputs: Any) -> str | None:
+    """Whether forward changes what an argument holds, as layers with a cache of keys and values do."""
+    if before == after:
+        return None
+    names = [str(name) for name, value in inputs[1].items() if name in ("past_key_values", "past_key_value", "cache")]
+    hint = "; pass use_cache=False" if names else ""
+    return f"forward changes what an argument holds{f' ({names[0]})' if names else ''}{hint}"
+
+
+def _is_gathered(layer: nn.Module) -> bool:
+    """Whether the layer's parameters are brought for each run, by streaming or by FSDP."""
+    if any(kind.__name__ == "FSDPModule" for module in layer.modules() for kind in type(module).__mro__):
+        return True
+    return any(listener.turn is Turn.WEIGHTS for listener in listeners_on(layer, LayerListener))

@@ -10,7 +10,6 @@ from offload.activations.copies import Transfers
 from offload.activations.region_set import RegionSet
 from offload.activations.states import OffloadState
 from offload.activations.what_moves import Rules
-from offload.activations.whole_set import WholeSet
 from offload.base import trace
 from offload.recompute.policies import LayerPolicies
 from offload.schedule.points import Point, backward, forward
@@ -83,8 +82,7 @@ class Round:
         parts = (layer, self.transfers, rules, self._known)
         policies = self._policies_of(layer) if self._policies_of else None
         if policies is not None:
-            kind = WholeSet if policies.whole else RegionSet
-            opened: ActivationSet = kind(*parts, stays=stays, policies=policies)
+            opened: ActivationSet = RegionSet(*parts, stays=stays, policies=policies)
         else:
             opened = ActivationSet(*parts, stays=stays)
         self.sets[layer] = opened

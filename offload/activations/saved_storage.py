@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -56,15 +55,12 @@ class StorageState(Enum):
     """The host buffer holds them, and the device memory was let go."""
     BACK = "back"
     """New device memory holds them when the copy that is queued is done, and the host buffer went back to the pool."""
-    DROPPED = "dropped"
-    """Nobody holds them: they are computed again when backward asks."""
     GIVEN_UP = "given up"
     """The program has resized its memory, which holds what the program puts there. They do not move any more."""
 
 
-WRITTEN, COMPLETE = StorageState.WRITTEN, StorageState.COMPLETE
-LEAVING, AWAY, BACK = StorageState.LEAVING, StorageState.AWAY, StorageState.BACK
-DROPPED, GIVEN_UP = StorageState.DROPPED, StorageState.GIVEN_UP
+WRITTEN, COMPLETE, LEAVING = StorageState.WRITTEN, StorageState.COMPLETE, StorageState.LEAVING
+AWAY, BACK, GIVEN_UP = StorageState.AWAY, StorageState.BACK, StorageState.GIVEN_UP
 
 
 class SavedStorage:
@@ -85,8 +81,6 @@ class SavedStorage:
     """The copies to the host that the one into ``host`` came with."""
     ready: Event | None = None
     """After it the device memory holds the bytes; ``None`` while the operation may write them, and for what stays."""
-    again: Callable[[], torch.UntypedStorage] | None = None
-    """What computes the bytes again while it is DROPPED."""
     tensors = 0
     """Saved tensors that look into it."""
 
@@ -138,29 +132,6 @@ class SavedStorage:
         elif self.ready is None:
             self.ready = ready
 
-    def drop(self, again: Callable[[], torch.UntypedStorage]) -> None:
-        """To DROPPED: let the device memory go; ``again`` computes what it holds into other memory.
-
-        From COMPLETE, or from WRITTEN when the operation that saved it is over: without an event, as nobody reads it.
-        """
-        if self.state is COMPLETE or self.state is WRITTEN:
-            self.again = again
-            self._let_memory_go(DROPPED)
-
-    def make_again(self) -> None:
-        """DROPPED to BACK: compute it again, on the current stream."""
-        with self.transfers.lock:  # another thread may ask for it too
-            again = self.again
-            if self.state is not DROPPED or again is None:
-                return
-            memory = again()
-            backend = self.transfers.backend
-            compute = backend.compute_stream()
-            reload = Reload(None, compute, backend.compute_stream_id())
-            reload.awaited_by = reload.home
-            self.reload = reload
-            self.state, self.memory, self.again = BACK, memory, None
-
     def start_offload(self) -> None:
         """COMPLETE or BACK to LEAVING: queue the copy to the host. Without room there, all stays as it is."""
         if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None:
@@ -207,10 +178,6 @@ class SavedStorage:
     def move_with(self, layer: int, tensor: torch.Tensor, *, stays: bool) -> None:
         """Belong to a later layer from now on, which saves the storage once more, as ``tensor``."""
         self.layer, self.stays = layer, stays
-        if self.state is DROPPED:
-            # DROPPED to WRITTEN: as it is saved once more, its memory is still there. It is not computed again for that
-            # layer, whose backward comes when what it is computed from may not have come back.
-            self.state, self.memory, self.again = WRITTEN, tensor.untyped_storage(), None
         if self.state is AWAY:
             # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
             self.state, self.memory = LEAVING, tensor.untyped_storage()
@@ -228,7 +195,7 @@ class SavedStorage:
         with transfers.lock:
             if self.state is GIVEN_UP or self.reload is not None:
                 return  # backward has begun, with memory of its own
-            if self.state is AWAY or self.state is DROPPED:
+            if self.state is AWAY:
                 self.memory = memory
             elif self.state is LEAVING and self.batch is not None:
                 # The memory is free for compute's next operation; the copy may still read it.

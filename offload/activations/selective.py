@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.activations.handles import Handle
+from offload.activations.handles import SavedHandle
 from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
 from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once
@@ -51,7 +51,7 @@ class _Listener:
             return None
         with counting_versions():
             packed = opened[-1].pack(result)
-        return packed.unpack if isinstance(packed, Handle) else None
+        return packed.unpack if isinstance(packed, SavedHandle) else None
 
     def see(self, arguments: Sequence[object]) -> None:
         if opened:

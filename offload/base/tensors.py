@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +66,21 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
             elif isinstance(item, _SEQUENCES):
                 found += tensors_of(item)
     return found
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:

@@ -1,23 +1,19 @@
 """Every private name of PyTorch that the library uses, and every change that the library makes to PyTorch.
 
-No other file uses private names, except for two attributes of tensors that PyTorch's documentation describes:
-``_version``, which counts changes in place, and ``_base``, the tensor that a view looks into. A function that the
+No other file uses private names, except for the documented ``_version`` and ``_base`` of tensors. A function that the
 installed PyTorch lacks raises :class:`RuntimeError`, which names the version, when it is called for the first time.
-
-``import offload`` changes nothing in PyTorch. The first layer that is offloaded, or that a part of the library attaches
-to, calls :func:`patch_once` and :func:`leave_to_interpreter`.
+``import offload`` changes nothing: the first layer that is offloaded calls :func:`patch_once`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import MethodType
@@ -121,22 +117,7 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
         push_hooks(*left)
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def before_backward(output: object, first_node: int, begin: Callable[[Any], None]) -> list[Any]:
+def before_backward(output: Iterable[torch.Tensor], first_node: int, begin: Callable[[Any], None]) -> list[Any]:
     """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; returns these nodes.
 
     The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only returns
@@ -144,7 +125,7 @@ def before_backward(output: object, first_node: int, begin: Callable[[Any], None
     """
     nodes = {
         tensor.grad_fn: None
-        for tensor in tensors_in(output)
+        for tensor in output
         if tensor.grad_fn is not None and node_number(tensor.grad_fn) >= first_node
     }
     for node in nodes:
@@ -183,6 +164,8 @@ profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_en
 """Whether a profiler runs."""
 exclude_keys = _find("_C._ExcludeDispatchKeyGuard")
 """A context in which the dispatcher leaves parts of PyTorch out."""
+function_modes = _find("_C._len_torch_function_stack")
+"""How many modes see calls of PyTorch's functions."""
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 
@@ -211,13 +194,30 @@ def leave_modes(kind: type[TorchDispatchMode]) -> None:
         mode.__exit__(None, None, None)
 
 
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which no dispatch mode sees what is done."""
+    keys, key = _take("_C.DispatchKeySet"), _take("_C.DispatchKey")
+    return exclude_keys(keys(key.Python) | keys(key.PythonTLSSnapshot))  # type: ignore[no-any-return]
+
+
+def state_of(module: nn.Module) -> list[dict[str, Any]]:
+    """What a module's forward may depend on: its attributes, parameters, buffers and submodules, in this order."""
+    return [vars(module), module._parameters, module._buffers, module._modules]
+
+
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""What an operation, as a dispatch mode is given it, takes, returns and writes."""
+CAST = torch.ops.aten._to_copy.default
+MODULE_CALL = nn.Module._call_impl.__code__
+OPERATOR = torch._ops.OpOverload
+
+
 def counting_versions() -> AbstractContextManager[object]:
     """Let ``detach`` inside of a dispatch mode give a tensor that counts changes together with its origin.
 
     PyTorch has left the part that sees to this by the time that a mode is called.
     """
-    guard: AbstractContextManager[object] = _set_excluded(_COUNTING, False)
-    return guard
+    return _set_excluded(_COUNTING, False)  # type: ignore[no-any-return]
 
 
 # Storages.

@@ -20,8 +20,8 @@ from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
-from offload.base.tensors import is_plain
-from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
+from offload.base.tensors import is_plain, tensors_in
+from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.capture import CaptureError
 from offload.device.select import get_backend
 from offload.host.limits import HostMemory
@@ -293,7 +293,7 @@ class _Backwards(LayerListener):
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if not call.recomputes and torch.is_grad_enabled():
-            before_backward(output, call.first_node, self._begin)
+            before_backward(tensors_in(output), call.first_node, self._begin)
 
     def _begin(self, _: object) -> None:
         when_backward_ends(self._planned.end_backward)

@@ -14,7 +14,8 @@ import torch
 
 from offload.activations.what_moves import Rules, travellers
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
-from offload.base.torch_private import address_of, before_backward, tensors_in, when_backward_ends
+from offload.base.tensors import tensors_in
+from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
 from offload.planning.closed_form import Peaks
 from offload.planning.profile import LayerProfile
@@ -198,7 +199,7 @@ class MeasuredLayer(LayerListener):
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._passing is not None:
-            before_backward(output, call.first_node, partial(self._begin_backward, self._passing))
+            before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, self._passing))
 
     def _begin_backward(self, passing: Pass, _: object) -> None:
         if passing.backward_start is not None:

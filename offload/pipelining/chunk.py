@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from offload.activations.handles import Handle
+from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
 from offload.activations.what_moves import storages_of
 from offload.base.torch_private import pop_hooks, push_hooks
@@ -24,7 +24,7 @@ class PackedTensor(NamedTuple):
 
     chunk: ChunkParts
     part: int
-    handle: Handle
+    handle: SavedHandle
 
 
 class ChunkParts:

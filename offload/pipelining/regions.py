@@ -20,7 +20,7 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.torch_private import pop_hooks, push_hooks
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack_part
 from offload.pipelining.probe import ChunkBytes
-from offload.recompute.policies import OFFLOAD, RECOMPUTE, LayerPolicies, Policy
+from offload.recompute.policies import OFFLOAD, LayerPolicies, Policy
 
 FindLayers = Callable[[nn.Module], Iterable[nn.Module]]
 """A stage's module → its layers, in the order of forward."""
@@ -110,7 +110,7 @@ class _StageLayer(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         if self._rank.at_work is not None and not call.recomputes:
-            self._rank.at_work.begin_layer(self._number)
+            self._rank.at_work.begin_layer(self._number, inputs)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._rank.at_work is not None and not call.recomputes:
@@ -133,7 +133,7 @@ class LayeredChunk(ChunkParts):
         self._open: ActivationSet | None = None
         rank.at_work = self
 
-    def begin_layer(self, part: int) -> None:
+    def begin_layer(self, part: int, inputs: object) -> None:
         """A layer's forward begins; a layer that was left out is an empty part."""
         if part <= self._part:
             raise OffloadStateError(
@@ -143,7 +143,7 @@ class LayeredChunk(ChunkParts):
         self._skip_to(part)
         opened = self._open = self._round.begin_forward(self._first_layer + part, self._held)
         self._part = part
-        opened.enter()
+        opened.enter(inputs)
         push_hooks(self.pack, unpack_part)
 
     def end_layer(self, *, failed: bool) -> None:
@@ -158,20 +158,17 @@ class LayeredChunk(ChunkParts):
         """The pack hook."""
         if self._open is None:
             raise RuntimeError("a layer's hooks were called outside of its forward; please report this.")
-        return PackedTensor(self, self._part, self._open.pack(tensor))
+        return PackedTensor(self, self._part, self._open.hook(tensor))
 
     @property
     def saved(self) -> ChunkBytes:
         tensors, kept_bytes = [], 0
         for layer in self.policies:
-            for cost, region in zip(layer.costs, layer.order, strict=True):
-                policy = layer.of(region)
-                if policy is RECOMPUTE or not (cost.saved or region in layer.unsaved):
-                    continue
+            for nbytes, policy in layer.held():
                 if policy is OFFLOAD:
-                    tensors.append(cost.nbytes)
+                    tensors.append(nbytes)
                 else:
-                    kept_bytes += cost.nbytes
+                    kept_bytes += nbytes
         return ChunkBytes(tuple(tensors), kept_bytes)
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.base.layer_events import replace_attribute
-from offload.base.torch_private import pipeline_microbatches, pipeline_stages, tensors_in
+from offload.base.tensors import tensors_in
+from offload.base.torch_private import pipeline_microbatches, pipeline_stages
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 
 

@@ -1,6 +1,7 @@
-"""What is computed again: the operations of a layer's forward, written down, and run once more when backward asks.
+"""Recompute what a layer has saved by running its forward again in backward, and hand over what was kept.
 
-Of the spine: it may import host, device, schedule and base. Open ``recorder.py`` first: it sees each operation. What it
-writes down is in ``record.py``, and runs there again. ``kinds.py`` knows which operations can, ``policies.py`` what a
-user wants of them, and ``proof.py`` tries all of it out in a layer's first forward. ``costs.py`` is for planners.
+May import host, device, schedule and base. Open ``run_again.py`` first. ``learn.py`` notes what a forward does, once
+for each kind of input. ``second_run.py`` finds which operations have to run again. ``prove.py`` compares the bits.
+``state.py`` has the attributes and settings that both runs must see. ``policies.py`` says what is kept, offloaded or
+recomputed.
 """

@@ -6,6 +6,8 @@ import sys
 
 from torch import nn
 
+from offload.base.torch_private import MODULE_CALL
+
 
 class ModuleNames:
     """The qualified names of a layer's submodules.
@@ -24,12 +26,9 @@ class ModuleNames:
         """That of the innermost submodule that computes; empty for the layer itself."""
         frame = sys._getframe(1) if self._names else None
         while frame is not None:
-            if frame.f_code is _CALL:
+            if frame.f_code is MODULE_CALL:
                 name: str | None = self._names.get(id(frame.f_locals["self"]))
                 if name is not None:
                     return name
             frame = frame.f_back
         return ""
-
-
-_CALL = nn.Module._call_impl.__code__

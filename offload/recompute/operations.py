@@ -7,14 +7,15 @@ opaque: its results are kept, or travel, and what is computed from them can be r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
 import torch
 
+from offload.base.torch_private import OPERATOR, schema_of
 
-class Kind(Enum):
+
+class Effect(Enum):
     """What an operation does to memory."""
 
     VIEW = auto()
@@ -29,7 +30,7 @@ class Kind(Enum):
     """Must not be run twice, or cannot be seen through."""
 
 
-VIEW, PURE, WRITES, EMPTY, OPAQUE = Kind
+VIEW, EMPTY, OPAQUE = Effect.VIEW, Effect.EMPTY, Effect.OPAQUE
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "fsdp")
 """Namespaces of operations in which several processes take part: one of them alone must not run one again."""
@@ -52,27 +53,20 @@ _ALLOCATES = {
 
 
 @functools.cache
-def kind_of(function: Any) -> Kind:
+def effect_of(function: Any) -> Effect:
     """What an operation, as a dispatch mode is given it, does to memory."""
-    if not isinstance(function, torch._ops.OpOverload):
-        return Kind.OPAQUE  # a higher-order operator: it runs others
-    name = function._schema.name
+    if not isinstance(function, OPERATOR):
+        return Effect.OPAQUE  # a higher-order operator: it runs others
+    name = schema_of(function).name
     if function.namespace in _COLLECTIVES or name in _UNDECLARED or name.startswith(_CHANGES_GEOMETRY):
-        return Kind.OPAQUE
+        return Effect.OPAQUE
     if name in _ALLOCATES:
-        return Kind.EMPTY
-    if function._schema.is_mutable:
-        return Kind.WRITES
+        return Effect.EMPTY
+    if schema_of(function).is_mutable:
+        return Effect.WRITES
     if function.is_view or name in ("aten::_reshape_alias", "aten::lift_fresh", "aten::_lazy_clone"):
-        return Kind.VIEW
-    return Kind.PURE
-
-
-@functools.cache
-def viewed_argument(function: Any) -> int:
-    """The argument that a view looks into."""
-    arguments = function._schema.arguments
-    return next((place for place, argument in enumerate(arguments) if argument.alias_info is not None), 0)
+        return Effect.VIEW
+    return Effect.PURE
 
 
 @functools.cache
@@ -84,9 +78,9 @@ def draws(function: Any) -> bool:
 @functools.cache
 def written_arguments(function: Any) -> tuple[int | str, ...]:
     """The arguments that an operation writes into: positions, and names of those that are given by name."""
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OPERATOR):
         return ()
-    schema = function._schema
+    schema = schema_of(function)
     if schema.name in _UNDECLARED:
         return tuple(place for place, argument in enumerate(schema.arguments) if argument.name in _STATE)
     return tuple(
@@ -97,43 +91,28 @@ def written_arguments(function: Any) -> tuple[int | str, ...]:
 
 
 class Operation:
-    """What is asked of each call of an operation: there is one object for each, that :func:`operation_of` gives.
+    """What is asked of an operation; :func:`known_operation` gives one object for each.
 
     Args:
         function: The operation, as a dispatch mode is given it.
     """
 
-    __slots__ = ("draws", "function", "kind", "run", "viewed", "written")
+    __slots__ = ("collective", "draws", "effect", "function", "tags", "written")
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.kind = kind_of(function)
+        self.effect = effect_of(function)
         self.draws = draws(function)
         self.written = written_arguments(function)
-        self.viewed = viewed_argument(function) if self.kind is VIEW else 0
-        self.run: Callable[..., Any] = function._op if type(function) is torch._ops.OpOverload else function
-        """The same without a step in between, which takes time."""
+        self.tags = getattr(function, "tags", ())
+        self.collective = getattr(function, "namespace", "") in _COLLECTIVES
+
+    @property
+    def name(self) -> str:
+        """Its name without the namespace ``aten``."""
+        schema = schema_of(self.function)
+        return schema.name.removeprefix("aten::") if schema is not None else str(self.function)
 
 
-operation_of = functools.cache(Operation)
+known_operation = functools.cache(Operation)
 """All that is asked of an operation, looked up once."""
-
-
-def argument_of(function: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What an operation is given for the argument of this name; ``None`` if it has none."""
-    if name in kwargs:
-        return kwargs[name]
-    position = _position(function, name)
-    return (
-        None
-        if position is None
-        else args[position]
-        if position < len(args)
-        else function._schema.arguments[position].default_value
-    )
-
-
-@functools.cache
-def _position(function: Any, name: str) -> int | None:
-    names = [argument.name for argument in function._schema.arguments]
-    return names.index(name) if name in names else None

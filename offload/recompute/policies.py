@@ -1,25 +1,33 @@
-"""What a user wants of a layer's regions: which are kept, which travel, which are computed again.
+"""The policy of each region of a layer, keep, offload or recompute, as a user or a plan says it by the regions' names.
 
-A region is told by the operation that made it, by which of that operation's calls in the layer it was, and by which of
-its results it is. For a user it has a name: the module that ran the operation, and the operation.
+A region is the output of one operation within a layer. Its name is the module that ran the operation, and the
+operation. Only a saved tensor can be kept. Where an output that autograd does not save is to be kept, the first saved
+tensor that is computed from it is kept in its place.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
-from itertools import pairwise, zip_longest
-from typing import NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Protocol
 
 from torch import nn
 
-from offload.base.torch_private import is_compiled
 from offload.recompute.costs import RegionProfile
-from offload.recompute.operations import Operation
-from offload.recompute.record import Value
+from offload.recompute.learn import Trace
+from offload.recompute.operations import EMPTY
+from offload.recompute.run_again import NOTHING, Replay
+from offload.recompute.second_run import SecondRun, second_run
+from offload.recompute.state import LayerState
+
+SOURCE = "input"
+"""The name of what a layer was given."""
+UNSEEN = "compiled forward"
+"""The name of what was computed where no operation was seen, as in compiled code: it is recomputed as one."""
 
 
 class Policy(Enum):
@@ -28,28 +36,12 @@ class Policy(Enum):
     KEEP = "keep"
     """It stays on the device."""
     OFFLOAD = "offload"
-    """It travels with its layer; where the layer does not, it stays."""
+    """It is offloaded with its layer; where the layer is not offloaded, it stays."""
     RECOMPUTE = "recompute"
-    """It is let go, and computed again when backward asks for it."""
+    """It is dropped, and recomputed when backward asks for it."""
 
 
-KEEP, OFFLOAD, RECOMPUTE = Policy
-
-
-class Region(NamedTuple):
-    """One result of one operation of a layer's forward."""
-
-    operation: Operation
-    time: int
-    """Which call of this operation in the layer, counted from 0."""
-    place: int
-    """Which of its results."""
-
-
-def region_of(value: Value) -> Region | None:
-    """The region of what a call has made; ``None`` for a source."""
-    call = value.call
-    return None if call is None else Region(call.operation, call.time, 0 if call.one_region else value.place)
+KEEP, OFFLOAD, RECOMPUTE = Policy.KEEP, Policy.OFFLOAD, Policy.RECOMPUTE
 
 
 class Numbered(Protocol):
@@ -64,13 +56,157 @@ class Numbered(Protocol):
         """What of that is offloaded, if the layer is."""
 
 
+class Way:
+    """One way through a layer's forward, as it was learned, and what happens to each saved tensor.
+
+    Args:
+        trace: What forward has done.
+        state: The layer's attributes, and which of them forward changes.
+        names: The regions' names, by storage.
+    """
+
+    def __init__(self, trace: Trace, state: LayerState, names: Mapping[int, str]) -> None:
+        self.trace = trace
+        self.state = state
+        self.names = names
+        self.forced: set[int] = set()
+        """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
+        self.differing: set[int] = set()
+        """Numbers of saved tensors that come out with other bits when all operations run again."""
+        self.hands_over = True
+        """Whether a second run may skip operations: where it gave other bits, all of them run."""
+        self.reason: str | None = None
+        """Why the layer must not be run again."""
+        self.draws_unseen = False
+        """Whether forward draws random numbers where no operation was seen to."""
+        self.instead = OFFLOAD
+        """What happens to what cannot be recomputed."""
+        self.again = False
+        """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
+        self.proven = False
+        """Whether the second run, as it is executed now, has given the same bits."""
+        self.policies: list[Policy] = []
+        """Of each saved tensor."""
+        self.replay: Replay = NOTHING
+        self.nodes = [saved.node for saved in trace.saved]
+        self.shapes = [saved.shape for saved in trace.saved]
+        self.movable = [saved.movable for saved in trace.saved]
+        self.limit = trace.dynamic_from
+        self.rest = KEEP
+        """What happens to what is saved after the operation from which the way depends on data."""
+        self.captured: Way | None = None
+        """The same in a CUDA graph, where no random numbers are drawn again."""
+
+    def droppable(self) -> list[int]:
+        """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
+        return [number for number, saved in enumerate(self.trace.saved) if saved.movable and self._made(number)]
+
+    def names_of(self, numbers: Iterable[int]) -> set[str]:
+        """The names of the regions that saved tensors look into."""
+        storages = (self.trace.saved[number].storage for number in numbers)
+        return {self.names[storage] for storage in storages if storage is not None and storage in self.names}
+
+    def _made(self, number: int) -> bool:
+        storage = self.trace.saved[number].storage
+        return storage is not None and storage in self.names
+
+    def settle(self, policies: LayerPolicies, *, draws: bool = True) -> None:
+        """Find what happens to each saved tensor."""
+        trace = self.trace
+        wanted = [self._wanted(number, policies) for number in range(len(trace.saved))]
+        rest = [policy for number, policy in enumerate(wanted[self.limit :], self.limit) if trace.saved[number].movable]
+        if RECOMPUTE in rest and any(policy is not RECOMPUTE for policy in rest):
+            wanted[self.limit :] = [OFFLOAD if one is RECOMPUTE else one for one in wanted[self.limit :]]
+        while True:
+            dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
+            run = second_run(trace, dropped, draws=draws)
+            changes = dict.fromkeys(run.impossible, self.instead) or self._instead(run, policies)
+            if not changes:
+                break
+            for number, policy in changes.items():
+                wanted[number] = policy
+        self.policies = wanted
+        held = [policy for number, policy in enumerate(wanted) if number >= self.limit and self.movable[number]]
+        self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
+        self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
+
+    def _wanted(self, number: int, policies: LayerPolicies) -> Policy:
+        saved = self.trace.saved[number]
+        if saved.storage is None or not saved.movable:
+            return OFFLOAD
+        name = self.names.get(saved.storage)
+        if name is None:
+            return policies.source
+        policy = policies.of(name)
+        if policy is RECOMPUTE and (self.reason is not None or number in self.forced):
+            return self.instead
+        return policy
+
+    def _instead(self, run: SecondRun, policies: LayerPolicies) -> dict[int, Policy]:
+        """Saved tensors that are kept in place of outputs which they are computed from, and which are not saved."""
+        trace = self.trace
+        saved = {one.storage for one in trace.saved}
+        changes: dict[int, Policy] = {}
+        if policies.numbered is not None:
+            return changes
+        for time in sorted(run.needed):
+            for storage in trace.steps[time].makes:
+                policy = policies.of(self.names[storage]) if storage in self.names else RECOMPUTE
+                if storage in saved or policy is RECOMPUTE:
+                    continue
+                nearest = self._computed_from(storage, time, run.needed, saved)
+                for number in run.dropped:
+                    if trace.saved[number].storage in nearest:
+                        changes[number] = policy
+        return changes
+
+    def _computed_from(self, storage: int, time: int, needed: frozenset[int], saved: set[int | None]) -> set[int]:
+        """The saved storages that are computed from one that is not, with no saved one in between."""
+        unsaved, nearest = {storage}, set[int]()
+        for later in range(time + 1, len(self.trace.steps)):
+            step = self.trace.steps[later]
+            if later in needed and unsaved & set(step.reads):
+                for made in {*step.makes, *step.writes} - unsaved:
+                    (nearest if made in saved else unsaved).add(made)
+        return nearest
+
+    def by_name(self, policies: LayerPolicies) -> dict[str, str]:
+        """The policy of each region, by name."""
+        found = {name: policies.of(name) for name in self.names.values()}
+        for number, saved in enumerate(self.trace.saved):
+            if saved.storage is not None and saved.storage in self.names and saved.movable:
+                found[self.names[saved.storage]] = self.policies[number]
+        return {name: policy.value for name, policy in found.items()}
+
+
+def names_of(trace: Trace) -> dict[int, str]:
+    """The name of each region, by the storage that it is in."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+
+    def add(storage: int, name: str) -> None:
+        counts[name] += 1
+        names[storage] = name if counts[name] == 1 else f"{name} #{counts[name]}"
+
+    for step in trace.steps:
+        for storage in step.makes:
+            writers = trace.storages[storage].writers
+            only_allocates = len(writers) > 1 and step.operation.effect is EMPTY
+            maker = trace.steps[writers[1]] if only_allocates else step
+            add(storage, f"{maker.module}: {maker.operation.name}" if maker.module else maker.operation.name)
+    for saved in trace.saved:
+        if saved.storage is not None and trace.storages[saved.storage].unseen and saved.storage not in names:
+            names[saved.storage] = UNSEEN
+    return names
+
+
 class LayerPolicies:
-    """What happens to the regions of one layer: learned in its first forward, looked up from then on.
+    """What happens to the regions of one layer: learned once for each kind of input, looked up from then on.
 
     Args:
         patterns: Of regions' names; the first that matches decides.
         layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
-        measures: Whether the first forward also measures what each region costs.
+        measures: Whether learning also measures what each region costs.
         planned: What happens to the regions by their numbers, in place of patterns, and the names that they have there.
     """
 
@@ -86,117 +222,91 @@ class LayerPolicies:
         self._layer = None if layer is None else weakref.ref(layer)
         self.measures = measures
         self.planned = planned
-        self.joined = self.joins = False
-        """Whether the layer before computes this one's input again, where it can; whether this one does for the next.
-
-        A first forward that measures only asks who can.
-        """
-        self.learned = False
-        self.names: dict[Region, str] = {}
-        """Of the regions that were seen in the first forward."""
-        self.differing: set[Region] = set()
-        """Those that did not come out the same when they were computed again, and so are not."""
-        self.proven: set[Region] = set()
-        """Those that were computed again and compared: a first forward may not have saved all that later ones do."""
-        self.proven_outputs: set[Region] = set()
-        """Those that the layer returns, and that come out the same where the next layer asks for them."""
-        self.unsaved: set[Region] = set()
-        """Those that recomputation reads, and that are kept or travel although autograd does not save them."""
-        self.sources_read: set[int] = set()
-        """Of what the layer was given, counted as it is read: what recomputation has read in an earlier forward."""
-        self.draws = False
-        """Of a layer that is one region: whether its first forward has drawn random numbers."""
+        self.numbered: Numbered | None = None
+        """What is followed in place of patterns."""
+        self.ways: dict[Hashable, Way] = {}
+        """What was learned, by kind of input."""
+        self.failures: Counter[Hashable] = Counter()
+        """How often each kind of input was learned in vain."""
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
-        self.order: list[Region | None] = []
-        """The regions of :attr:`costs`; ``None`` for what the layer was given."""
+        self.last: Way | None = None
+        """The way that was learned last."""
         self._patterns = patterns
-        self._source = policy_of(SOURCE, patterns)
-        self._known: dict[Region, Policy] = {}
-        self._dropped: set[Region] = set()
-        """What is to be computed again, and is known to come out the same."""
-        self._named: Counter[str] = Counter()
-
-    def begin(self) -> None:
-        """A first forward begins: forget what one that failed has left."""
-        self.names, self.differing, self.order = {}, set(), []
-        self._known, self._named = {}, Counter()
+        self._known: dict[str, Policy] = {}
+        self._parameters: list[nn.Parameter] | None = None
+        self.source = _held(policy_of(SOURCE, patterns))
+        """What happens to the layer's inputs, which cannot be recomputed."""
+        self.said: set[str] = set()
+        """What was written into the log."""
 
     @property
     def layer(self) -> nn.Module | None:
         """The layer, if it was given and is still there."""
         return None if self._layer is None else self._layer()
 
-    @property
-    def whole(self) -> bool:
-        """Whether the layer is one region, since nobody sees what it does: it is compiled."""
-        layer = self.layer
-        return layer is not None and is_compiled(layer)
+    def kind_of_layer(self, layer: nn.Module) -> list[bool]:
+        """What tells whether the layer saves other tensors: its mode, and which parameters require gradients."""
+        if self._parameters is None:
+            self._parameters = list(layer.parameters())
+        return [layer.training, *[parameter.requires_grad for parameter in self._parameters]]
+
+    def of(self, name: str) -> Policy:
+        """The policy of a region."""
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = KEEP if self.numbered is not None else policy_of(name, self._patterns)
+        return known
+
+    def add(self, key: Hashable, way: Way) -> None:
+        """A way was learned."""
+        if len(self.ways) >= MOST_WAYS:
+            del self.ways[next(iter(self.ways))]
+        self.ways[key] = self.last = way
+
+    def forget(self, key: Hashable) -> None:
+        """A kind of input has taken another way than the learned one: it is learned anew."""
+        if self.ways.pop(key, None) is not None:
+            self.failures[key] += 1
 
     @property
-    def lists_all(self) -> bool:
-        """Whether the first forward has to list and prove all regions, and not only those to be computed again."""
-        return self.measures or self.planned is not None
+    def wants_proof(self) -> bool:
+        """Whether anything may be recomputed."""
+        return self.measures or self.planned is not None or RECOMPUTE in self._patterns.values()
 
-    def of(self, region: Region | None) -> Policy:
-        """What happens to a region. A source cannot be computed again; what the first forward did not do is kept."""
-        if region is None:
-            return OFFLOAD if self._source is RECOMPUTE else self._source
-        return self._known.get(region, KEEP)
-
-    def drops(self, value: Value) -> bool:
-        """Whether it is to be computed again, and is known to come out the same."""
-        call = value.call
-        if call is None:
-            return False
-        return (
-            call.operation,
-            call.time,
-            0 if call.one_region else value.place,
-        ) in self._dropped  # a Region, but sooner
-
-    def settle(self) -> None:
-        """What was learned is complete for now."""
-        self._dropped = {region for region in self.proven if self._known.get(region) is RECOMPUTE}
-
-    def awaits_proof(self, region: Region | None) -> bool:
-        """Whether it is to be computed again, and nobody knows yet that it comes out the same."""
-        return region not in self.proven and self.of(region) is RECOMPUTE
+    def held(self) -> Iterator[tuple[int, Policy]]:
+        """The bytes and the policy of each storage that the last learned forward has saved, and not dropped."""
+        way, seen = self.last, set[int]()
+        if way is None:
+            return
+        for saved, policy in zip(way.trace.saved, way.policies, strict=True):
+            if saved.movable and saved.storage is not None and saved.storage not in seen and policy is not RECOMPUTE:
+                seen.add(saved.storage)
+                yield way.trace.storages[saved.storage].nbytes, policy
 
     def by_name(self) -> dict[str, str]:
         """What happens to each region, by its name."""
-        return {name: self.of(region).value for region, name in self.names.items()}
-
-    def name(self, region: Region, module: str) -> None:
-        """The module of this name has made the region."""
-        operation = region.operation.function._schema.name.removeprefix("aten::")
-        name = f"{module}: {operation}" if module else operation
-        self._named[name] += 1
-        times = f" #{self._named[name]}" if self._named[name] > 1 else ""
-        self.names[region] = name + times
-        self._known[region] = policy_of(name, self._patterns)
+        return {} if self.last is None else self.last.by_name(self)
 
     def follow(self, numbered: Numbered) -> None:
-        """Treat the regions by their numbers from now on."""
-        self.unsaved, self.sources_read = set(), set()
-        self._source = KEEP
-        for number, (region, cost) in enumerate(zip(self.order, self.costs, strict=True)):
+        """Follow a plan for the regions by their numbers from now on."""
+        self.numbered, self._known, self.source = numbered, {}, KEEP
+        for number, cost in enumerate(self.costs):
             held = OFFLOAD if number in numbered.offloaded else KEEP
-            if region is None:
-                self._source = OFFLOAD if held is OFFLOAD else self._source
-            elif number in numbered.kept or not cost.recomputable:
-                self._known[region] = held
-                if not cost.saved:
-                    self.unsaved.add(region)
+            if cost.name == SOURCE:
+                self.source = OFFLOAD if held is OFFLOAD else self.source
             else:
-                self._known[region] = RECOMPUTE
-        self.settle()
+                self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
+        for way in self.ways.values():
+            way.captured = None
+            way.proven = False
+            way.settle(self)
 
     def follow_plan(self) -> None:
-        """Treat the regions as was planned.
+        """Follow what was planned.
 
         Raises:
-            ValueError: They are not those that were planned for.
+            ValueError: The regions are not those that were planned for.
         """
         if self.planned is None:
             return
@@ -210,20 +320,13 @@ class LayerPolicies:
             )
         self.follow(numbered)
 
-    def differs(self, region: Region) -> None:
-        """It comes out with other bits: it travels with its layer, or is kept, and is not computed again."""
-        self.differing.add(region)
-        self._known[region] = OFFLOAD
+
+MOST_WAYS = 64
+"""So many kinds of input are remembered for a layer."""
 
 
-def join(layers: Sequence[LayerPolicies], size: int) -> None:
-    """Let groups of ``size`` layers hold one input: those of the others are computed again by the layer before."""
-    for number, (before, layer) in enumerate(pairwise(layers), start=1):
-        layer.joined = before.joins = number % size > 0
-
-
-SOURCE = "input"
-"""The name of what a layer was given, and of what nobody saw being computed."""
+def _held(policy: Policy) -> Policy:
+    return OFFLOAD if policy is RECOMPUTE else policy
 
 
 def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:

@@ -1,7 +1,8 @@
-"""Random numbers that are drawn again: the state of the generator before an operation that draws."""
+"""Generators of random numbers, and their states."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,15 +22,6 @@ class RandomState(AbstractContextManager[None]):
         self._present = self._generator.get_state()
         self._generator.set_state(self._state)
 
-    @property
-    def moved(self) -> bool:
-        """Whether somebody has drawn since."""
-        return not torch.equal(self._state, self._generator.get_state())
-
-    def restore(self) -> None:
-        """Give the generator the state again."""
-        self._generator.set_state(self._state)
-
     def __exit__(self, *_: object) -> None:
         self._generator.set_state(self._present)
 
@@ -41,3 +33,12 @@ def default_generator(device: torch.device) -> torch.Generator:
     module: Any = torch.get_device_module(device)
     generators: tuple[torch.Generator, ...] = module.default_generators
     return generators[module.current_device() if device.index is None else device.index]
+
+
+def states_of(
+    generators: Iterable[torch.Generator], devices: Iterable[torch.device]
+) -> dict[torch.Generator, torch.Tensor]:
+    """The states of generators and of the default ones of devices."""
+    every = {torch.default_generator, *generators}
+    every |= {default_generator(device) for device in set(devices) if device.type in ("cpu", "cuda")}
+    return {generator: generator.get_state() for generator in every}

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 
 from offload.base import trace
 from offload.base.layer_events import LayerCall, LayerListener, Turn
-from offload.base.torch_private import address_of, before_backward, in_backward, tensors_in, when_backward_ends
+from offload.base.tensors import tensors_in
+from offload.base.torch_private import address_of, before_backward, in_backward, when_backward_ends
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
@@ -106,7 +107,7 @@ class StreamedLayer(LayerListener):
                     "return a clone."
                 )
         forward = _Forward(layer, layer.version(), None if call.recomputes else threading.current_thread())
-        marked = before_backward(output, call.first_node, partial(stream.begin_backward, forward))
+        marked = before_backward(tensors_in(output), call.first_node, partial(stream.begin_backward, forward))
         if not call.recomputes:
             layer.needs_backward = bool(marked)
 

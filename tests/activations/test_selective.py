@@ -63,8 +63,8 @@ def test_kept_results_travel(policies: dict[str, str] | None, lab: Lab) -> None:
             assert_same(expected, step_gradients(layers, x))
             moved, before = handle.stats().offloaded_bytes, moved
         inputs = 4 * x.numel()  # that of the first layer is a leaf
-        all_travels = policies is None or policies.get("mm", policies.get("*")) == "offload"
-        assert moved - before == inputs + 2 * products * all_travels
+        # What the user's own checkpointing keeps is offloaded with its layer, whatever the policies of regions say.
+        assert moved - before == inputs + 2 * products
         assert handle.stats().reloaded_bytes == moved
         assert not handle.stats().late_reloads
 

@@ -79,8 +79,12 @@ def test_a_region_that_is_kept_travels(policies: dict[str, str] | None, lab: Lab
     tokens = BATCH * TOKENS
     inputs = 4 * tokens * WIDTH  # that of the first layer is a leaf
     kept = 4 * tokens * INNER
-    travels = policies is None or "recompute" not in policies.values() or "*mm" in policies
-    assert moved_bytes(Layer, lab, policies) == inputs + 2 * kept * travels
+    if policies is not None and "recompute" in policies.values() and "*mm" not in policies:
+        # The layer would have to run again while torch_remat runs its part again, which it refuses.
+        with pytest.raises(NotImplementedError, match="nested torch_remat"):
+            moved_bytes(Layer, lab, policies)
+        return
+    assert moved_bytes(Layer, lab, policies) == inputs + 2 * kept
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())

@@ -41,7 +41,7 @@ class Notes(LayerListener):
             raise self.errors["end"]
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        torch_private.before_backward(output, call.first_node, lambda _: self.note("goes back"))
+        torch_private.before_backward([output], call.first_node, lambda _: self.note("goes back"))
 
 
 class Stops(nn.Module):

@@ -173,20 +173,24 @@ def test_a_layer_that_runs_twice_is_refused(again, before):
 def test_a_failing_layer_gives_up_the_step():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
-    calls = iter([False] * 4 + [True])
     second = stage.submod.layers[1]
     forward = second.forward
 
+    broken = [False]
+
     def failing(x):
-        if next(calls, False):
+        if broken.pop():
             raise ArithmeticError
+        broken.append(False)
         return forward(x)
 
     second.forward = failing
     with attach(schedule, policies=RECOMPUTE_MOST, fraction=1.0) as handle:
         assert same(step(schedule, stage), expected)
+        broken[:] = [True]
         with pytest.raises(RuntimeError, match="failed to run forward"):
             step(schedule, stage)
+        broken[:] = [False]
         stage.submod.zero_grad()
         schedule._internal_losses.clear()  # PyTorch keeps them after an error
         for _ in range(2):

@@ -28,12 +28,18 @@ def build(kind: str, lab: Lab, *, adapters: bool, reentrant: bool | None) -> tup
     torch.manual_seed(0)
     if kind == "llama":
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
-        size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        size = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "use_cache": False,
+        }
         model: Any = LlamaForCausalLM(LlamaConfig(**size, **heads))
         layers, targets = model.model.layers, ["q_proj", "v_proj", "up_proj"]
     else:
         ends = {"bos_token_id": 0, "eos_token_id": 0}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, **ends))
+        model = GPT2LMHeadModel(GPT2Config(use_cache=False, vocab_size=64, n_embd=32, n_layer=4, n_head=4, **ends))
         layers, targets = model.transformer.h, ["c_attn", "c_proj"]
     if adapters:
         from peft import LoraConfig, get_peft_model

@@ -1,0 +1,316 @@
+"""Learn what a layer's forward does: its operations in order, and which storage each reads, makes and writes.
+
+A layer is learned once for each kind of input, under a dispatch mode. Below autograd and autocast the mode sees what is
+really computed, by whatever module, library or function. The mode does not see a kernel that a custom function runs:
+the result of such a kernel is a storage that no operation made. Every later forward runs without the mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.base.tensors import (
+    Geometry,
+    geometry_of,
+    plain_memory,
+    plain_version_counter,
+    tensors_of,
+)
+from offload.base.torch_private import CAST, OPERATOR, TorchDispatchMode, address_of, counting_versions
+from offload.recompute.modules import ModuleNames
+from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, known_operation
+from offload.recompute.random import states_of
+
+_DETACH = torch.ops.aten.detach.default
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_NATIVE = ("aten", "prims", "prim")
+
+Clock = Callable[[], Any]
+"""Marks a point of the compute stream, which can be timed later."""
+
+
+def is_counted(function: Any, args: Any) -> bool:
+    """Whether an operation counts in the order of operations.
+
+    ``detach`` does not, since hooks on saved tensors detach; nor does the cast of a parameter, which autocast leaves
+    out where another layer has cast the same parameter before.
+    """
+    return function is not _DETACH and not (function is CAST and isinstance(args[0], torch.nn.Parameter))
+
+
+class StepResult(NamedTuple):
+    """One result of an operation, as it is made without running the operation."""
+
+    storage: int | None
+    """The number of the storage that it looks into; ``None`` if it is no plain tensor."""
+    geometry: Geometry | None
+    device: torch.device | None
+    argument: int | None = None
+    """The position of the written argument that it is."""
+    value: Any = None
+    """What it is if it is no tensor."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation of a layer's forward."""
+
+    operation: Operation
+    reads: tuple[int, ...]
+    """Storages that it reads."""
+    makes: tuple[int, ...]
+    """Storages that it makes."""
+    writes: tuple[int, ...]
+    """Storages, its own and others, that it writes into."""
+    outputs: tuple[StepResult, ...]
+    container: type | None
+    """The type of the sequence of its results; ``None`` for one result alone."""
+    module: str
+    draws: bool = False
+    """Whether it has drawn, or says that it draws, random numbers."""
+    only_views: bool = False
+    """Whether it makes no memory and writes none."""
+    barrier: bool = False
+    """Whether something here was not seen, so that all operations up to here have to run."""
+    final: bool = False
+    """Whether it must not run twice: a collective, or one that reads memory that does not tell its changes."""
+    begin: Any = None
+    end: Any = None
+
+
+@dataclass(slots=True)
+class Storage:
+    """One storage that a layer's forward has made or read."""
+
+    nbytes: int
+    writers: list[int] = field(default_factory=list)
+    """The operations that write it, the one that makes it first; empty for what the layer was given."""
+    first_seen: int = 0
+    """The operation at which it was seen for the first time."""
+    unseen: bool = False
+    """Whether it was made during forward by what the mode does not see."""
+    unfilled: bool = False
+    """Whether it was only allocated so far."""
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """One tensor that autograd has saved, in the order of saving."""
+
+    storage: int | None
+    """Its storage; ``None`` if it is no plain tensor."""
+    time: int
+    """How many operations had run."""
+    node: int
+    """How many autograd nodes the forward had made."""
+    shape: torch.Size
+    dtype: torch.dtype
+    movable: bool
+    """Whether it may be offloaded, and so be dropped: it is large enough, and no parameter."""
+
+
+class Trace:
+    """What is learned of one forward of a layer."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.storages: list[Storage] = []
+        self.saved: list[SavedTensor] = []
+        self.generators: set[torch.Generator] = set()
+        """Generators that operations were given."""
+        self.given: list[int] = []
+        """The storages of the layer's inputs."""
+        self.constants: dict[int, torch.Tensor] = {}
+        """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
+        self.written: list[int] = []
+        """Storages from outside that the forward writes into."""
+        self.zone = -1
+        """The first operation whose result has a size or a way that depends on data; -1 if there is none."""
+
+    @property
+    def dynamic_from(self) -> int:
+        """The first saved tensor after :attr:`zone`; the number of saved tensors if there is none."""
+        if self.zone < 0:
+            return len(self.saved)
+        return next((n for n, saved in enumerate(self.saved) if saved.time > self.zone), len(self.saved))
+
+
+class Learn(TorchDispatchMode):
+    """Notes the operations of one forward in a :class:`Trace`, while entered.
+
+    Args:
+        names: Which module computes.
+        known: Storages that are the layer's inputs, parameters, buffers and attributes.
+        clock: Marks points of the compute stream around each operation; ``None`` measures nothing.
+        before_write: Told of a tensor from outside, before an operation writes into it for the first time.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        names: ModuleNames,
+        known: Iterable[torch.Tensor],
+        *,
+        clock: Clock | None = None,
+        before_write: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._names = names
+        self._clock = clock
+        self._before_write = before_write
+        self._numbers: dict[int, int] = {}
+        self._references: list[StorageWeakRef] = []
+        """One per storage: while it lives, no other storage has the same address."""
+        self.outside = list(known)
+        self.first_states: dict[torch.Generator, torch.Tensor] = {}
+        """The states of the generators that operations were given, before the first of them."""
+        self._outside = {
+            address_of(tensor.untyped_storage()) for tensor in self.outside if plain_memory(tensor) is not None
+        }
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside of the layer stays compiled; what it makes counts as unseen."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_counted(function, args):
+            return function(*args, **kwargs)
+        operation = known_operation(function)
+        trace, time = self.trace, len(self.trace.steps)
+        given = tensors_of([*args, *kwargs.values()])
+        unseen = bool(types) or (operation.effect is OPAQUE and not isinstance(function, OPERATOR))
+        reads: dict[int, None] = {}
+        final = operation.collective
+        for tensor in given:
+            if plain_memory(tensor) is None:
+                unseen = True
+                continue
+            final = final or tensor.is_inference()
+            number = self.number_of(tensor, time)
+            reads[number] = None
+            # Somebody has filled it meanwhile, whom the mode does not see.
+            if trace.storages[number].unfilled and operation.effect is not VIEW and not operation.written:
+                unseen = True
+        written = self._written(operation, args, kwargs, time)
+        trace.generators.update(one for one in [*args, *kwargs.values()] if isinstance(one, torch.Generator))
+        before = states_of(trace.generators, [tensor.device for tensor in given])
+        for generator in trace.generators & set(before):
+            self.first_states.setdefault(generator, before[generator])
+        begin = None if self._clock is None else self._clock()
+        result = function(*args, **kwargs)
+        end = None if self._clock is None else self._clock()
+        drew = any(not torch.equal(state, one.get_state()) for one, state in before.items())
+        many = isinstance(result, (tuple, list))
+        results = list(result) if many else [result]
+        makes, outputs = self._outputs(results, args, time)
+        if trace.zone < 0 and _DYNAMIC & set(operation.tags):
+            trace.zone = time
+        trace.steps.append(
+            Step(
+                operation,
+                tuple(reads),
+                tuple(makes),
+                tuple(written),
+                tuple(outputs),
+                type(result) if many else None,
+                self._names.current(),
+                draws=drew or operation.draws,
+                only_views=not makes and not written and all(one.storage is not None for one in outputs),
+                barrier=unseen,
+                final=final,
+                begin=begin,
+                end=end,
+            )
+        )
+        for number in makes:
+            trace.storages[number].writers.append(time)
+            trace.storages[number].unfilled = operation.effect is EMPTY
+        for number in written:
+            storage = trace.storages[number]
+            storage.unfilled = False
+            if storage.writers or storage.unseen:
+                storage.writers.append(time)
+            elif number not in trace.written:
+                trace.written.append(number)
+        return result
+
+    def number_of(self, tensor: torch.Tensor, time: int) -> int:
+        """The number of a tensor's storage, a new one if it was not seen before."""
+        memory = tensor.untyped_storage()
+        number = self._numbers.get(address_of(memory))
+        if number is None:
+            number = self._add(memory, time)
+            if address_of(memory) not in self._outside:
+                self.trace.storages[number].unseen = True
+                if type(tensor) is torch.Tensor and not tensor.is_inference():
+                    with counting_versions():
+                        self.trace.constants[number] = plain_version_counter(tensor)
+        return number
+
+    def has_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation has read or written the storage of a tensor."""
+        return plain_memory(tensor) is not None and address_of(tensor.untyped_storage()) in self._numbers
+
+    def same_storage(self, number: int, other: Learn) -> bool:
+        """Whether a storage of this run was seen in another run as well."""
+        address = next((address for address, known in self._numbers.items() if known == number), None)
+        return address in other._numbers
+
+    def _add(self, memory: torch.UntypedStorage, time: int) -> int:
+        number = self._numbers[address_of(memory)] = len(self.trace.storages)
+        self.trace.storages.append(Storage(memory.nbytes(), first_seen=time))
+        self._references.append(StorageWeakRef(memory))
+        return number
+
+    def _written(self, operation: Operation, args: Any, kwargs: Any, time: int) -> list[int]:
+        numbers = []
+        for place in operation.written:
+            given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for tensor in tensors_of(given):
+                if plain_memory(tensor) is None:
+                    continue
+                number = self.number_of(tensor, time)
+                if not self.trace.storages[number].writers and number not in self.trace.written:
+                    self._before_write(tensor)
+                numbers.append(number)
+        return numbers
+
+    def _outputs(self, results: list[Any], args: Any, time: int) -> tuple[list[int], list[StepResult]]:
+        makes: list[int] = []
+        outputs: list[StepResult] = []
+        for result in results:
+            if not isinstance(result, torch.Tensor):
+                outputs.append(StepResult(None, None, None, value=result))
+                continue
+            memory = plain_memory(result)
+            if memory is None and not (type(result) is torch.Tensor and not result.numel()):
+                outputs.append(StepResult(None, None, None))
+                continue
+            memory = result.untyped_storage()
+            number = self._numbers.get(address_of(memory))
+            if number is None:
+                number = self._add(memory, time)
+                makes.append(number)
+            place = next((place for place, one in enumerate(args) if one is result), None)
+            outputs.append(StepResult(number, geometry_of(result), result.device, place))
+        return makes, outputs
+
+
+@functools.cache
+def is_custom(function: Any) -> bool:
+    """Whether an operation is none of PyTorch's own, so that it may draw random numbers without saying so."""
+    return getattr(function, "namespace", "") not in _NATIVE

@@ -1,0 +1,167 @@
+"""Prove that a layer can be run again: run it at once after its first forward, and compare all saved tensors' bits.
+
+A kernel that adds in whatever order its threads arrive gives other bits each time. Its result is kept, and what is
+computed from the result is recomputed from what was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.base.torch_private import is_compiled, without_modes
+from offload.device.backend import Backend
+from offload.recompute.learn import Learn, Trace
+from offload.recompute.modules import ModuleNames
+from offload.recompute.policies import Way
+from offload.recompute.run_again import AllThereError, AnotherWayError, Frame, Replay, same_bits
+from offload.recompute.second_run import second_run
+
+ROUNDS = 8
+"""So many tensors that differ are told apart from those that differ only because they are computed from them."""
+
+
+class _OtherError(Exception):
+    """The second run saves something else."""
+
+
+class _Compare:
+    """Compares what the second run saves with what forward has saved."""
+
+    def __init__(self, frame: Frame, originals: Sequence[torch.Tensor]) -> None:
+        self.frame = frame
+        self.originals = originals
+        self.first_node = 0
+        self.differing: set[int] = set()
+        self.number = 0
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        number = self.number
+        self.number = number + 1
+        if number >= len(self.originals):
+            raise _OtherError("it saves more tensors when it is run again")
+        original = self.originals[number]
+        same = (tensor.shape, tensor.dtype) == (original.shape, original.dtype)
+        if not same or self.frame.node(self.first_node) != self.frame.nodes[number]:
+            raise _OtherError("it takes another way when it is run again")
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            with without_modes():  # to compare is none of the layer's operations
+                if not same_bits(original, tensor):
+                    self.differing.add(number)
+
+
+class _Held:
+    """A tensor that is handed over."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> torch.Tensor:
+        return self._tensor
+
+
+def prove_all(
+    frame: Frame, way: Way, learn: Learn, originals: Sequence[torch.Tensor], backend: Backend | None
+) -> tuple[list[float], float] | None:
+    """Run the whole layer again and find what differs, and why the layer cannot be run again, if it cannot.
+
+    Args:
+        frame: The forward.
+        way: What was learned of it; gets ``forced``, ``differing`` and ``reason``.
+        learn: The mode under which forward ran.
+        originals: What forward has saved.
+        backend: Measures each operation; ``None`` measures nothing.
+
+    Returns:
+        The seconds of each operation, and of the whole forward.
+    """
+    trace = way.trace
+    compare = _Compare(frame, originals)
+    again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
+    begin = None if backend is None else backend.mark()
+    try:
+        frame.random.update(learn.first_states)
+        frame.run_under(compare, None if is_compiled(frame.layer) else again)
+    except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
+        way.reason, way.again = str(error), isinstance(error, _OtherError)
+        return None
+    end = None if backend is None else backend.mark()
+    if compare.number < len(originals):
+        way.reason = "it saves fewer tensors when it is run again"
+        return None
+    steps = trace.steps if trace.zone < 0 else trace.steps[: trace.zone]
+    if [step.operation for step in again.trace.steps[: len(steps)]] != [step.operation for step in steps]:
+        way.reason, way.again = "it runs other operations when it is run again", True
+        return None
+    _find_constants(trace, learn, again)
+    movable = way.droppable()
+    written = {number for number in movable if _is_written_later(trace, number)}
+    way.differing = compare.differing & set(movable)
+    way.forced = written | _origins(frame, way, originals)
+    if backend is None:
+        return None
+    marks = [(step.begin, step.end) for step in again.trace.steps[: len(steps)]] + [(begin, end)]
+    *seconds, whole_s = backend.seconds(marks)
+    return [*seconds, *[0.0] * (len(trace.steps) - len(steps))], whole_s
+
+
+def _is_written_later(trace: Trace, number: int) -> bool:
+    saved = trace.saved[number]
+    writers = trace.storages[saved.storage].writers if saved.storage is not None else []
+    return bool(writers) and writers[-1] >= saved.time
+
+
+def _find_constants(trace: Trace, learn: Learn, again: Learn) -> None:
+    """Tell tensors that were there before the layer ran, which both runs have seen, from those that it makes unseen."""
+    for number in list(trace.constants):
+        if learn.same_storage(number, again):
+            trace.storages[number].unseen = False
+        else:
+            del trace.constants[number]
+
+
+def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> set[int]:
+    """Of the tensors that differ, those that differ by themselves, with what cannot be told from them."""
+    trace, forced, differing = way.trace, set[int](), set(way.differing)
+    for _ in range(ROUNDS):
+        if not differing:
+            return forced
+        first = min(differing, key=lambda number: trace.saved[number].time)
+        storage = trace.saved[first].storage
+        forced |= {number for number, saved in enumerate(trace.saved) if saved.storage == storage and saved.movable}
+        rest = [number for number in way.droppable() if number not in forced]
+        run = second_run(trace, rest)
+        if storage not in run.suppliers:
+            break
+        frame.replay = Replay(trace, run)
+        compare = _Compare(frame, originals)
+        if not _hand_over(frame, compare, originals):
+            break
+        differing = {number for number in compare.differing if number in run.dropped}
+    return forced | differing
+
+
+def prove_hand_over(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> bool:
+    """Run the layer again as backward will, and see whether what is dropped comes out the same."""
+    compare = _Compare(frame, originals)
+    return _hand_over(frame, compare, originals) and not compare.differing & way.replay.run.dropped
+
+
+def _hand_over(frame: Frame, compare: _Compare, originals: Sequence[torch.Tensor]) -> bool:
+    """One second run that hands over copies of what was kept; whether it went well and left the copies as they were."""
+    frame.kept = {number: _Held(_copy(originals[number])) for number in frame.replay.numbers}
+    try:
+        frame.run_under(compare, frame.hand_over({}))
+    except (AnotherWayError, AllThereError, _OtherError, RuntimeError):
+        return False
+    finally:
+        held, frame.kept = frame.kept, {}
+    return all(same_bits(held[number].unpack(), originals[number]) for number in held)
+
+
+def _copy(original: torch.Tensor) -> torch.Tensor:
+    """A copy with its whole storage: an operation's result may be another view of it."""
+    memory = original.untyped_storage().clone()
+    found: torch.Tensor = torch.empty(0, dtype=original.dtype, device=original.device)
+    return found.set_(memory, original.storage_offset(), original.size(), original.stride())

@@ -1,0 +1,421 @@
+"""Run a layer's forward again in backward, and collect the saved tensors that forward has dropped.
+
+Forward ran under hooks on saved tensors alone. The n-th saved tensor was kept, offloaded or dropped, by its number. The
+second run makes the same operations under a dispatch mode, which hands over what was kept instead of computing it.
+Each time, the second run is compared with what was learned and with the forward: the order of operations, how many
+autograd nodes each saved tensor has before it, shapes and dtypes, and where each storage that was handed over arrives.
+A second run that goes another way than the learned one is started anew, without handing over anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.base.layer_events import unheard
+from offload.base.tensors import Geometry, look_into, tensors_of
+from offload.base.torch_private import (
+    TorchDispatchMode,
+    address_of,
+    in_backward,
+    is_compiled,
+    keeps_graph,
+    next_node,
+    pop_hooks,
+    push_hooks,
+)
+from offload.recompute.learn import StepResult, Trace, is_counted
+from offload.recompute.second_run import SecondRun
+from offload.recompute.state import LayerState, Settings
+
+
+class Held(Protocol):
+    """A tensor that is on the device or on the host until backward."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, ready for the current stream."""
+
+
+class AnotherWayError(Exception):
+    """The second run has gone another way than the learned one."""
+
+
+class AllThereError(Exception):
+    """Every dropped tensor is there: the rest of the layer need not run."""
+
+
+class Replay:
+    """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place.
+
+    Args:
+        trace: The learned forward.
+        run: Which operations are executed.
+        hands_over: Whether anything may be skipped or handed over.
+    """
+
+    def __init__(self, trace: Trace, run: SecondRun, *, hands_over: bool = True) -> None:
+        self.trace = trace
+        self.run = run
+        self.functions = [step.operation.function for step in trace.steps]
+        self.results: list[tuple[StepResult, ...] | None] = [
+            None if not hands_over or time in run.executed or step.only_views else step.outputs
+            for time, step in enumerate(trace.steps)
+        ]
+        self.hands_over = any(found is not None for found in self.results)
+        """Whether anything is skipped or handed over; else no mode is needed."""
+        self.zone = len(trace.steps) if trace.zone < 0 else trace.zone
+        self.arrivals: dict[int, int] = {}
+        """Numbers of saved tensors whose storages are handed over."""
+        supplied = {
+            storage: number
+            for storage, number in run.suppliers.items()
+            if self.results[trace.storages[storage].writers[0]] is not None
+        }
+        self.suppliers = supplied
+        self.numbers = set(supplied.values())
+        """The saved tensors that hold what is handed over."""
+        for number, saved in enumerate(trace.saved):
+            if saved.storage in supplied and number < trace.dynamic_from:
+                self.arrivals[number] = supplied[saved.storage]
+
+
+NOTHING = Replay(Trace(), SecondRun(frozenset(), frozenset(), {}))
+"""A second run that recomputes nothing."""
+
+
+class Frame:
+    """One forward of a layer, as far as it is needed to run the layer again. The graph's handles own it.
+
+    Args:
+        layer: The layer.
+        args: What it was called with; every tensor is in ``held``, and its place has the number.
+        kwargs: Likewise.
+        held: The tensors among the arguments, and whether each requires a gradient.
+        state: Of the layer.
+        device: Where the layer computes.
+        random: The states of the generators that the layer may draw from.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        inputs: tuple[Any, Any],
+        held: Sequence[tuple[Held, bool]],
+        state: LayerState,
+        device: torch.device,
+        random: dict[torch.Generator, torch.Tensor],
+    ) -> None:
+        self.layer = layer
+        self.inputs: tuple[Any, Any] | None = inputs
+        self.held: Sequence[tuple[Held, bool]] = held
+        self.settings = Settings.now(device)
+        self.blind = self.settings.casts or is_compiled(layer)
+        """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
+        self.random = random
+        self.state = state
+        self.before = state.snapshot()
+        self.versions = state.versions()
+        self.constants: list[tuple[torch.Tensor, int]] = []
+        """Counters of changes of other tensors that the layer reads, and how often each was changed."""
+        self.replay: Replay = NOTHING
+        """How the layer is run again."""
+        self.nodes: list[int] = []
+        """How many autograd nodes the forward had made at each saved tensor."""
+        self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        """What was dropped, by number."""
+        self.kept: dict[int, Held] = {}
+        """What may be handed over, by number."""
+        self.open = True
+        """Whether the forward still runs."""
+        self.asked = False
+        """Whether the forward itself has asked for something that it has saved."""
+        self.strange = False
+        """Whether the forward has gone another way than the learned one."""
+        self.recomputed: dict[int, torch.Tensor] = {}
+        self.lock = threading.RLock()
+
+    def node(self, first: int) -> int:
+        """How many autograd nodes there are since ``first``; 0 where that says nothing."""
+        return 0 if self.blind else next_node() - first
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """A dropped tensor; the first one that is asked for runs the layer again.
+
+        Raises:
+            RuntimeError: The layer cannot be run as it ran in forward.
+        """
+        with self.lock:
+            if number not in self.recomputed:
+                if self.inputs is None:
+                    raise RuntimeError(
+                        f"a tensor that {_name(self.layer)} has saved was asked for again after its backward; call "
+                        "backward(retain_graph=True) to go through a graph twice."
+                    )
+                self.recomputed = self.run()
+                if not keeps_graph():
+                    self.inputs, self.held, self.kept, self.before = None, (), {}, []
+            return self.recomputed.pop(number)
+
+    def run(self) -> dict[int, torch.Tensor]:
+        """Run the layer again: the dropped tensors, by number."""
+        self._check_unchanged()
+        if self.replay.hands_over and not self.strange:
+            try:
+                return self._run(hand_over=True)
+            except AnotherWayError:
+                self.strange = True
+        return self._run(hand_over=False)
+
+    def _check_unchanged(self) -> None:
+        self.state.check_versions(self.versions)
+        for tensor, version in self.constants:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor that {_name(self.layer)} reads must not be changed in place before backward, as "
+                    "recomputation reads it again; clone it before it is changed, or keep what is computed from it."
+                )
+
+    def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
+        """One second run, with or without handing over what was kept."""
+        check = _Check(self, hand_over=hand_over)
+        self.run_under(check, self.hand_over(check.storages) if hand_over else None)
+        check.end()
+        return check.found
+
+    def hand_over(self, storages: dict[int, int]) -> HandOver:
+        """The mode that hands over what was kept, and notes the storages' addresses by number."""
+        return HandOver(self, storages)
+
+    def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
+        """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
+        if self.inputs is None:
+            raise AssertionError("a frame is run before it is emptied")
+        given = [_as_given(held.unpack(), needs) for held, needs in self.held]
+        args, kwargs = placed(self.inputs, given)
+        with ExitStack() as stack:
+            if not in_backward():
+                stack.enter_context(unheard())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.settings.again())
+            for generator, state in self.random.items():
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            stack.enter_context(self.state.as_in(self.before))
+            stack.enter_context(mode if mode is not None else nullcontext())
+            push_hooks(check.pack, lambda tensor: tensor)
+            stack.callback(pop_hooks, check.pack)
+            check.first_node = next_node()
+            with suppress(AllThereError):
+                self.layer(*args, **kwargs)
+
+
+class SavedCheck(Protocol):
+    """Sees what autograd saves while a layer runs again."""
+
+    first_node: int
+    """The number of the first autograd node of the run."""
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """As a pack hook; nothing is saved, as nobody goes back through this run."""
+
+
+class _Check:
+    """What is compared while the layer runs again in backward."""
+
+    def __init__(self, frame: Frame, *, hand_over: bool) -> None:
+        self.frame = frame
+        self.hand_over = hand_over
+        self.found: dict[int, torch.Tensor] = {}
+        self.first_node = 0
+        self.storages: dict[int, int] = {}
+        """The addresses of what was handed over, by the number of the saved tensor."""
+        self._number = 0
+        self._compares = not hand_over and frame.replay.hands_over
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        frame, number = self.frame, self._number
+        self._number = number + 1
+        if number >= len(frame.nodes):
+            raise _other(frame, "saves more tensors")
+        if frame.node(self.first_node) != frame.nodes[number]:
+            raise _other(frame, f"makes other operations before saved tensor {number}")
+        supplier = frame.replay.arrivals.get(number) if self.hand_over else None
+        if supplier is not None and address_of(tensor.untyped_storage()) != self.storages.get(supplier):
+            raise AnotherWayError
+        expected = frame.dropped.get(number)
+        if expected is not None:
+            if (tensor.shape, tensor.dtype) != expected:
+                raise _other(frame, f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}")
+            self.found[number] = tensor if tensor.is_leaf else tensor.detach()
+            if len(self.found) == len(frame.dropped) and not self._compares:
+                raise AllThereError
+        elif self._compares and number in frame.kept and not same_bits(frame.kept[number].unpack(), tensor):
+            raise _other(frame, f"computes other values as saved tensor {number}")
+
+    def end(self) -> None:
+        if len(self.found) < len(self.frame.dropped):
+            raise _other(self.frame, "saves fewer tensors")
+
+
+class HandOver(TorchDispatchMode):
+    """Runs a layer's operations, skips those that nothing depends on, and hands over what was kept.
+
+    Raises:
+        AnotherWayError: The operations are not those that were learned, in their order.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, frame: Frame, storages: dict[int, int]) -> None:
+        super().__init__()
+        replay = frame.replay
+        self._frame = frame
+        self._storages = storages
+        self._functions, self._results, self._zone = replay.functions, replay.results, replay.zone
+        self._suppliers = replay.suppliers
+        self._time = 0
+        self._empty: set[int] = set()
+        """The addresses of memory that nothing may read; only asked where the order of operations may change."""
+        self._alive: list[torch.Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_counted(function, args):
+            return function(*args, **kwargs)
+        time = self._time
+        self._time = time + 1
+        if time >= self._zone:
+            if self._empty and any(
+                address_of(tensor.untyped_storage()) in self._empty for tensor in tensors_of([*args, *kwargs.values()])
+            ):
+                raise AnotherWayError
+            return function(*args, **kwargs)
+        if time >= len(self._functions) or self._functions[time] is not function:
+            raise AnotherWayError
+        outputs = self._results[time]
+        if outputs is None:
+            return function(*args, **kwargs)
+        results = [self._made(output, args) for output in outputs]
+        container = self._frame.replay.trace.steps[time].container
+        return results[0] if container is None else container(results)
+
+    def _made(self, output: StepResult, args: Any) -> Any:
+        if output.argument is not None:
+            return args[output.argument]
+        if output.storage is None or output.geometry is None:
+            return output.value
+        number = self._suppliers.get(output.storage)
+        if number is not None:
+            memory = self._frame.kept[number].unpack().untyped_storage()
+            self._storages[number] = address_of(memory)
+            return look_into(memory, output.geometry)
+        made = _unfilled(output.geometry, output.device)
+        if self._zone < len(self._functions):
+            self._empty.add(address_of(made.untyped_storage()))
+            self._alive.append(made)
+        return made
+
+
+def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:
+    """Memory in place of a result that no executed operation reads."""
+    dtype, start, size, stride, *_ = geometry
+    if not start:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if all(size) else 0
+    return torch.empty(int(start) + last + 1, dtype=dtype, device=device).as_strided(size, stride, start)
+
+
+def _as_given(tensor: torch.Tensor, needs: bool) -> torch.Tensor:
+    """An argument for the second run: a leaf, so that the forward's graph is not touched."""
+    return tensor.detach().requires_grad_(needs)
+
+
+def _name(layer: nn.Module) -> str:
+    return type(layer).__name__
+
+
+def _other(frame: Frame, what: str) -> Exception:
+    """The second run is not what forward was; where something is handed over, it is tried again without."""
+    if frame.replay.hands_over and not frame.strange:
+        return AnotherWayError()
+    return RuntimeError(
+        f"{_name(frame.layer)} cannot be recomputed: run again in backward, it {what} than in forward, since something "
+        "decides its way that is no input, attribute, setting or generator of PyTorch. Keep or offload this layer: "
+        'policies={"*": "offload"}.'
+    )
+
+
+def placed(inputs: tuple[Any, Any], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """Arguments with tensors in place of their numbers."""
+    return _placed(inputs[0], given), _placed(inputs[1], given)
+
+
+def _placed(value: Any, given: Sequence[torch.Tensor]) -> Any:
+    if type(value) is Place:
+        return given[value.number]
+    if isinstance(value, dict):
+        return {key: _placed(item, given) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [_placed(item, given) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return [_placed(item, given) for item in value] if type(value) is list else value
+
+
+class Place:
+    """The place of a tensor among the arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def take_apart(value: Any, take: Callable[[torch.Tensor], int], key: list[Any]) -> Any:
+    """A value with places instead of tensors; ``key`` gets what tells this kind of input from another."""
+    if isinstance(value, torch.Tensor):
+        key.append((value.shape, value.dtype, value.device, value.requires_grad, type(value)))
+        return Place(take(value))
+    if isinstance(value, dict):
+        key.append(tuple(map(str, value)))
+        return {name: take_apart(item, take, key) for name, item in value.items()}
+    if isinstance(value, tuple):
+        key.append(len(value))
+        items = [take_apart(item, take, key) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if type(value) is list:
+        key.append(len(value))
+        return [take_apart(item, take, key) for item in value]
+    key.append(value if isinstance(value, (bool, int, float, str, type(None))) else type(value))
+    return value
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    if one is other:
+        return True
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(_bits(one.detach()), _bits(other.detach()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

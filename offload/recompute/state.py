@@ -1,0 +1,251 @@
+"""What a layer's forward depends on beside its inputs: PyTorch's settings, and attributes and buffers of its modules.
+
+The second run sees what the first run saw. What has changed in between is put back for the second run, and afterwards
+everything is as it was before the second run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.base.tensors import plain_memory, tensors_in
+from offload.base.torch_private import address_of, function_modes, state_of
+
+CLONED_BYTES = 1 << 20
+"""Buffers up to this size, which forward writes into, are cloned before each forward."""
+
+Snapshot = list[dict[str, Any]]
+
+
+class Settings(NamedTuple):
+    """PyTorch's settings that decide what an operation computes."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool
+    """Whether autocast keeps the copies of parameters that it casts."""
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    attention: tuple[bool, bool, bool, bool]
+    device: torch.device | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Settings:
+        """The settings of this thread."""
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        return cls(
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            tuple(is_on() for is_on, _ in _ATTENTION),  # type: ignore[arg-type]  # as many as there are
+            torch.get_default_device() if function_modes() else None,
+        )
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on: then a parameter's cast is a node of the graph or not, as the cache has it or not."""
+        return any(enabled for _, enabled, _ in self.autocast)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The same settings once more."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
+            if self.dtype is not torch.get_default_dtype():
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self.dtype)
+            present = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            if self.deterministic != present:
+                stack.callback(torch.use_deterministic_algorithms, present[0], warn_only=present[1])
+                torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+            for wanted, (is_on, switch) in zip(self.attention, _ATTENTION, strict=True):
+                if wanted != is_on():
+                    stack.callback(switch, not wanted)
+                    switch(wanted)
+            if self.device is not None:
+                stack.enter_context(torch.device(self.device))
+            yield
+
+
+_cuda: Any = torch.backends.cuda
+_ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+)
+
+
+class LayerState:
+    """The attributes, parameters and buffers of a layer and its submodules.
+
+    Args:
+        layer: The layer.
+        gathered: Whether its parameters are brought for each run, by streaming or by FSDP: then they are not its state.
+    """
+
+    def __init__(self, layer: nn.Module, *, gathered: bool) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        for name, module in layer.named_modules():
+            attributes, parameters, *rest = state_of(module)
+            for part in (attributes, *rest) if gathered else (attributes, parameters, *rest):
+                self._dicts.append(part)
+                self._names.append(name)
+        self._parameters = [] if gathered else list(layer.parameters())
+        self._counts: dict[tuple[int, str], int] = {}
+        """How often each tensor was changed in place when :meth:`begin_learning` was called."""
+        self._cloned: list[tuple[int, str]] = []
+        """Buffers that forward writes into."""
+        self._forgotten: list[tuple[int, str]] = []
+        """Attributes with a graph that forward replaces and does not read."""
+
+    def begin_learning(self) -> None:
+        """The forward begins that is learned."""
+        for index, part in enumerate(self._dicts):
+            for key, value in part.items():
+                if isinstance(value, torch.Tensor) and not value.is_inference():
+                    self._counts[index, key] = value._version
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors among attributes, parameters and buffers."""
+        yield from self._parameters
+        for part in self._dicts:
+            for value in part.values():
+                yield from tensors_in(value)
+
+    def versions(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return [parameter._version for parameter in self._parameters]
+
+    def check_versions(self, before: list[int]) -> None:
+        """Raise as autograd does if a parameter was changed in place since ``before``."""
+        for parameter, version in zip(self._parameters, before, strict=True):
+            if parameter._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a parameter of shape {list(parameter.shape)}, which recomputation reads, is at version "
+                    f"{parameter._version}; expected version {version} instead. Run backward before the weights change."
+                )
+
+    def snapshot(self) -> Snapshot:
+        """The state as it is now, with clones of what forward writes into."""
+        found = [part.copy() for part in self._dicts]
+        for index, key in self._cloned:
+            if key in found[index]:
+                found[index][key] = found[index][key].detach().clone()
+        for index, key in self._forgotten:
+            found[index].pop(key, None)
+        return found
+
+    @contextmanager
+    def as_in(self, snapshot: Snapshot) -> Iterator[None]:
+        """The state of a snapshot; afterwards everything is as it is now."""
+        if self._is_now(snapshot):
+            present = snapshot
+        else:
+            present, wanted = [part.copy() for part in self._dicts], list(snapshot)
+            for index, key in self._cloned:
+                if key in wanted[index]:  # the run writes into it, and there may be another run
+                    wanted[index] = {**wanted[index], key: wanted[index][key].clone()}
+            self._set(wanted, keep=self._forgotten)
+        try:
+            yield
+        finally:
+            if not self._is_now(present):
+                self._set(present, keep=())
+
+    def _is_now(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is of the state as it is now: the same objects, or numbers and texts that are equal."""
+        if self._cloned or self._forgotten:
+            return False
+        try:
+            return self._dicts == snapshot
+        except (RuntimeError, ValueError, TypeError):  # two tensors, which are not the same
+            return False
+
+    def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
+        kept = set(keep)
+        for index, (part, values) in enumerate(zip(self._dicts, wanted, strict=True)):
+            if len(part) == len(values) and all(map(is_, part.values(), values.values())):
+                continue
+            for key in [key for key in part if key not in values and (index, key) not in kept]:
+                del part[key]
+            for key, value in values.items():
+                if key not in part or part[key] is not value:
+                    part[key] = value
+
+    def learn(
+        self, before: Snapshot, clones: Mapping[int, torch.Tensor], was_read: Callable[[torch.Tensor], bool]
+    ) -> str | None:
+        """See what one forward has changed; why it must not run again, if it must not.
+
+        Args:
+            before: The state when forward began; gets the ``clones``.
+            clones: What forward has written into, as it was before, by address.
+            was_read: Whether an operation has read or written a tensor.
+        """
+        self._cloned, self._forgotten = [], []
+        for index, (part, values) in enumerate(zip(self._dicts, before, strict=True)):
+            for key, value in values.items():
+                name = f"{self._names[index]}.{key}".removeprefix(".")
+                address = _address(value)
+                # Batch norm does not count as a change of its statistics; compiled code is seen by its changes alone.
+                if isinstance(value, torch.Tensor) and (address in clones or self._written(index, key, value)):
+                    if isinstance(value, nn.Parameter) or address not in clones:
+                        return f"forward writes into {name}"
+                    self._cloned.append((index, key))
+                    values[key] = clones[address]
+                elif part.get(key, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    if was_read(value):
+                        return f"forward reads and replaces {name}"
+                    self._forgotten.append((index, key))
+        return None
+
+    def _written(self, index: int, key: str, value: torch.Tensor) -> bool:
+        known = self._counts.get((index, key))
+        return known is not None and known != value._version
+
+    def contents(self) -> list[Any]:
+        """What is in lists, dictionaries and sets among the attributes, to see whether forward changes it."""
+        return [
+            contents_of(value, 1)
+            for part in self._dicts
+            for key, value in part.items()
+            if key not in _OWN and type(value) in (list, dict, set, deque)
+        ]
+
+
+def _address(value: Any) -> int:
+    plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None
+    return address_of(value.untyped_storage()) if plain else 0
+
+
+_OWN = set(vars(nn.Module()))
+"""What every module has."""
+
+
+def contents_of(value: Any, depth: int = 8) -> Any:
+    """What a value holds, as far as it can be looked into: two of these are equal if nothing was changed."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (torch.Tensor, nn.Module)) or depth == 0 or callable(value):
+        return id(value)
+    if isinstance(value, dict):
+        return [(contents_of(key, 1), contents_of(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [contents_of(item, depth - 1) for item in value]
+    attributes = getattr(value, "__dict__", None)
+    return id(value) if attributes is None else (id(value), contents_of(dict(attributes), depth - 1))
