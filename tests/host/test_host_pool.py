@@ -582,3 +582,16 @@ def test_one_pool_per_device(lab: Lab) -> None:
     lab.drain()
     assert torch.equal(buffer.pieces[0], source.cpu())
     assert buffer.pieces[0].is_pinned() == (lab.device.type == "cuda")
+
+
+def test_a_buffer_waits_for_what_it_covers_and_not_for_its_neighbours(pool: HostPool) -> None:
+    """Two buffers side by side are taken apart: each half of them waits for the copy of its own buffer alone."""
+    pool.give(pool.take(16 * KIB), REACHED)
+    events = [FakeEvent(), FakeEvent()]
+    for buffer, event in zip([pool.take(8 * KIB), pool.take(8 * KIB)], events, strict=True):
+        pool.give(buffer, event)
+    del buffer
+    halves = [pool.take(4 * KIB) for _ in range(4)]
+    assert len({piece.slab.data_ptr() for half in halves for piece in half.ranges}) == 1
+    waits = [[events.index(event) for event in half.events if event in events] for half in halves]
+    assert sorted(waits) == [[0], [0], [1], [1]]
