@@ -44,11 +44,6 @@ def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Ten
     return negated(view) if neg else view
 
 
-def copy_of_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """New memory with the same bytes."""
-    return whole(memory).clone().untyped_storage()
-
-
 def whole(memory: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, uint8 of one dimension, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
