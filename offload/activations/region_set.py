@@ -31,7 +31,7 @@ from offload.recompute.modules import ModuleNames
 from offload.recompute.policies import KEEP, RECOMPUTE, LayerPolicies, Way, names_of
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
-from offload.recompute.run_again import Frame, take_apart
+from offload.recompute.run_again import Frame, Held, take_apart
 from offload.recompute.state import LayerState, contents_of
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +97,10 @@ class RegionSet(ActivationSet):
                 f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
                 "recomputed; warm up with a step before the capture."
             )
-        held = [(self._hold(tensor), tensor.requires_grad) for tensor in tensors]
+        saved = way.saved_inputs if way is not None else frozenset()
+        held: list[tuple[Held, bool]] = [
+            (self._hold(tensor, saved=number in saved), tensor.requires_grad) for number, tensor in enumerate(tensors)
+        ]
         state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
         generators = () if way is None else way.trace.generators
         random = {} if backend.capturing else states_of(generators, [backend.device])
@@ -124,9 +127,12 @@ class RegionSet(ActivationSet):
             captured.proven = True
         return way.captured
 
-    def _hold(self, tensor: torch.Tensor) -> SavedHandle:
-        """An input, which the second run needs: offloaded with the set if another layer has computed it."""
-        offloads = self._policies.source is not KEEP and tensor.grad_fn is not None
+    def _hold(self, tensor: torch.Tensor, *, saved: bool) -> SavedHandle:
+        """An input, which the second run needs: offloaded with the set if autograd saves it or a layer computed it.
+
+        A mask is neither: all layers are given the same.
+        """
+        offloads = self._policies.source is not KEEP and (saved or tensor.grad_fn is not None)
         if offloads and isinstance(decide(tensor, self._rules), type):
             return self.pack(tensor)
         return KeptHandle(tensor, self.alive or self._new_token())
@@ -207,7 +213,7 @@ class RegionSet(ActivationSet):
         clock = backend.mark if self._policies.measures else None
         names = ModuleNames(layer)
         learn = Learn(names, [*tensors, *state.tensors()], clock=clock, before_write=before_write)
-        learn.trace.given = [learn.number_of(tensor, 0) for tensor in tensors if type(tensor) is torch.Tensor]
+        learn.trace.given = [learn.number_of(one, 0) if type(one) is torch.Tensor else None for one in tensors]
         self._contents = contents_of(inputs), state.contents(), clones, inputs
         self._learn = learn
         state.begin_learning()
@@ -331,6 +337,9 @@ class RegionSet(ActivationSet):
                 handle.kept = self.pack(tensor)
             if number in frame.replay.numbers and handle.kept is not None:
                 frame.kept[number] = handle.kept
+        for number in way.saved_inputs:  # else the input would be held on the device as well
+            kept, needs = frame.held[number]
+            frame.held[number] = self._hold(kept.unpack(), saved=True), needs
         originals.clear()
 
 

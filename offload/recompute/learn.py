@@ -124,8 +124,8 @@ class Trace:
         self.saved: list[SavedTensor] = []
         self.generators: set[torch.Generator] = set()
         """Generators that operations were given."""
-        self.given: list[int] = []
-        """The storages of the layer's inputs."""
+        self.given: list[int | None] = []
+        """The storages of the layer's inputs; ``None`` for an input that is no plain tensor."""
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
         self.written: list[int] = []

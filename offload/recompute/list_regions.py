@@ -30,7 +30,10 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         nbytes = trace.storages[storage].nbytes
         costs.append(RegionProfile(name, nbytes, took_s, tuple(reads), number is not None, again, first))
 
-    sources = [*trace.given, *(one for one in saved if not trace.storages[one].writers and one not in way.names)]
+    sources = [
+        *(one for one in trace.given if one is not None),
+        *(one for one in saved if not trace.storages[one].writers and one not in way.names),
+    ]
     for storage in dict.fromkeys(sources):
         add(storage, SOURCE, 0.0, (), None)
     given = tuple(range(len(costs)))

@@ -92,6 +92,8 @@ class Way:
         self.shapes = [saved.shape for saved in trace.saved]
         self.movable = [saved.movable for saved in trace.saved]
         self.limit = trace.dynamic_from
+        self.saved_inputs: frozenset[int] = frozenset()
+        """Numbers of the inputs that autograd saves, and that are offloaded."""
         self.rest = KEEP
         """What happens to what is saved after the operation from which the way depends on data."""
         self.captured: Way | None = None
@@ -126,6 +128,10 @@ class Way:
             for number, policy in changes.items():
                 wanted[number] = policy
         self.policies = wanted
+        offloaded = {
+            saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
+        }
+        self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
         held = [policy for number, policy in enumerate(wanted) if number >= self.limit and self.movable[number]]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
         self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING

@@ -105,14 +105,14 @@ class Frame:
         self,
         layer: nn.Module,
         inputs: tuple[Any, Any],
-        held: Sequence[tuple[Held, bool]],
+        held: list[tuple[Held, bool]],
         state: LayerState,
         device: torch.device,
         random: dict[torch.Generator, torch.Tensor],
     ) -> None:
         self.layer = layer
         self.inputs: tuple[Any, Any] | None = inputs
-        self.held: Sequence[tuple[Held, bool]] = held
+        self.held = held
         self.settings = Settings.now(device)
         self.blind = self.settings.casts or is_compiled(layer)
         """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
@@ -158,7 +158,7 @@ class Frame:
                     )
                 self.recomputed = self.run()
                 if not keeps_graph():
-                    self.inputs, self.held, self.kept, self.before = None, (), {}, []
+                    self.inputs, self.held, self.kept, self.before = None, [], {}, []
             return self.recomputed.pop(number)
 
     def run(self) -> dict[int, torch.Tensor]:
