@@ -86,7 +86,7 @@ def offload_layers(
     policies: Mapping[str, Policy | str] | None = None,
     memory_budget: int | str | None = None,
 ) -> OffloadedLayers:
-    """Move activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
+    """Offload activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
     Forward hooks enter and leave the offload context around each layer and mark its outputs. The model's
     ``state_dict`` stays as it is, and a copy or pickle of the model is one without offloading::
@@ -105,19 +105,21 @@ def offload_layers(
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
-        device: The device whose activations move; by default the one that the layers' parameters are on, or where they
-            compute if their weights are streamed. Call ``offload_layers`` once for the layers of each device.
+        device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
+            where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
+            device.
         max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
             limit by default.
         when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device, or
             ``"raise"`` a :class:`HostMemoryError`.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
-            ``"recompute"``. The first pattern that matches decides; what none matches is kept. What is offloaded
-            travels in the first ``num_layers``, which may be 0, and stays in the others. What is recomputed is let go,
-            and the recorded operations that lead to it run once more in backward, those alone. In a layer's first
-            forward they run at once, and what does not come out bit by bit the same is kept.
-        memory_budget: In place of all these: device memory for what a step adds to weights and optimizer state, in
+            ``"recompute"``. The first pattern that matches decides; a region that no pattern matches is kept. Regions
+            with ``"offload"`` are offloaded in the first ``num_layers`` layers, which may be 0, and kept in the others.
+            Regions with ``"recompute"`` are dropped: backward runs the layer's forward again, is handed what was kept,
+            and skips the operations that nothing dropped depends on. In the first step each layer runs again at once,
+            and a region whose bits differ is offloaded or kept in place of recomputed.
+        memory_budget: Decides all of these: device memory for what a step adds to weights and optimizer state, in
             bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
             everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
             ``max_host_bytes`` is a capacity of it.
