@@ -54,7 +54,8 @@ def profile_layers(
         min_bytes: Storages below this size are not offloaded and not counted; bytes, or a text such as ``"1MiB"``.
         device: Where the layers run; ``None`` is the current accelerator, and the CPU where there is none.
         steps: How many steps are timed.
-        regions: Measure each region of the layers, too: each operation runs once more, is compared, and timed.
+        regions: Measure each region of the layers, too: in one step each layer's forward runs a second time: what
+            it saves is compared, and each operation is timed.
 
     Raises:
         ValueError: A layer's forward or backward did not run, no layer saved anything that can be offloaded, or some

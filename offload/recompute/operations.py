@@ -1,7 +1,7 @@
 """Which operations can be run again: what an operation does to memory, as its schema says it, and where schemas lie.
 
-What is run again has to write memory of its own, and the same values as the first time. An operation that does not is
-opaque: its results are kept, or travel, and what is computed from them can be recomputed nevertheless.
+The dispatch mode that learns a layer's forward has to know which memory each operation reads, makes and writes. An
+operation whose schema does not say so is opaque.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Effect(Enum):
     """What an operation does to memory."""
 
     VIEW = auto()
-    """Looks into its argument's memory in another way: there is nothing to run again, for the memory is what counts."""
+    """Looks into its argument's memory in another way, and makes none."""
     PURE = auto()
     """Makes memory from what it reads, and writes nothing else."""
     WRITES = auto()
@@ -27,7 +27,7 @@ class Effect(Enum):
     EMPTY = auto()
     """Makes memory that holds nothing yet."""
     OPAQUE = auto()
-    """Must not be run twice, or cannot be seen through."""
+    """Its schema does not say what it does to memory."""
 
 
 VIEW, EMPTY, OPAQUE = Effect.VIEW, Effect.EMPTY, Effect.OPAQUE
