@@ -49,7 +49,7 @@ python_maximum_signature_line_length = 88  # longer ones get a line for each arg
 napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:exc", r"torch\.OutOfMemoryError"),  # PyTorch's own pages do not list it
-    ("py:class", r"offload\..*\.Output"),  # a type variable: what was given comes back
+    ("py:class", r"offload\..*\.LayerOutput"),  # a type variable: what was given comes back
     ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
     ("py:class", "LayerPolicies"),  # what the library makes of ``policies``; nobody gives it by hand
