@@ -217,6 +217,9 @@ class Learn(TorchDispatchMode):
         many = isinstance(result, (tuple, list))
         results = list(result) if many else [result]
         makes, outputs = self._outputs(results, args, time)
+        # Only the operation itself makes such a result: a sparse tensor, or one on the meta device.
+        pairs = zip(outputs, results, strict=True)
+        unseen = unseen or any(made.storage is None and isinstance(one, torch.Tensor) for made, one in pairs)
         if trace.zone < 0 and _DYNAMIC & set(operation.tags):
             trace.zone = time
         trace.steps.append(

@@ -1,0 +1,818 @@
+"""What each second run of a layer is checked against: without the check, one of these tests fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from test_policies import ALL, Function, Seen, drawn, offloaded
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import offload
+
+LAYERS = 3
+ADD = {"add": "keep", "*": "recompute"}
+MUL = {"mul": "keep", "*": "recompute"}
+
+
+@pytest.fixture(autouse=True)
+def garbage() -> Iterator[None]:
+    """Fill new memory with NaN: memory in place of a result that was skipped holds the right values by no chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def functions(function: Callable[..., Any], lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
+    return build(lambda: Function(function), LAYERS, lab.device)
+
+
+def step(
+    layers: nn.ModuleList, x: torch.Tensor, between: Callable[[], object] = lambda: None, seed: int = 0
+) -> list[torch.Tensor]:
+    """Gradients of a step; ``between`` is called between forward and backward."""
+
+    def run() -> None:
+        torch.manual_seed(seed)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss = loss_of(y)
+        between()
+        loss.backward()
+
+    return gradients(leaves_of(layers, x), run)
+
+
+class Way:
+    """Decides what a layer does, where the library cannot see it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def turn(self) -> None:
+        self.now = 1 - self.now
+
+
+# The order of operations, and where what is handed over arrives.
+
+
+def _other_order(x: torch.Tensor, way: int) -> torch.Tensor:
+    if way:
+        read, unread = x * 2, x + 1
+    else:
+        unread, read = x + 1, x * 2
+    return read.sin() - unread
+
+
+def _swapped_branches(x: torch.Tensor, way: int) -> torch.Tensor:
+    kept, dropped = x + 1, x + 2
+    if way:
+        kept, dropped = dropped, kept
+    return kept.sin() - dropped.sin() * 0.5
+
+
+@pytest.mark.parametrize(("function", "policies"), [(_other_order, ALL), (_swapped_branches, ADD)])
+def test_a_forward_of_the_same_shapes_that_goes_another_way(
+    function: Callable[[torch.Tensor, int], torch.Tensor], policies: dict[str, str], lab: Lab
+) -> None:
+    way = Way()
+    layers, x = functions(lambda x, w: function(x, way.now) * w.mean(), lab)
+    expected = {}
+    for way.now in (0, 1):
+        expected[way.now] = step(layers, x)
+    with offloaded(layers, lab, policies) as handle:
+        for way.now in (0, 0, 1, 1, 0):
+            assert_same(expected[way.now], step(layers, x))
+        assert "recompute" in handle.regions(0).values()
+
+
+# What the second run saves, where something unknown decides the way of forward.
+
+
+def _another_node(x: torch.Tensor, way: int) -> torch.Tensor:
+    return (x + 1 if way == 0 else x + 0.5 + 1).sin()
+
+
+def _another_shape(x: torch.Tensor, way: int) -> torch.Tensor:
+    return (x[..., : 2 - way] + 1).sin().sum() * x
+
+
+def _another_dtype(x: torch.Tensor, way: int) -> torch.Tensor:
+    y = x.to(torch.float64 if way == 0 else torch.float16)
+    return y.sin().float()
+
+
+def _more_saved(x: torch.Tensor, way: int) -> torch.Tensor:
+    y = x * 2
+    return y.sin() if way == 0 else y.sin().tanh()
+
+
+def _other_values(x: torch.Tensor, way: int) -> torch.Tensor:
+    return (x * 2 if way == 0 else x + 2).sin().tanh()
+
+
+@pytest.mark.parametrize(
+    ("function", "policies", "first", "words"),
+    [
+        (_another_node, ALL, 0, "makes other operations before saved tensor"),
+        (_another_shape, ALL, 0, "saves torch.float32 .* as tensor"),
+        (_another_dtype, ALL, 0, "saves torch.float16 .* as tensor"),
+        (_more_saved, ALL, 1, "saves fewer tensors"),
+        (_other_values, MUL, 0, "computes other values as saved tensor"),
+    ],
+)
+def test_a_second_run_that_is_not_the_first_raises(
+    function: Callable[[torch.Tensor, int], torch.Tensor], policies: dict[str, str], first: int, words: str, lab: Lab
+) -> None:
+    way = Way()
+    way.now = first
+    layers, x = functions(lambda x, w: function(x, way.now), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, policies):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        with pytest.raises(RuntimeError, match=f"Function cannot be recomputed: run again in backward, it {words}"):
+            step(layers, x, way.turn)
+        way.now = first
+        assert_same(expected, step(layers, x))
+
+
+def test_a_second_run_that_saves_more_raises(lab: Lab) -> None:
+    """It also runs another operation at first, so that it is run again without handing over, to its end."""
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if way.now:
+            x.detach() + 1
+        y = (x * 2).sin() - (x + 1).sin()
+        return y.tanh() if way.now else y
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, MUL):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        with pytest.raises(RuntimeError, match="it saves more tensors"):
+            step(layers, x, way.turn)
+
+
+# State that changes between forward and backward.
+
+
+def test_a_parameter_that_is_changed_before_backward(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x + w.mean(0)).sin(), lab)
+    with offloaded(layers, lab):
+        step(layers, x)
+
+        def change() -> None:
+            with torch.no_grad():
+                layers[0].weight.add_(1)
+
+        with pytest.raises(RuntimeError, match=r"a parameter of shape .* which recomputation reads"):
+            step(layers, x, change)
+
+
+def test_a_constant_that_is_changed_before_backward(lab: Lab) -> None:
+    constant = torch.linspace(0, 1, WIDTH, device=lab.device)
+    layers, x = functions(lambda x, w: (x + constant).sin(), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        with pytest.raises(RuntimeError, match="a tensor that Function reads must not be changed in place"):
+            step(layers, x, lambda: constant.add_(1))
+
+
+class Switched(nn.Module):
+    """Reads its mode, an inner dropout's probability, a switch and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.dropout = nn.Dropout(0.5)
+        self.adapter = True
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.dropout(x * self.weight)
+        if self.adapter:
+            y = y * 3
+        return (y * self.scale).sin() + (0.0 if self.training else 1.0)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "mode": lambda layer: layer.eval(),
+    "probability": lambda layer: setattr(layer.dropout, "p", 0.1),
+    "switch": lambda layer: setattr(layer, "adapter", False),
+    "another tensor": lambda layer: setattr(layer, "scale", torch.tensor(5.0)),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(WIDTH))),
+    "a new attribute": lambda layer: setattr(layer, "more", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_attributes_are_those_of_the_forward(change: Callable[[Any], object], lab: Lab) -> None:
+    layers, x = build(Switched, LAYERS, lab.device)
+    for layer in layers:
+        layer.scale = layer.scale.to(lab.device)
+    leaves = leaves_of(layers, x)
+
+    def run(between: Callable[[], object]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss = loss_of(y)
+        between()
+        return gradients(leaves, loss.backward)
+
+    expected = run(lambda: None)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, run(lambda: None))
+        assert_same(expected, run(lambda: [change(layer) for layer in layers]))
+    for layer in layers:
+        after = Switched()
+        change(after)
+        assert layer.training == after.training
+        assert layer.dropout.training == after.dropout.training
+        assert layer.dropout.p == after.dropout.p
+        assert layer.adapter == after.adapter
+        assert layer.scale.item() == after.scale.item()
+        assert torch.equal(layer.weight.cpu(), after.weight)
+        assert hasattr(layer, "more") == hasattr(after, "more")
+
+
+def test_other_weights_of_a_functional_call(lab: Lab) -> None:
+    layers, x = build(Switched, 1, lab.device)
+    layers[0].scale = layers[0].scale.to(lab.device)
+    others = {"weight": torch.rand(WIDTH, device=lab.device, requires_grad=True)}
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        y = torch.func.functional_call(layers[0], others, (x,))
+        return gradients([x, others["weight"]], lambda: loss_of(y).backward())
+
+    expected = run()
+    mine = layers[0].weight
+    with offloaded(layers, lab) as handle:
+        for _ in range(3):
+            assert_same(expected, run())
+            assert layers[0].weight is mine
+        assert "recompute" in handle.regions(0).values()
+
+
+class Normed(nn.Module):
+    """Batch norm and a spectral norm: both write their buffers in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).tanh() * x
+
+
+def test_buffers_that_forward_writes(lab: Lab) -> None:
+    """Each of two microbatches sees the buffers as its forward saw them."""
+
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
+        other = (x * 0.5).detach().requires_grad_()
+
+        def both() -> None:
+            losses = []
+            for given in (x, other):
+                y = given
+                for layer in layers:
+                    y = layer(y)
+                losses.append(loss_of(y))
+            for loss in losses:
+                loss.backward()
+
+        found = gradients(leaves_of(layers, x, other), both)
+        return [*found, *[buffer.clone() for buffer in layers.buffers()]]
+
+    plain, x = build(Normed, LAYERS, lab.device)
+    layers, _ = build(Normed, LAYERS, lab.device)
+    with offloaded(layers, lab) as handle:
+        for _ in range(4):
+            assert_same(run(plain, x), run(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
+# PyTorch's settings.
+
+
+def _settings() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled() if torch.is_autocast_enabled("cpu") else None,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.empty(()).device,
+    )
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def _deterministic(mode: bool, warn_only: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "none": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "default dtype": _default_dtype,
+    "not deterministic": lambda: _deterministic(False, False),
+    "warn only": lambda: _deterministic(True, True),
+    "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("around_backward", [False, True], ids=["around forward", "around backward"])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
+def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_backward: bool, lab: Lab) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append(_settings())
+        return (F.scaled_dot_product_attention(x, x + 1, x + 2) @ w).tanh().float() * x
+
+    layers, x = functions(function, lab)
+
+    def run() -> list[torch.Tensor]:
+        with contextlib.nullcontext() if around_backward else setting():
+            y = x
+            for layer in layers:
+                y = layer(y)
+        loss = loss_of(y)
+        with setting() if around_backward else contextlib.nullcontext():
+            before = _settings()
+            found = gradients(leaves_of(layers, x), loss.backward)
+            assert _settings() == before
+        return found
+
+    expected = run()
+    with offloaded(layers, lab):
+        for _ in range(3):
+            seen.clear()
+            assert_same(expected, run())
+            assert len(seen) >= 2 * LAYERS
+            assert len(set(seen)) == 1
+
+
+# Random numbers.
+
+
+def _given_generator(generator: torch.Generator) -> Callable[..., torch.Tensor]:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=generator, device=x.device)
+        more = torch.rand(x.shape, generator=generator, device=x.device)
+        return ((x @ w) * noise).tanh() * (x + more).sin()
+
+    return function
+
+
+RAND = {"rand": "keep", "*": "recompute"}
+
+
+@pytest.mark.parametrize("policies", [ALL, RAND], ids=["all", "first numbers kept"])
+@pytest.mark.parametrize("given", [False, True], ids=["default", "given"])
+def test_generators(given: bool, policies: dict[str, str], lab: Lab) -> None:
+    """The second run draws the same numbers, and leaves the generators as they were before it."""
+    default = torch.default_generator if lab.device.type == "cpu" else torch.cuda.default_generators[0]
+    generator = torch.Generator(lab.device) if given else default
+    layers, x = functions(_given_generator(generator), lab)
+
+    def run() -> list[torch.Tensor]:
+        """Three steps, the numbers of which follow one another."""
+        generator.manual_seed(7)
+        found = []
+        for _ in range(3):
+            y = x
+            for layer in layers:
+                y = layer(y)
+            loss = loss_of(y)
+            torch.rand(5, generator=generator, device=lab.device)  # others draw, too
+            before = generator.get_state()
+            found += torch.autograd.grad(loss, leaves_of(layers, x))
+            assert torch.equal(before, generator.get_state())
+        return found
+
+    expected = run()
+    with offloaded(layers, lab, policies) as handle:
+        for _ in range(2):
+            assert_same(expected, run())
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("draw", "kept"), [(F.dropout, ("bernoulli_", "div_", "mul #2")), (drawn, ("*drawn",))], ids=["dropout", "untagged"]
+)
+def test_what_draws_and_is_kept_runs_again_before_what_draws(
+    draw: Callable[..., torch.Tensor], kept: tuple[str, ...], lab: Lab
+) -> None:
+    """Its result is kept, and nothing else asks for it; but the numbers drawn after it are others without it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        first = draw(x * 2).sin()
+        second = F.dropout(x + 1, 0.5).tanh()
+        return first - second
+
+    layers, x = functions(function, lab)
+    policies = {**dict.fromkeys(kept, "keep"), "*": "recompute"}
+    expected = step(layers, x)
+    with offloaded(layers, lab, policies) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
+# Learning.
+
+_COUNT = [0]
+
+
+@torch.library.custom_op("offload_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Gives other bits each time, as kernels do that add in any order."""
+    _COUNT[0] += 1
+    return x * (1 + _COUNT[0] / 1024)
+
+
+counted.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_what_differs_is_kept_and_what_is_behind_it_is_recomputed(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    layers, x = functions(lambda x, w: counted(x * 2).sin().tanh().exp() - (x + 1).sin(), lab)
+
+    def run(start: int) -> list[torch.Tensor]:
+        """A step of one layer whose forward is the operation's ``start``-th call."""
+        _COUNT[0] = start
+        y = layers[0](x)
+        return gradients(leaves_of(layers[:1], x), lambda: loss_of(y).backward())
+
+    expected = [run(start) for start in range(0, 50, 10)]
+    with offloaded(layers, lab) as handle:
+        for start in range(0, 50, 10):
+            assert_same(expected[start // 10], run(start))
+        regions = handle.regions(0)
+        assert regions["offload_tests::counted"] == "offload"
+        assert {policy for name, policy in regions.items() if "counted" not in name} == {"recompute"}
+        y = layers[0](x)
+        with Seen() as seen:
+            loss_of(y).backward()
+    assert (seen.times["tanh"], seen.times["exp"]) == (1, 1)
+    assert not seen.times["offload_tests::counted"]
+    assert len([line for line in caplog.messages if "comes out with other bits" in line]) == 1
+
+
+RUNS = [0]
+"""How often a layer's forward has run."""
+
+
+class Keeps(nn.Module):
+    """Does one of several things that must not be done twice."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.seen: list[float] = []
+        self.register_buffer("large", torch.zeros(600, 600))
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        RUNS[0] += 1
+        y = (x + self.weight).sin()
+        if self.what == "a cache that grows":
+            cache.append(y.detach())
+            y = y * len(cache)
+        elif self.what == "a list":
+            self.seen.append(1.0)
+            y = y * len(self.seen)
+        elif self.what == "its own gradients":
+            (found,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+            y = y + found
+        elif self.what == "an input":
+            x.detach().mul_(2)
+        elif self.what == "a large buffer":
+            self.large.add_(1)
+            y = y * self.large.mean()
+        return (y + 1).tanh() + x
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a cache that grows", "forward changes what an argument holds"),
+        ("a list", "forward changes what an attribute holds"),
+        ("its own gradients", "forward computes gradients of its own"),
+        ("an input", "forward writes into an input"),
+        ("a large buffer", "forward writes into large"),
+    ],
+)
+def test_a_layer_that_cannot_be_run_again(what: str, words: str, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "offload")
+
+    def run(layers: nn.ModuleList) -> list[torch.Tensor]:
+        def forward_and_backward() -> None:
+            cache: list[torch.Tensor] = []
+            y = x * 1
+            for layer in layers:
+                y = layer(y * 1, cache)
+            loss_of(y).backward()
+
+        return gradients(leaves_of(layers, x), forward_and_backward)
+
+    plain, x = build(lambda: Keeps(what), LAYERS, lab.device)
+    layers, _ = build(lambda: Keeps(what), LAYERS, lab.device)
+    with offloaded(layers, lab):
+        for time in range(4):
+            wanted = run(plain)
+            RUNS[0] = 0
+            assert_same(wanted, run(layers))
+            assert not time or RUNS[0] == LAYERS
+    assert [len(layer.seen) for layer in layers] == [len(layer.seen) for layer in plain]
+    said = [line for line in caplog.messages if "layer 1 (Keeps) is never recomputed" in line]
+    assert len(said) == 1
+    assert words in said[0]
+
+
+class Moded(nn.Module):
+    """Saves other tensors in evaluation, and for an input without gradient; counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS[0] += 1
+        y = x.sin() * self.weight + self.bias.exp()
+        if not self.training:
+            y = (y * y).sin()
+        return y.tanh()
+
+
+KINDS: dict[str, Callable[[nn.Module, torch.Tensor, bool], torch.Tensor]] = {
+    "shape": lambda layer, x, other: x[:1] if other else x,
+    "requires_grad": lambda layer, x, other: x.detach() if other else x,
+    "dtype": lambda layer, x, other: x.double() if other else x,
+    "training": lambda layer, x, other: [layer.train(not other), x][1],
+    "frozen": lambda layer, x, other: [layer.bias.requires_grad_(not other), x][1],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_each_kind_of_input_is_learned_once(kind: Callable[..., torch.Tensor], lab: Lab) -> None:
+    layers, x = build(Moded, 1, lab.device)
+    (layer,) = layers
+
+    def run(other: bool) -> list[torch.Tensor | None]:
+        for leaf in (x, layer.weight, layer.bias):
+            leaf.grad = None
+        RUNS[0] = 0
+        loss_of(layer(kind(layer, x, other))).backward()
+        return [leaf.grad for leaf in (x, layer.weight, layer.bias)]
+
+    expected = {other: run(other) for other in (False, True)}
+    with offloaded(layers, lab):
+        for time, other in enumerate([False, True] * 3):
+            for wanted, found in zip(expected[other], run(other), strict=True):
+                assert (wanted is None) == (found is None)
+                assert wanted is None or torch.equal(wanted, found)
+            assert RUNS[0] == 2 if time > 1 else RUNS[0] > 2
+
+
+def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: Lab) -> None:
+    runs, way = [0], [0]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
+        y = x * w.mean()
+        for _ in range(way[0] % 4):
+            y = (y + 1).sin()
+        return y.tanh()
+
+    layers, x = build(lambda: Function(function), 1, lab.device)
+    expected = {}
+    for way[0] in range(4):
+        expected[way[0]] = step(layers, x)
+    with offloaded(layers, lab):
+        for way[0] in [*range(4)] * 3:
+            runs[0] = 0
+            assert_same(expected[way[0]], step(layers, x))
+        for way[0] in range(4):
+            runs[0] = 0
+            y = layers[0](x)
+            assert runs[0] == 1
+            assert_same(expected[way[0]], gradients(leaves_of(layers, x), lambda: loss_of(y).backward()))  # noqa: B023
+            assert runs[0] == 2
+
+
+# Exceptions, and memory.
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_the_second_run(error: type[BaseException], lab: Lab) -> None:
+    raises = [False]
+
+    class Raising(Switched):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if raises[0]:
+                raise error("in the second run")
+            return y.tanh()
+
+    layers, x = build(Raising, LAYERS, lab.device)
+    for layer in layers:
+        layer.scale = layer.scale.to(lab.device)
+    expected = step(layers, x)
+    with offloaded(layers, lab, MUL):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            y = x
+            for layer in layers:
+                y = layer(y)
+        loss = loss_of(y)
+        layers.eval()
+        torch.manual_seed(5)
+        settings, state = _settings(), torch.get_rng_state()
+        torch.set_default_dtype(torch.float64)
+        raises[0] = True
+        try:
+            with pytest.raises(error, match="in the second run"):
+                loss.backward()
+            assert torch.get_default_dtype() is torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        raises[0] = False
+        assert _settings() == settings
+        assert torch.equal(state, torch.get_rng_state())
+        assert not any(layer.training or layer.dropout.training for layer in layers)
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        layers.train()
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_frame_lets_go_after_the_second_run(retain: bool, lab: Lab) -> None:
+    """Although the graph is still held, and so its nodes are."""
+    layers, x = functions(lambda x, w: ((x + 1).sin() * 2).tanh() - x, lab)
+    with offloaded(layers, lab, ADD):
+        step(layers, x)
+        inputs = []
+        y = x
+        for layer in layers:
+            z = y * 1
+            inputs.append(StorageWeakRef(z.untyped_storage()))
+            y = layer(z)
+            del z
+        loss = loss_of(y)
+        assert not any(one.expired() for one in inputs)
+        loss.backward(retain_graph=retain)
+        assert [one.expired() for one in inputs] == [not retain] * LAYERS
+        if retain:
+            loss.backward()
+            assert [one.expired() for one in inputs] == [True] * LAYERS
+
+
+def test_what_is_dropped_is_freed(lab: Lab) -> None:
+    side, one = 256, 256 * 256 * 4
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        x = kept
+        for _ in range(8):
+            x = x.sin() * 2
+        return kept.sin() * x
+
+    layers, _ = functions(function, lab)
+    x = torch.rand(side, side, device=lab.device, requires_grad=True)
+
+    def held_bytes() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        del y
+        return meter.peak_bytes
+
+    assert held_bytes() > LAYERS * 10 * one
+    with offloaded(layers, lab, ADD):
+        held_bytes()
+        assert LAYERS * one < held_bytes() < (2 * LAYERS + 4) * one
+
+
+def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
+    made: list[StorageWeakRef] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        z = (y.sin() * 2).tanh()
+        out = z - x
+        made.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (y, z, out))
+        return out
+
+    layers, x = functions(function, lab)
+    given = x * 1
+    gc.collect()
+    gc.disable()
+    try:
+        with offloaded(layers, lab, ADD):
+            for time in range(4):
+                made.clear()
+                y = given
+                for layer in layers:
+                    y = layer(y)
+                if time == 2:  # one that may go through backward again
+                    loss_of(y).backward(retain_graph=True)
+                del y
+                assert [one.expired() for one in made] == [True] * len(made)
+    finally:
+        gc.enable()
+
+
+# Kernels that nobody sees.
+
+
+class _HalfUnseen(torch.autograd.Function):
+    """Half of the result is written by an operation, half by way of NumPy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        y[..., : WIDTH // 2].copy_(x[..., : WIDTH // 2] * 2)
+        y.numpy()[..., WIDTH // 2 :] = x.numpy()[..., WIDTH // 2 :] * 3
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("policies", [ALL, ADD, {"copy_": "keep", "empty_like": "keep", "*": "recompute"}])
+def test_a_kernel_that_writes_unseen_beside_an_operation(policies: dict[str, str], lab: Lab) -> None:
+    if lab.device.type != "cpu":
+        pytest.skip("NumPy writes into the memory of the CPU")
+    layers, x = functions(lambda x, w: _HalfUnseen.apply(x + 1).sin().tanh() - x.sin(), lab)
+    expected = step(layers, x)
+    lab.adverse()
+    with offloaded(layers, lab, policies) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
+@pytest.mark.filterwarnings("ignore:.*freed no device memory:UserWarning")
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab) -> None:
+    """Recomputation would read what was handed over: it raises, as autograd does for what it has saved."""
+    outputs: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        outputs.append(y)
+        return (y.sin() * 2).tanh()
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab, {"add": policy, "*": "recompute"}, int(policy == "offload")):
+        for _ in range(2):
+            step(layers, x)
+        outputs.clear()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(layers, x, lambda: outputs[-1].data.add_(0) is None or outputs[-1].detach().add_(1))
