@@ -31,7 +31,7 @@ from offload.recompute.modules import ModuleNames
 from offload.recompute.policies import KEEP, RECOMPUTE, LayerPolicies, Way, names_of
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
-from offload.recompute.run_again import Frame, Held, take_apart
+from offload.recompute.run_again import Frame, HandOver, Held, take_apart
 from offload.recompute.state import LayerState, contents_of
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class RegionSet(ActivationSet):
 
     def enter(self, inputs: object = None) -> None:
         layer = self._policies.layer
-        leave_modes(Learn)  # of a forward that an interrupt has kept from leaving it
+        for mode in (Learn, HandOver):  # of a run that an interrupt has kept from leaving it
+            leave_modes(mode)
         if layer is not None and inputs is not None:
             self._begin(layer, inputs)
         super().enter(inputs)

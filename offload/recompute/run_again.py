@@ -207,8 +207,8 @@ class Frame:
                 generator.set_state(state)
             stack.enter_context(self.state.as_in(self.before))
             stack.enter_context(mode if mode is not None else nullcontext())
+            stack.callback(pop_hooks, check.pack)  # first: an interrupt may come before the next line
             push_hooks(check.pack, lambda tensor: tensor)
-            stack.callback(pop_hooks, check.pack)
             check.first_node = next_node()
             with suppress(AllThereError):
                 self.layer(*args, **kwargs)
