@@ -19,8 +19,6 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
     """
     trace = way.trace
     saved = {one.storage: number for number, one in enumerate(trace.saved) if one.storage is not None and one.movable}
-    small = {one.storage for one in trace.saved if not one.movable and one.storage in way.names}
-    """Saved storages that are always kept, so that they are handed over."""
     listed = _leading_to(trace, list(saved))
     numbers: dict[int, int] = {}
     costs: list[RegionProfile] = []
@@ -28,8 +26,7 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
     def add(storage: int, name: str, took_s: float, reads: Sequence[int], first: int | None) -> None:
         numbers[storage] = len(costs)
         number = saved.get(storage)
-        again = name != SOURCE and storage not in small and way.reason is None
-        again = again and (number is None or number not in way.forced)
+        again = name != SOURCE and way.reason is None and (number is None or number not in way.forced)
         nbytes = trace.storages[storage].nbytes
         costs.append(RegionProfile(name, nbytes, took_s, tuple(reads), number is not None, again, first))
 
@@ -52,9 +49,6 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         writers = trace.storages[storage].writers
         read = {one for writer in writers for one in trace.steps[writer].reads}
         first = firsts.get(writers[0])
-        if storage in small:
-            add(storage, way.names[storage], 0.0, (), None)
-            continue
         took_s = sum(seconds[writer] for writer in writers) if first is None else 0.0
         add(storage, way.names[storage], took_s, sorted(numbers[one] for one in read if one in numbers), first)
         firsts.setdefault(writers[0], numbers[storage])
