@@ -214,7 +214,12 @@ class RegionSet(ActivationSet):
         clock = backend.mark if self._policies.measures else None
         names = ModuleNames(layer)
         learn = Learn(names, [*tensors, *state.tensors()], clock=clock, before_write=before_write)
-        learn.trace.given = [learn.number_of(one, 0) if type(one) is torch.Tensor else None for one in tensors]
+        given = [learn.number_of(one, 0) if type(one) is torch.Tensor else None for one in tensors]
+        movable = [isinstance(decide(one, self._rules), type) for one in tensors]
+        learn.trace.given = given
+        learn.trace.movable_inputs = {
+            one for one, moves in zip(given, movable, strict=True) if one is not None and moves
+        }
         self._contents = contents_of(inputs), state.contents(), clones, inputs
         self._learn = learn
         state.begin_learning()

@@ -126,6 +126,8 @@ class Trace:
         """Generators that operations were given."""
         self.given: list[int | None] = []
         """The storages of the layer's inputs; ``None`` for an input that is no plain tensor."""
+        self.movable_inputs: set[int] = set()
+        """Of :attr:`given`, those that may be offloaded."""
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
         self.written: list[int] = []

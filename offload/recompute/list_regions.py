@@ -31,7 +31,7 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         costs.append(RegionProfile(name, nbytes, took_s, tuple(reads), number is not None, again, first))
 
     sources = [
-        *(one for one in trace.given if one is not None),
+        *(one for one in trace.given if one in trace.movable_inputs and any(one in step.reads for step in trace.steps)),
         *(one for one in saved if not trace.storages[one].writers and one not in way.names),
     ]
     for storage in dict.fromkeys(sources):

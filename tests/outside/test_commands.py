@@ -28,5 +28,5 @@ def test_operations_replace_what_they_run(tmp_path: Path) -> None:
     assert record["runs"]["module float32"] == {"samples": 1}
     found = record["runs"]["operation float32"]
     assert found["runs"] == 6
-    assert found["moved"] == 4  # where all is computed again, nothing travels
+    assert found["moved"] == 6  # where all is recomputed, the input is offloaded
     assert not found["different"]
