@@ -18,6 +18,7 @@ from offload.device.select import resolve_device
 from . import soak
 from .architectures import architectures as find_architectures
 from .operations import DTYPES, KINDS, differentiable
+from .programs import check as check_program
 from .workers import run_cases
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -41,6 +42,10 @@ def main() -> None:
     architectures.add_argument("--limit-s", type=float, default=300, help="longest time for one architecture")
     architectures.add_argument("--record", type=Path, default=RESULTS / "outside_architectures.json")
     architectures.set_defaults(run=run_architectures)
+    programs = commands.add_parser("programs", help="random layers, policies and training loops")
+    programs.add_argument("--first", type=int, default=0, help="the first seed")
+    programs.add_argument("--number", type=int, default=2000, help="how many seeds")
+    programs.set_defaults(run=run_programs)
     soaked = commands.add_parser("soak", help="many small steps")
     soaked.add_argument("--device", default="cpu")
     soaked.add_argument("--steps", type=int, help="by default 10,000 on the CPU and 2,000 on another device")
@@ -84,6 +89,17 @@ def run_architectures(options: argparse.Namespace) -> None:
                 print(f"{name}: {key}: {report[key]}", flush=True)
         write(origin | {"counts": count(found), "architectures": dict(sorted(found.items()))}, options.record)
     print(count(found))
+
+
+def run_programs(options: argparse.Namespace) -> None:
+    """Random programs, one per seed: print those that differ from plain PyTorch or fail where it works."""
+    skipped = 0
+    for seed in range(options.first, options.first + options.number):
+        wrong = check_program(seed)
+        skipped += bool(wrong and wrong.startswith("skipped"))
+        if wrong and not wrong.startswith("skipped"):
+            print(f"{seed}: {wrong}", flush=True)
+    print(f"{options.number} programs, of which {skipped} fail in plain PyTorch")
 
 
 def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:
