@@ -337,12 +337,9 @@ globalThis.offloadPlanner = (() => {
     }
 
     best() {
-      const { count, ways } = this, nothing = this.scored(this.whole(0));
+      const { count } = this, nothing = this.scored(this.whole(0));
       if (nothing) return nothing;
-      if (ways.reduce((product, of) => product * of.length, count) <= FEW) {
-        const every = ways.reduce((made, of) => made.flatMap((some) => of.map((_, way) => [...some, way])), [[]]);
-        return least(range(count).flatMap((numLayers) => every.map((some) => this.scored({ numLayers, ways: some }))).filter(Boolean));
-      }
+      if (this.isSmall()) return least(this.every().map((one) => this.scored(one)).filter(Boolean));
       let fastest = this.onGrid();
       if (!fastest.length) fastest = [this.scored(this.leastPeak()[1])].filter(Boolean);
       if (!fastest.length || fastest[0].score[0] <= this.kept_s * (1 + ROUNDING)) return fastest[0] ?? null;
@@ -353,6 +350,15 @@ globalThis.offloadPlanner = (() => {
       return range(this.count).map((k) => this.scored(this.whole(k))).find(Boolean) ?? null;
     }
 
+    isSmall() {
+      return this.ways.reduce((product, of) => product * of.length, this.count) <= FEW;
+    }
+
+    every() {
+      const every = this.ways.reduce((made, of) => made.flatMap((some) => of.map((_, way) => [...some, way])), [[]]);
+      return range(this.count).flatMap((numLayers) => every.map((ways) => ({ numLayers, ways })));
+    }
+
     leastPeak() {
       let found = null;
       const better = (choice) => {
@@ -360,6 +366,10 @@ globalThis.offloadPlanner = (() => {
         const one = { ...choice, score: [this.peakBytes(choice)] };
         if (!found || compare(one, found) < 0) found = one;
       };
+      if (this.isSmall()) {
+        this.every().forEach(better);
+        return [found.score[0], found];
+      }
       const ends = [this.levels[0], last(this.levels)];
       for (const k of range(this.count)) {
         for (const first of ends) for (const rest of ends) better({ numLayers: k, ways: [...first.slice(0, k), ...rest.slice(k)] });

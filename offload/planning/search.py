@@ -8,7 +8,7 @@ end single layers of the best choices are given other policies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -134,9 +134,8 @@ class Search:
         found = self.scored(self.whole(0))
         if found is not None:
             return found[1]
-        if self.count * math.prod(map(len, self.ways)) <= FEW:
-            every = product(range(self.count), product(*(range(len(ways)) for ways in self.ways)))
-            found = min(filter(None, (self.scored(Choice(*one)) for one in every)), default=None)
+        if self._is_small:
+            found = min(filter(None, map(self.scored, self._every())), default=None)
             return found and found[1]
         fastest = self._on_grid()
         if not fastest:
@@ -155,7 +154,10 @@ class Search:
         return next((one for one in map(self.whole, range(self.count)) if self.scored(one)), None)
 
     def least_peak(self) -> tuple[int, Choice]:
-        """The least peak that is known, and the choice that has it."""
+        """The least peak that is known, and the choice that has it; of a small model the least of all."""
+        if self._is_small:
+            fitting = (one for one in self._every() if self.host_bytes(one) <= self.most_host_bytes)
+            return min((self.peak_bytes(one), one) for one in fitting)
         corners = [
             Choice(num_layers, self.levels[offloaded][:num_layers] + self.levels[kept][num_layers:])
             for num_layers in range(self.count)
@@ -171,6 +173,15 @@ class Search:
                 if self.host_bytes(tried) <= self.most_host_bytes:
                     least, best = min((least, best), (self.peak_bytes(tried), tried))
         return least, best
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether there are so few choices that all of them are tried."""
+        return self.count * math.prod(map(len, self.ways)) <= FEW
+
+    def _every(self) -> Iterator[Choice]:
+        every = product(range(self.count), product(*(range(len(ways)) for ways in self.ways)))
+        return (Choice(*one) for one in every)
 
     def _at(self, num_layers: int, offloaded: int, kept: int) -> Choice:
         """The choice that these numbers make: a position is a level, times the layers, and how many are one above.
