@@ -111,6 +111,7 @@ class RegionSet(ActivationSet):
             frame.replay = way.replay
             frame.constants = [(counter, counter._version) for counter in way.trace.constants.values()]
             self._hook = self._pack_by_number if way.proven else self._pack_to_prove
+        self._first_node = next_node()
 
     def _captured(self, way: Way) -> Way:
         """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
@@ -160,8 +161,6 @@ class RegionSet(ActivationSet):
         self._number = number + 1
         if way is None:
             return self.pack(tensor)
-        if number == 0:
-            self._first_node = now
         if self._known.operation and now != self._known.node:
             self._end_operation()
         if frame is None:
@@ -233,7 +232,6 @@ class RegionSet(ActivationSet):
             return self.pack(tensor)
         with without_modes():
             trace = learn.trace
-            self._first_node = self._first_node if trace.saved else next_node()
             plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
             time = len(trace.steps)
             trace.saved.append(
@@ -255,7 +253,6 @@ class RegionSet(ActivationSet):
     def _hold_saved(self, tensor: torch.Tensor) -> SavedHandle:
         if self._frame is None:
             return self.pack(tensor)
-        self._first_node = self._first_node if self._held else next_node()
         self._frame.nodes.append(self._frame.node(self._first_node))
         handle = DroppedHandle(self._frame, len(self._held), self.alive or self._new_token())
         handle.kept = KeptHandle(tensor, handle.token)

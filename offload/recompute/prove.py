@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.base.torch_private import is_compiled, next_node, without_modes
+from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
 from offload.recompute.modules import ModuleNames
@@ -39,8 +39,6 @@ class _Compare:
     def pack(self, tensor: torch.Tensor) -> None:
         number = self.number
         self.number = number + 1
-        if number == 0:
-            self.first_node = next_node()
         if number >= len(self.originals):
             raise _OtherError("it saves more tensors when it is run again")
         original = self.originals[number]

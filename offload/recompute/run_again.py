@@ -141,7 +141,7 @@ class Frame:
         self.lock = threading.RLock()
 
     def node(self, first: int) -> int:
-        """How many autograd nodes there are since the first tensor was saved; 0 where that says nothing."""
+        """How many autograd nodes there are since ``first``; 0 where that says nothing."""
         return 0 if self.blind else next_node() - first
 
     def tensor(self, number: int) -> torch.Tensor:
@@ -210,6 +210,7 @@ class Frame:
             stack.enter_context(mode if mode is not None else nullcontext())
             stack.callback(pop_hooks, check.pack)  # first: an interrupt may come before the next line
             push_hooks(check.pack, lambda tensor: tensor)
+            check.first_node = next_node()
             with suppress(AllThereError):
                 # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
                 call = self.layer.forward if self.is_sharded and not in_backward() else self.layer
@@ -220,7 +221,7 @@ class SavedCheck(Protocol):
     """Sees what autograd saves while a layer runs again."""
 
     first_node: int
-    """The number of the autograd node that is made next when the first tensor is saved: hooks may make some before."""
+    """The number of the first autograd node of the run."""
 
     def pack(self, tensor: torch.Tensor) -> None:
         """As a pack hook; nothing is saved, as nobody goes back through this run."""
@@ -242,8 +243,6 @@ class _Check:
     def pack(self, tensor: torch.Tensor) -> None:
         frame, number = self.frame, self._number
         self._number = number + 1
-        if number == 0:
-            self.first_node = next_node()
         if number >= len(frame.nodes):
             raise _other(frame, "saves more tensors")
         if frame.node(self.first_node) != frame.nodes[number]:
