@@ -21,8 +21,9 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.9846e9, 4: 1.9692e9, 5: 3.9385e9, 
 """Of one lane in one direction, by generation, after line encoding and before packet headers. Source: PCI Express Base
 Specification: 8b/10b up to Gen2, 128b/130b up to Gen5, and 242 of 256 bytes in Gen6."""
 
-PRODUCT_SIDE = {"cuda": 8192, "cpu": 1024}
-"""Side of the square matrices, by type of device: large enough for a product at the device's full rate."""
+PRODUCT_SIDE = {"cuda": 8192, "cpu": 256}
+"""Side of the square matrices, by type of device: large enough for a product at the device's full rate. A CPU without
+bfloat16 arithmetic takes seconds for a product of side 1024."""
 
 PRODUCTS = 5
 """How many products are timed, after as many to warm up; the median counts."""
