@@ -10,7 +10,7 @@ import torch
 
 from offload.activations.copies import Reload, Transfers
 from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, SubclassHandle, Token, unpack
-from offload.activations.saved_storage import AWAY, LEAVING, WRITTEN, SavedStorage, watch
+from offload.activations.saved_storage import SavedStorage, watch
 from offload.activations.states import OffloadState, next_state
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
@@ -117,7 +117,7 @@ class ActivationSet:
                 self.start_early(part, changes + tensor._version)
         elif isinstance(decision, type):
             storage = self._storage_of(tensor, decision, changes)
-            if storage.state is WRITTEN or storage.ready is None:
+            if storage.ready is None:
                 storage.complete(self.transfers.backend.compute_stream().record_event())
             storage.start_offload()
             self._early.append(storage)
@@ -143,7 +143,7 @@ class ActivationSet:
         storage.tensors += 1
         if self.state is not _RESIDENT:
             self.transfers.counters.offloaded_tensors += 1
-        if storage.state is not LEAVING and storage.state is not AWAY:
+        if storage.host is None:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
             self._await_operation(storage)
             if len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
@@ -232,7 +232,7 @@ class ActivationSet:
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
-        moved = [storage for storage in storages if storage.state is LEAVING]
+        moved = [one for one in storages if one.memory is not None and one.host is not None]
         batches = [storage.batch for storage in moved if storage.batch is not None]
         if not batches:
             return
@@ -252,7 +252,7 @@ class ActivationSet:
     def _reload_late(self, storage: SavedStorage) -> None:
         """Backward needs ``storage`` now, and nobody has started its reload: correct, but a stall."""
         with self.transfers.lock:
-            if storage.state is not AWAY:
+            if storage.memory is not None:
                 return  # another thread has brought it back meanwhile
             if storage.layer != self.layer:
                 # The later layer that it moves with has no backward here, so it comes back with this one.
@@ -266,7 +266,7 @@ class ActivationSet:
     def _reload(self) -> None:
         backend = self.transfers.backend
         with self.transfers.lock:  # backward may read what was saved in several threads
-            away = [storage for storage in reversed(self._live()) if storage.state is AWAY]
+            away = [storage for storage in reversed(self._live()) if storage.memory is None]
             # Allocating can queue work on the compute stream: under deterministic algorithms PyTorch fills new memory.
             landings = [backend.empty(storage.nbytes).untyped_storage() for storage in away]
             compute = backend.compute_stream()

@@ -84,7 +84,7 @@ class Transfers:
 
     def to_host(
         self, memory: torch.UntypedStorage, nbytes: int, ready: Event, layer: int
-    ) -> tuple[HostBuffer, CopyBatch] | None:
+    ) -> tuple[CopyBatch, HostBuffer] | None:
         """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it has to stay."""
         try:
             host = self.host.take(self.pool, nbytes)
@@ -106,7 +106,7 @@ class Transfers:
         if self._batch is None:
             self._batches += 1
             self._batch = CopyBatch(self._batches)
-        return host, self._batch
+        return self._batch, host
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""

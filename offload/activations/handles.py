@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from offload.activations.saved_storage import AWAY, SavedStorage, probing, version_counter
+from offload.activations.saved_storage import SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 from offload.base.tensors import Geometry, geometry_of, look_into
 from offload.base.torch_private import keeps_graph
@@ -34,13 +34,13 @@ class Token:
 
 def bring_back(storage: SavedStorage, token: Token) -> torch.UntypedStorage:
     """Device memory that holds a storage's bytes, ready for the current stream."""
-    if storage.state is AWAY:
+    if storage.memory is None:
         token.reload_late(storage)
     reload = storage.reload
     if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
         storage.wait_for(reload)
         token.mark_read()
-    # Only a storage that is AWAY has no device memory, and that was brought back above.
+    # A storage without device memory was brought back above.
     return storage.memory  # type: ignore[return-value]
 
 

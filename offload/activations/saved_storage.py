@@ -1,16 +1,19 @@
-"""A storage that autograd saved: its state says where the bytes are, and each transition is one method.
+"""A storage that autograd saved, and where its bytes are: each transition is one method.
 
-It travels once, however many saved tensors look into it, as long as none was changed in between. It knows the transfers
-that move it, and the number of the layer that it moves with, but neither that layer's set nor who holds it.
+A storage is copied once, however many saved tensors look into it, as long as none was changed in place in between.
+``memory``, the device memory, and ``host``, the host buffer, say where the bytes are:
+
+- ``memory`` alone: on the device. If there is a ``reload``, once the reload is done.
+- ``memory`` and ``host``: on the device, and on the host once the copies of ``batch`` are done.
+- ``host`` alone: on the host.
 
 Note:
-    An interrupt (Ctrl-C) can come after any call and before any line. So a transition that takes memory over ends in
-    one assignment, of the state and the memory together: until then, all is as it was. Memory that is given away is
-    forgotten first, so that it can be lost on the way, but never be given twice.
+    An interrupt (Ctrl-C) can come between any two lines. Memory that is taken over is assigned last, when all else is
+    known about it. Memory that is given away is forgotten first: it can be lost on the way, but never be given twice.
 
 Versions say whether a saved tensor was changed in place since it was saved. PyTorch counts the changes of a tensor and
-of all its views in one counter. Autograd compares it in backward, but not for tensors that hooks have taken, so the
-library does. What holds the counter must not hold the memory.
+of all its views in one counter. Autograd compares the counter in backward, but not for tensors that hooks have taken:
+the library compares it. What holds the counter must not hold the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from enum import Enum
 from typing import Any
 
 import torch
@@ -39,50 +41,29 @@ from offload.host.buffers import HostBuffer
 from offload.host.limits import NO_HOST_MEMORY
 
 RESIZED = "resized"
-"""Why a storage stays on the device that the program has resized, in ``stats().skipped``."""
-
-
-class StorageState(Enum):
-    """Where the bytes are, and who owns which memory."""
-
-    WRITTEN = "written"
-    """The device memory holds them, but the operation that saved them may still be writing: nothing copies yet."""
-    COMPLETE = "complete"
-    """The device memory holds them, the same that the program has computed them in."""
-    LEAVING = "leaving"
-    """The device memory holds them, and so does the host buffer when the copy that is queued is done."""
-    AWAY = "away"
-    """The host buffer holds them, and the device memory was let go."""
-    BACK = "back"
-    """New device memory holds them when the copy that is queued is done, and the host buffer went back to the pool."""
-    GIVEN_UP = "given up"
-    """The program has resized its memory, which holds what the program puts there. They do not move any more."""
-
-
-WRITTEN, COMPLETE, LEAVING = StorageState.WRITTEN, StorageState.COMPLETE, StorageState.LEAVING
-AWAY, BACK, GIVEN_UP = StorageState.AWAY, StorageState.BACK, StorageState.GIVEN_UP
+"""Why a storage that the program has resized stays on the device, in ``stats().skipped``."""
 
 
 class SavedStorage:
-    """One storage that autograd saved, wherever its bytes are now; ``tensor`` looks into it."""
+    """One storage that autograd saved, at one version; ``tensor`` looks into it."""
 
     # Defaults of the class: they cost a layer no time, and __del__ finds them even if __init__ has failed.
-    state = WRITTEN
-    counted = False
-    """Whether the device memory is among the resident bytes of offloaded layers."""
-    reload: Reload | None = None
-    """The copies back that this one's came with; ``None`` while the device memory is the program's own."""
-    host: HostBuffer | None = None
     memory: torch.UntypedStorage | None = None
-    """The device memory."""
+    host: HostBuffer | None = None
+    batch: CopyBatch | None = None
+    """The copies to the host that the copy into ``host`` belongs to."""
+    reload: Reload | None = None
+    """The copies to the device that ``memory`` came with; ``None`` while ``memory`` is the program's own."""
+    ready: Event | None = None
+    """After it ``memory`` holds the bytes; ``None`` while the operation may write them, and in layers that are kept."""
+    resized = False
+    """Whether the program has resized the memory: then the storage is never copied."""
+    counted = False
+    """Whether ``memory`` is among the resident bytes of offloaded layers."""
     original: Any = None
     """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
-    batch: CopyBatch | None = None
-    """The copies to the host that the one into ``host`` came with."""
-    ready: Event | None = None
-    """After it the device memory holds the bytes; ``None`` while the operation may write them, and for what stays."""
     tensors = 0
-    """Saved tensors that look into it."""
+    """Saved tensors that look into the storage."""
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
     def __init__(
@@ -92,11 +73,11 @@ class SavedStorage:
         self.maker = maker
         """The type of the autograd node that made it, or of ``None``."""
         self.layer = layer
-        """That it moves with."""
+        """The layer that the storage is offloaded with: the last one that has saved it."""
         self.stays = stays
-        """Whether that layer is not offloaded."""
+        """Whether that layer is kept."""
         self.changes = changes
-        """How often wrappers around the tensor were changed in place, which its own version does not tell."""
+        """How often wrappers around the tensor were changed in place, which the tensor's own version does not tell."""
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
         self.original = weak_storage(memory)
@@ -110,9 +91,8 @@ class SavedStorage:
         if reload is not None and reload.awaited_by != reload.home:
             # Nobody has read what came back: its memory is free behind the copy into it, which may still run.
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
-        if self.host is not None:
-            self._give_host_back(self.state)
-        self._let_memory_go(self.state)
+        self._give_host_back()
+        self._let_memory_go()
         if self.original is not None:
             free_weak_storage(self.original)
 
@@ -123,21 +103,17 @@ class SavedStorage:
         return self.versions is None or shares_versions(self.versions, tensor)
 
     def complete(self, ready: Event | None) -> None:
-        """WRITTEN to COMPLETE: the operation that saved it is over, and has written the bytes when ``ready`` is.
+        """The operation that saved the storage is over, and has written the bytes when ``ready`` is.
 
-        What stays has no event, until it moves with a later set that does not stay, which saves it once more.
+        In layers that are kept there is no event, until a later layer that is offloaded saves the storage once more.
         """
-        if self.state is WRITTEN:
-            self.state, self.ready = COMPLETE, ready
-        elif self.ready is None:
+        if self.ready is None:
             self.ready = ready
 
     def start_offload(self) -> None:
-        """COMPLETE or BACK to LEAVING: queue the copy to the host. Without room there, all stays as it is."""
-        if (self.state is not COMPLETE and self.state is not BACK) or self.memory is None:
-            return
+        """Queue the copy to the host. Without room there, the storage stays on the device."""
         ready = self.ready if self.reload is None else self.reload.done
-        if ready is None:
+        if self.host is not None or self.memory is None or self.resized or ready is None:
             return
         self._count()
         counters = self.transfers.counters
@@ -146,64 +122,60 @@ class SavedStorage:
         if queued is None:
             counters.skipped[NO_HOST_MEMORY] += 1
             return
-        # At once, and only now: what fails or is interrupted half-way stays on the device.
-        self.state, self.host, self.batch = LEAVING, *queued
+        self.batch, self.host = queued
         counters.offloaded_storages += 1
         counters.offloaded_bytes += self.nbytes
 
     def release(self) -> None:
-        """LEAVING to AWAY: let the device memory go. The compute stream must have waited for the copy."""
-        if self.state is LEAVING:
-            self._let_memory_go(AWAY)
+        """Let the device memory go. The compute stream must have waited for the copy."""
+        if self.host is not None:
+            self._let_memory_go()
 
     def start_reload(self, landing: torch.UntypedStorage) -> None:
         """Queue the copy back into ``landing``, memory that the h2d stream has waited for."""
-        if self.state is AWAY and self.host is not None:
+        if self.memory is None and self.host is not None:
             self.transfers.to_device(landing, self.host, self.layer)
             self.transfers.counters.reloaded_bytes += self.nbytes
 
     def end_reload(self, landing: torch.UntypedStorage, reload: Reload) -> None:
-        """AWAY to BACK: the copy back, queued before, is over when ``reload`` is done; so is the host buffer's use."""
+        """The copy back, queued before, is over when ``reload`` is done, and so is the use of the host buffer."""
         host = self.host
-        if self.state is not AWAY or host is None:
+        if self.memory is not None or host is None:
             return
         if not is_expired(self.original):
             self.transfers.counters.waste(self.nbytes, self.maker)
         self.reload = reload
-        # Last, as another thread may read it from here on, and before the buffer can be another's.
-        self.state, self.memory, self.host = BACK, landing, None
+        self.memory = landing  # from here on another thread may read it
+        self.host = None
         self.transfers.pool.give(host, reload.done)
         self._count()
 
     def move_with(self, layer: int, tensor: torch.Tensor, *, stays: bool) -> None:
-        """Belong to a later layer from now on, which saves the storage once more, as ``tensor``."""
+        """A later layer saves the storage once more, as ``tensor``: it is offloaded with that layer from now on."""
         self.layer, self.stays = layer, stays
-        if self.state is AWAY:
-            # AWAY to LEAVING: something has kept the device memory alive, so it holds the bytes as well.
-            self.state, self.memory = LEAVING, tensor.untyped_storage()
+        if self.memory is None:  # something has kept the device memory alive
+            self.memory = tensor.untyped_storage()
             self._count()
         if stays:
-            # LEAVING to COMPLETE: the copy was in vain.
-            if self.state is LEAVING:
-                self._give_host_back(COMPLETE)
+            if self.host is not None:
+                self._give_host_back()
                 self.transfers.counters.waste(self.nbytes, self.maker)
             self._uncount()
 
     def give_up(self, memory: torch.UntypedStorage) -> None:
-        """To GIVEN_UP: the program is about to resize ``memory``, this one, and backward reads what it holds then."""
+        """The program is about to resize ``memory``, this storage's: backward reads what ``memory`` holds then."""
         transfers = self.transfers
         with transfers.lock:
-            if self.state is GIVEN_UP or self.reload is not None:
+            if self.resized or self.reload is not None:
                 return  # backward has begun, with memory of its own
-            if self.state is AWAY:
+            if self.memory is None:
                 self.memory = memory
-            elif self.state is LEAVING and self.batch is not None:
+            elif self.batch is not None and self.host is not None:
                 # The memory is free for compute's next operation; the copy may still read it.
-                done = transfers.done(self.batch)
-                transfers.wait_for_copies(transfers.backend.compute_stream(), done, Wait.RELEASE)
-            travelled = self.host is not None
-            self._give_host_back(GIVEN_UP)
-            if travelled:
+                transfers.wait_for_copies(transfers.backend.compute_stream(), transfers.done(self.batch), Wait.RELEASE)
+            self.resized = True
+            if self.host is not None:
+                self._give_host_back()
                 self._uncount()
             if not self.stays:
                 transfers.counters.skipped[RESIZED] += self.tensors
@@ -226,8 +198,8 @@ class SavedStorage:
             self.counted = False
             self.transfers.counters.resident_bytes -= self.nbytes
 
-    def _let_memory_go(self, state: StorageState) -> None:
-        memory, self.memory, self.state = self.memory, None, state
+    def _let_memory_go(self) -> None:
+        memory, self.memory = self.memory, None
         backend = self.transfers.backend
         # Who else saved this memory, at another version, holds the same object, which counts as one owner. Two hold it
         # otherwise: the variable here, and the function that counts.
@@ -235,8 +207,8 @@ class SavedStorage:
             backend.discard(tensors.whole(memory))
         self._uncount()
 
-    def _give_host_back(self, state: StorageState) -> None:
-        host, self.host, self.state = self.host, None, state
+    def _give_host_back(self) -> None:
+        host, self.host = self.host, None
         if host is not None and self.batch is not None:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
 
