@@ -20,7 +20,6 @@ from offload.activations.copies import Transfers
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import Counters, OffloadStats
-from offload.activations.usage import Usage
 from offload.activations.what_moves import given_tensors
 from offload.base import torch_private, trace
 from offload.base.checks import parse_bytes, warn_caller
@@ -38,6 +37,9 @@ LayerOutput = TypeVar("LayerOutput")
 DEFAULT_MIN_BYTES = 1 << 21
 """From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
 ``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
+
+UNSYNCED = 2
+"""The context warns of so many outputs in a row that were not passed to the sync function: one may be a loop's last."""
 
 
 class _Closed(NamedTuple):
@@ -94,12 +96,11 @@ class OffloadContext(ContextDecorator):
         self._closed: _Closed | None = None
         self._thread = threading.current_thread()
         """The one that has entered the context last."""
-        self._counts = True
-        """Whether the number of the layer that was entered last was counted here, and not given."""
-        self._usage = Usage(model_layers)
+        self._unsynced = 0
+        """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         # Weakly, for the manual synchronizer: a set lives as long as its graph, and no longer.
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
-        self._warned = False
+        self._warned: set[str] = set()
         self.microbatch = -1
         """Number of the round that began last, counted from 0."""
         self.skipped = False
@@ -142,8 +143,13 @@ class OffloadContext(ContextDecorator):
                 "reset()."
             )
         self._thread = threading.current_thread()
-        self._usage.forward_begins()
-        self._counts = layer is None
+        if self._unsynced >= UNSYNCED:
+            self._warn_once(
+                "sync",
+                "the output of each layer must be passed to the sync function, but that of layer "
+                f"{self._round.last_layer} was not, so that no reload starts before backward waits for it; write "
+                "`output = sync(output)` after the block of each layer.",
+            )
         number = self._next_layer(layer)
         takes_all = not (self._round.passes_by(number) or torch_private.in_checkpoint())
         if takes_all and (reason := torch_private.why_no_hooks()) is not None:
@@ -187,7 +193,7 @@ class OffloadContext(ContextDecorator):
             alive = opened.alive if self._round.passes_by(opened.layer) else None
             opened.close()
             if not failed:
-                self._usage.forward_ended(opened.layer, self.schedule)
+                self._unsynced += self.schedule is not None and bool(self.schedule.moves)
                 self._closed = _Closed(self._round, opened, alive)
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
@@ -256,7 +262,7 @@ class OffloadContext(ContextDecorator):
         if self._closed is not None:
             opened = self._closed.opened
             nodes = torch_private.before_backward(tensors_in(output), self._first_node, self._closed.begin_backward)
-            self._usage.synced(opened.layer, self._closed.microbatch, nodes, counted=self._counts)
+            self._unsynced = 0
             marked = bool(nodes)
             opened.in_graph |= marked and self._closed.alive is not None
             if not marked or opened.gone:
@@ -320,17 +326,23 @@ class OffloadContext(ContextDecorator):
 
     def _warn_if_nothing_moved(self) -> None:
         counters = self._transfers.counters
-        said = self._warned or NO_HOST_MEMORY in counters.skipped
         whole = len(self._round.sets) == self.model_layers  # else layers were skipped, perhaps those that offload
-        if said or counters.offloaded_storages or not self.schedule or not self.schedule.moves or not whole:
+        if not whole or not self.schedule or not self.schedule.moves:
             return
-        self._warned = True
+        if counters.offloaded_storages or NO_HOST_MEMORY in counters.skipped:
+            return
         reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
-        warn_caller(
+        self._warn_once(
+            "nothing moved",
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
-            f"the context's device {self._transfers.backend.device}; see context.stats().skipped."
+            f"the context's device {self._transfers.backend.device}; see context.stats().skipped.",
         )
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warn_caller(message)
 
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:

@@ -54,13 +54,6 @@ class Round:
         last = self.sets.get(self.last_layer)
         return last is not None and last.gone and not last.backward_begun
 
-    def runs_late(self, layer: int) -> bool:
-        """Whether backward has begun for a layer whose backward comes after forward of ``layer`` in the schedule."""
-        if self.schedule is None:
-            return False
-        before = self.schedule.order[: self.schedule.order.index(forward(layer))]
-        return any(one.backward_begun and backward(one.layer) not in before for one in self.sets.values())
-
     def passes_by(self, layer: int) -> bool:
         """Whether the layer needs no hooks: all of it is kept, and so is the one before and all later ones.
 

@@ -1,4 +1,4 @@
-"""Habits that cost time or memory without an error: one warning each. None where the program is right."""
+"""One warning if outputs are not passed to the sync function, and none where the program is right."""
 
 from __future__ import annotations
 
@@ -67,14 +67,6 @@ def sync_at_the_end(offloaded: Offloading, layers: Iterable[nn.Module], x: torch
     return output
 
 
-def around_the_loop(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    with offloaded.context:
-        for layer in layers:
-            x = layer(x)
-    output: torch.Tensor = offloaded.sync(x)
-    return output
-
-
 def around_the_loop_without_sync(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
     with offloaded.context:
         for layer in layers:
@@ -82,69 +74,15 @@ def around_the_loop_without_sync(offloaded: Offloading, layers: Iterable[nn.Modu
     return x
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [1, 3])
-@pytest.mark.parametrize("forward", [without_sync, sync_at_the_end, around_the_loop_without_sync])
+@pytest.mark.parametrize(
+    ("forward", "num_layers"), [(without_sync, 1), (sync_at_the_end, 3), (around_the_loop_without_sync, 1)]
+)
 def test_sync_is_forgotten(
     forward: Callable[..., torch.Tensor], num_layers: int, layers: nn.ModuleList, x: torch.Tensor
 ) -> None:
     [message] = steps(layers, x, offloading(num_layers, LAYERS, x.device), forward)
     assert message.startswith("the output of each layer must be passed to the sync function, but that of layer ")
     assert message.endswith("write `output = sync(output)` after the block of each layer.")
-
-
-@pytest.mark.parametrize("model_layers", [7, 8, 11, 12, 40])
-def test_the_loop_enters_fewer_layers(model_layers: int, layers: nn.ModuleList, x: torch.Tensor) -> None:
-    [message] = steps(layers, x, offloading(2, model_layers, x.device))
-    assert message == (
-        f"model_layers must be how often one forward enters the context, got {model_layers}, but after 6 of them "
-        "backward ran and layer 0 came again; enter it around each layer, not around all of them, and pass their "
-        "number."
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("model_layers", [2, 3, 4, 5])
-def test_the_loop_enters_more_layers(
-    model_layers: int, microbatches: int, layers: nn.ModuleList, x: torch.Tensor
-) -> None:
-    [message] = steps(layers, x, offloading(1, model_layers, x.device), microbatches=microbatches)
-    assert message == (
-        f"model_layers must be how often one forward enters the context, got {model_layers}, but the layer after those "
-        "reads what they return; pass their number."
-    )
-
-
-def test_fewer_layers_and_microbatches_in_flight(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    [message] = steps(layers, x, offloading(2, 8, x.device), microbatches=2)
-    assert message.startswith("model_layers must be how often one forward enters the context, got 8")
-
-
-def test_the_context_is_around_the_loop(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    [message] = steps(layers, x, offloading(2, LAYERS, x.device), around_the_loop)
-    assert "got 6, but after 1 of them backward ran" in message
-    assert "enter it around each layer, not around all of them" in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("listed", "called"),
-    [
-        (range(5, -1, -1), range(6)),
-        ([0, 2, 1, 3, 4, 5], range(6)),
-        (range(6), [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]),
-        (range(6), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
-        (range(6), [0, 1, 2, 3, 2, 4, 5]),
-    ],
-    ids=["backwards", "two swapped", "all twice", "each twice", "one again"],
-)
-def test_layers_are_listed_in_another_order(
-    listed: Iterable[int], called: list[int], layers: nn.ModuleList, x: torch.Tensor
-) -> None:
-    with offload.offload_layers([layers[number] for number in listed], 2, min_bytes=0):
-        [message] = steps([layers[number] for number in called], x, Offloading())
-    assert message.startswith("layers must be listed in the order in which forward calls them, and be called once, but")
 
 
 # What is right
@@ -221,30 +159,16 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("forward", RIGHT, ids=lambda forward: forward.__name__)
-def test_nothing_is_said_of(
-    forward: Callable[..., torch.Tensor], microbatches: int, layers: nn.ModuleList, x: torch.Tensor
-) -> None:
-    assert steps(layers, x, offloading(2, LAYERS, x.device), forward, microbatches) == []
+def test_nothing_is_said_of(forward: Callable[..., torch.Tensor], layers: nn.ModuleList, x: torch.Tensor) -> None:
+    assert steps(layers, x, offloading(2, LAYERS, x.device), forward, microbatches=2) == []
 
 
-@pytest.mark.parametrize("chosen", [[0, 1], [3, 5], [0, 2, 4], [5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("chosen", [[0, 1], [0, 2, 4], [5]])
 def test_nothing_is_said_of_layers_that_do_not_run(chosen: list[int], layers: nn.ModuleList, x: torch.Tensor) -> None:
     with offload.offload_layers(layers, 2, min_bytes=0):
         assert steps([layers[number] for number in chosen], x, Offloading(), microbatches=2) == []
         assert steps(layers, x, Offloading()) == []
-
-
-def test_nothing_is_said_of_two_towers(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    """The same layers run twice in a forward, but neither pass reads what the other returned."""
-
-    def towers(offloaded: Offloading, layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        return offloaded.forward(layers, x) * offloaded.forward(layers, 2 * x)
-
-    for model_layers in (LAYERS, 2 * LAYERS):
-        assert steps(layers, x, offloading(2, model_layers, x.device), towers) == []
 
 
 # Handles
