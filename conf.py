@@ -163,6 +163,6 @@ def setup(app: Any) -> None:
     """Connects what is defined above."""
     drop_in = ModuleAnalyzer.for_module("offload.activations.drop_in")
     drop_in.analyze()
-    drop_in.overloads.clear()  # its signature says it all, four for type checkers would say it four times
+    drop_in.overloads.clear()  # its signature says it all, three for type checkers would say it four times
     app.connect("autodoc-process-docstring", _keep_colons, priority=400)  # before Napoleon, at 500
     app.connect("html-page-context", _add_planner)

@@ -7,8 +7,7 @@ in flight.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
 
@@ -29,8 +28,11 @@ class SyncFunction(Protocol):
 
 
 class _Options(TypedDict, total=False):
-    """Arguments that say nothing of what is returned."""
+    """Arguments that do not change what is returned."""
 
+    offload_activations: bool
+    offload_weights: bool
+    double_buffering: bool
     retain_pinned_cpu_buffers: bool
     offload_stream: Stream | None
     synchronization_dict: SynchronizationDict | None
@@ -41,8 +43,8 @@ class _Options(TypedDict, total=False):
     when_host_full: WhenFull
 
 
-class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
-    """What stands in for a context that is not enabled: it does nothing, and counts nothing."""
+class DisabledContext(OffloadContext):
+    """A context that is not enabled: it does nothing, and counts nothing."""
 
     def __init__(self) -> None:
         self.schedule = None
@@ -50,30 +52,17 @@ class DisabledContext(OffloadContext, contextlib.nullcontext[Any]):
         self.model_layers = 0
         self.microbatch = -1
         self.skipped = True
+        self._entered = []
+        self._closed = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def enter(self, layer: int | None = None, inputs: object = None) -> None:
-        pass
-
-    def exit(self, *, failed: bool = False) -> None:
-        pass
-
-    def sync(self, output: LayerOutput) -> LayerOutput:
-        return output
+    def has_nothing_to_do(self) -> bool:
+        return True
 
     def stats(self) -> OffloadStats:
         return OffloadStats()
 
-    def sets_of(self, layer: int) -> dict[int, ActivationSet]:
-        return {}
-
     def reset(self) -> None:
-        pass
+        self.abort()
 
     def __repr__(self) -> str:
         return "OffloadContext(disabled)"
@@ -84,9 +73,7 @@ def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,
     model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
+    *,
     manual_synchronization: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> tuple[OffloadContext, SyncFunction]: ...
@@ -95,9 +82,6 @@ def get_cpu_offload_context(
     enabled: Literal[True],
     num_layers: int | None = 1,
     model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
     *,
     manual_synchronization: Literal[True],
     **options: Unpack[_Options],
@@ -107,24 +91,10 @@ def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,
     model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
     *,
     manual_synchronization: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer | None]: ...
-@overload
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: bool = False,
-    **options: Unpack[_Options],
-) -> tuple[Any, ...]: ...
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int | None = 1,

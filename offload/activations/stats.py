@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -77,15 +77,6 @@ def since(before: Stats, after: Stats, held: Collection[str]) -> Stats:
         elif item.name not in held:
             changes[item.name] = now - then
     return replace(after, **changes)
-
-
-def total(stats: Sequence[OffloadStats]) -> OffloadStats:
-    """What several contexts have moved, each on a device of its own."""
-    sums: dict[str, Any] = {}
-    for item in fields(OffloadStats):
-        values = [getattr(one, item.name) for one in stats]
-        sums[item.name] = dict(sum(map(Counter, values), Counter())) if isinstance(values[0], dict) else sum(values)
-    return OffloadStats(**sums)
 
 
 def as_table(stats: object) -> str:
