@@ -50,7 +50,7 @@ class OffloadedLayers(Handle):
     @property
     def schedule(self) -> Schedule | None:
         """What is released and reloaded at which point."""
-        return self._hooks.schedule
+        return self._hooks.context.schedule
 
     def remove(self) -> None:
         """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
@@ -58,11 +58,13 @@ class OffloadedLayers(Handle):
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what was offloaded so far."""
-        return self._hooks.stats()
+        return self._hooks.context.stats()
 
     def regions(self, layer: int = 0) -> dict[str, str]:
         """The policy of each region of a layer, by the region's name, once the layer has run forward."""
-        return self._hooks.regions(layer)
+        policies = self._hooks.context.policies
+        found = policies[layer] if policies else None
+        return {} if found is None else found.by_name()
 
     def __enter__(self) -> Self:
         if not self._hooks.active:
@@ -70,7 +72,8 @@ class OffloadedLayers(Handle):
         return self
 
     def __repr__(self) -> str:
-        return repr(self._hooks)
+        state = "" if self._hooks.active else ", removed"
+        return f"OffloadedLayers({self._hooks.names} in {self._hooks.context!r}{state})"
 
 
 def offload_layers(

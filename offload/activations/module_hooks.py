@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from offload.activations.context import OffloadContext
-from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import exclude_parameters
 from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn
-from offload.schedule.schedule import Schedule
 
 
 class HookedLayers(Handle):
@@ -20,39 +18,20 @@ class HookedLayers(Handle):
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
-        self._kinds = " and ".join(sorted({type(layer).__name__ for layer in layers}))
-        self._context = context
+        self.names = " and ".join(sorted({type(layer).__name__ for layer in layers}))
+        self.context = context
         exclude_parameters(layers)
         listeners = [OffloadListener(context, number) for number in range(len(layers))]
         self._attachment = Attachment(layers, listeners, self)
 
-    @property
-    def schedule(self) -> Schedule | None:
-        """What is released and reloaded at which point."""
-        return self._context.schedule
-
     def remove(self) -> None:
-        """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
-        self._context.abort()  # an interrupt in a layer has kept it from leaving the context
+        self.context.abort()  # an interrupt in a layer has kept it from leaving the context
         self._attachment.remove()
-
-    def stats(self) -> OffloadStats:
-        """A frozen snapshot of what has moved so far."""
-        return self._context.stats()
 
     @property
     def active(self) -> bool:
         """Whether the hooks are on the layers."""
         return bool(self._attachment)
-
-    def regions(self, layer: int = 0) -> dict[str, str]:
-        """What happens to the regions of a layer: policies by the regions' names, once it has run forward."""
-        policies = self._context.policies[layer] if self._context.policies else None
-        return {} if policies is None else policies.by_name()
-
-    def __repr__(self) -> str:
-        state = "" if self._attachment else ", removed"
-        return f"OffloadedLayers({self._kinds} in {self._context!r}{state})"
 
 
 class OffloadListener(LayerListener):

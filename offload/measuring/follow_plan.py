@@ -117,7 +117,7 @@ class PlannedLayers(HookedLayers, ABC):
         # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
         self._policies = learning_policies(self._layers)
-        self._context.follow(learning_schedule(len(self._layers)), self._policies)
+        self.context.follow(learning_schedule(len(self._layers)), self._policies)
 
     def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer, which is given these."""
@@ -169,7 +169,7 @@ class PlannedLayers(HookedLayers, ABC):
             if policy is not None:
                 learned.follow(policy)
             followed.append(None if policy is None else learned)
-        self._context.follow(plan.schedule, followed)
+        self.context.follow(plan.schedule, followed)
 
 
 class BudgetedLayers(PlannedLayers):
@@ -279,7 +279,7 @@ class _Begins(LayerListener):
         self._planned = planned
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        if not self._planned._context.has_nothing_to_do():
+        if not self._planned.context.has_nothing_to_do():
             self._planned.begin_microbatch(list(tensors_in(inputs)))
 
 

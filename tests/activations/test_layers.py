@@ -152,7 +152,7 @@ def test_layers_that_recompute_themselves(reentrant: bool, device: torch.device)
         # The inputs of the checkpoints travel; what is recomputed does not.
         assert stats.reloaded_bytes > 0
         assert stats.late_reloads == 0
-        assert handle._hooks._context.microbatch == 1
+        assert handle._hooks.context.microbatch == 1
 
 
 @pytest.mark.filterwarnings("ignore:a whole round of")
@@ -523,7 +523,7 @@ def test_repr() -> None:
 
 def test_device_is_that_of_the_layers() -> None:
     layers, _ = build("decoder", LAYERS, torch.device("cpu"))
-    assert offload_layers(layers, 1)._hooks._context._transfers.backend.device == torch.device("cpu")
+    assert offload_layers(layers, 1)._hooks.context._transfers.backend.device == torch.device("cpu")
 
 
 # Refusals

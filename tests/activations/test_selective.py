@@ -201,7 +201,7 @@ def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
                 layers[0](x)
             y = layers[0](x)
             del y
-            handle._hooks._context.reset()
+            handle._hooks.context.reset()
             assert_same(expected, step_gradients(layers, x))
     assert lab.pool.used_bytes == 0
 

@@ -745,12 +745,12 @@ def test_what_is_abandoned_is_freed(lab: Lab) -> None:
             y = x
             for layer in layers:
                 y = layer(y)
-            saved = [next(iter(handle._hooks._context.sets_of(number).values())) for number in range(LAYERS)]
+            saved = [next(iter(handle._hooks.context.sets_of(number).values())) for number in range(LAYERS)]
             storages = [weakref.ref(storage) for kept in saved for storage in kept._live()]
             del y, saved
             assert storages
             assert [storage for storage in storages if storage() is not None] == []
-            assert all(found.gone for found in handle._hooks._context.sets_of(0).values())
+            assert all(found.gone for found in handle._hooks.context.sets_of(0).values())
         finally:
             gc.enable()
 
