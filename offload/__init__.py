@@ -5,7 +5,7 @@ from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offlo
 from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
-from offload.base.given_layers import remove
+from offload.base.layer_events import remove
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError

@@ -20,8 +20,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from offload.base.checks import check_int, describe
-from offload.base.given_layers import as_modules
-from offload.base.layer_events import Handle, replace_attribute
+from offload.base.layer_events import Handle, as_modules, replace_attribute
 from offload.base.torch_private import interpreted, leave_to_interpreter
 from offload.recompute.random import RandomState, default_generator
 

@@ -12,8 +12,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes, parse_bytes
-from offload.base.given_layers import check_layers
-from offload.base.layer_events import Handle, compute_device
+from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.measuring.follow_plan import BudgetedLayers, FreeLayers, PlannedLayers
 from offload.planning.plan import Plan

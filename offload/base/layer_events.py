@@ -1,4 +1,4 @@
-"""The events of a layer: one set of module hooks per layer, for every part of the library that follows layers.
+"""The layers that users give, and their events: one set of module hooks per layer, for the whole library.
 
 A layer's forward begins; the forward returns, raises, or is cut off by an interrupt; backward may run the forward once
 more to recompute what was not saved. Each part of the library has a :class:`LayerListener` on each layer. A listener
@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import partial
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.base.checks import describe
 from offload.base.torch_private import (
     forget_compiled,
     forward_pre_hooks,
@@ -40,10 +41,10 @@ from offload.base.torch_private import (
 
 
 class Turn(IntEnum):
-    """Which listener on a layer is told first that a forward begins, and last that it has ended.
+    """The order in which the listeners on a layer learn that a forward begins; they learn of its end in reverse.
 
-    Weights have to be there before anything else happens, and measuring comes last, so that it measures the layer
-    and not what the other two do. It makes no difference who was attached first.
+    Weights are loaded before anything else happens. Measuring comes last, so that it measures the layer and not the
+    other two. The order in which listeners were attached makes no difference.
     """
 
     WEIGHTS = 0
@@ -60,29 +61,29 @@ class LayerCall:
         """Whether backward runs the forward, to recompute what was not saved."""
         self.first_node = next_node()
         """The number of the first node that autograd makes in it."""
-        self.hooks_to_come = 0
-        """How many of the two module hooks are still to run, if the layer began around a checkpoint of its call."""
+        self.in_checkpoint = False
+        """Whether the forward runs in a checkpoint of the layer's whole call, whose hooks then tell nothing."""
         self.told: list[LayerListener] = []
         """The listeners that know of the beginning, and so have to know of the end."""
         self.error_around = sys.exception()
         """The error that the program handles while it runs the layer, if any: no error of the layer's."""
 
 
-class _Telling(threading.local):
-    silent = False
+class _Silence(threading.local):
+    on = False
 
 
-_telling = _Telling()
+_silence = _Silence()
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def without_listeners() -> Iterator[None]:
     """Run a layer without telling its listeners, who would take the run for the layer's next forward."""
-    before, _telling.silent = _telling.silent, True
+    before, _silence.on = _silence.on, True
     try:
         yield
     finally:
-        _telling.silent = before
+        _silence.on = before
 
 
 class Handle(ABC):
@@ -112,9 +113,9 @@ class LayerListener:
 
     turn: ClassVar[Turn]
     handle: Handle | None = None
-    """What takes it off its layer, with all that came with it."""
+    """What the user calls ``remove()`` on."""
     device: torch.device | None = None
-    """Where the layer computes, if the listener sees to that."""
+    """Where the layer computes, if the listener moves the layer's weights there."""
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         """The forward begins; the one before may have been cut off without an end."""
@@ -135,7 +136,7 @@ class LayerListener:
 class Attachment(Handle):
     """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
 
-    A listener holds the ``handle`` that it belongs to, and the layer its listeners. So all that is held here is weak.
+    A layer holds its listeners, and a listener the ``handle`` that it belongs to. So references here are weak.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Attachment(Handle):
             forget_compiled()
 
     def __bool__(self) -> bool:
-        """Whether they are still there."""
+        """Whether the listeners are still there."""
         return bool(self._attached)
 
 
@@ -171,7 +172,7 @@ def listeners_on(layer: nn.Module, kind: type[LayerListener]) -> list[LayerListe
 
 
 def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
-    """Where these layers compute, if a listener on one of them sees to that: streamed weights are elsewhere."""
+    """Where these layers compute, if their weights are streamed there; ``None`` if the weights tell."""
     devices = (listener.device for layer in layers for listener in listeners_on(layer, LayerListener))
     return next((device for device in devices if device is not None), None)
 
@@ -184,10 +185,10 @@ class _LayerEvents:
 
     def __init__(self, layer: nn.Module) -> None:
         self.listeners: list[LayerListener] = []
-        """In their turns."""
+        """In the order of :class:`Turn`."""
         self._running: dict[tuple[int, bool], LayerCall] = {}
         """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
-        # Inside of what ``fully_shard`` does there: the layer begins with its weights gathered, and ends with them.
+        # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
         inside = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
@@ -198,16 +199,16 @@ class _LayerEvents:
         _wrap_checkpoint(layer, self)
 
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
-        """Tell this listener nothing more; the hooks go with the last one."""
+        """Tell this listener nothing more; the hooks are removed with the last listener."""
         self.listeners = [other for other in self.listeners if other is not listener]
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
             _unwrap_checkpoint(layer)
 
-    def begin(self, inputs: object, *, training: bool, hooks_to_come: int = 0) -> None:
+    def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
         call = LayerCall(training=training)
-        call.hooks_to_come = hooks_to_come
+        call.in_checkpoint = in_checkpoint
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in self.listeners:
             call.told.append(listener)  # first: also one that fails half-way is told of the end
@@ -230,11 +231,13 @@ class _LayerEvents:
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
-        if not self._told_by_checkpoint(_BOTH_HOOKS):
+        call = self.running
+        if call is None or not call.in_checkpoint:
             self.begin((args, kwargs), training=module.training)
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        if not self._told_by_checkpoint(_LAST_HOOK):
+        call = self.running
+        if call is None or not call.in_checkpoint:
             self.end(output, training=module.training)
 
     def _before_state_dict(self, *_: object) -> None:
@@ -246,25 +249,9 @@ class _LayerEvents:
             listener.before_load()
 
     @property
-    def runs(self) -> bool:
-        """Whether the layer's hooks have told of a forward that has not ended."""
-        call = self._running.get((threading.get_ident(), False))
-        return call is not None and call.hooks_to_come < _BOTH_HOOKS
-
-    def _told_by_checkpoint(self, hooks_to_come: int) -> bool:
-        """Whether the checkpoint function around the layer has told already what a hook is about to tell.
-
-        Counting down, and not a flag, makes sure that what an interrupt leaves here ends with the layer's next call.
-        """
-        call = None if in_backward() else self._running.get((threading.get_ident(), False))
-        if call is None or call.hooks_to_come != hooks_to_come:
-            return False
-        call.hooks_to_come -= 1
-        return True
-
-
-_BOTH_HOOKS = 2
-_LAST_HOOK = 1
+    def running(self) -> LayerCall | None:
+        """This thread's forward that has not ended: the recomputation if backward runs, and else the ordinary one."""
+        return self._running.get((threading.get_ident(), in_backward()))
 
 
 class _Hook:
@@ -276,7 +263,7 @@ class _Hook:
 
     @interpreted
     def __call__(self, *args: object) -> None:
-        if not _telling.silent:
+        if not _silence.on:
             self._tell(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -304,16 +291,16 @@ class _Checkpoint:
         self.events = events
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        events = self.events
-        if events.runs or in_backward() or _telling.silent:
+        call = self.events.running
+        if (call is not None and not call.in_checkpoint) or in_backward() or _silence.on:
             # The layer's forward calls it, inside of the hooks, as in newer models.
             return self.function(*args, **kwargs)
         output = None
         try:  # before the first event, so that an interrupt at any place ends what has begun
-            events.begin((args, kwargs), training=True, hooks_to_come=_BOTH_HOOKS)
+            self.events.begin((args, kwargs), training=True, in_checkpoint=True)
             output = self.function(*args, **kwargs)
         finally:
-            events.end(output, training=True)
+            self.events.end(output, training=True)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -338,3 +325,70 @@ def _unwrap_checkpoint(module: nn.Module) -> None:
 
 def _same(function: Callable[..., object]) -> Callable[..., object]:
     return function
+
+
+# What users give as layers.
+
+
+def check_layers(
+    layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
+) -> list[nn.Module]:
+    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for errors."""
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
+        name = next((name for name, part in layers.named_modules() if isinstance(part, nn.ModuleList)), "")
+        raise TypeError(
+            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
+            + (f", such as model.{name}" if name else "")
+        )
+    modules = as_modules(layers)
+    if not modules:
+        raise ValueError("layers must hold at least one module, got none")
+    for number, module in enumerate(modules):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
+                "hooks; pass the layers that it was made of, and train with those."
+            )
+        if listeners_on(module, kind):
+            raise ValueError(
+                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle, or "
+                "offload.remove(layers) if it is lost."
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
+    for number, module in enumerate(modules):
+        inside = set(module.modules()) - {module}
+        nested = [other for other, listed in enumerate(modules) if listed in inside]
+        if nested:
+            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
+    return modules
+
+
+def remove(layers: Iterable[nn.Module] | nn.Module) -> None:
+    """Undo :func:`offload_layers` and :func:`stream_weights` where the handle is lost, in a notebook for example.
+
+    It does what ``remove()`` of the handles does, for all layers that were given together with one of these. Where
+    there is nothing to undo, it does nothing.
+
+    Args:
+        layers: The layers, or a model that holds them.
+
+    Raises:
+        TypeError: ``layers`` does not hold modules.
+    """
+    modules = list(layers.modules() if isinstance(layers, nn.Module) else as_modules(layers))
+    handles = {one.handle: None for module in modules for one in reversed(listeners_on(module, LayerListener))}
+    for handle in handles:
+        if handle is not None:
+            handle.remove()
+
+
+def as_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers as a list; a ``TypeError`` for anything but modules."""
+    if not isinstance(layers, Iterable) or isinstance(layers, str | Mapping):
+        raise TypeError(f"layers must be a list of modules, such as model.layers, got {describe(layers)}")
+    modules = list(layers)
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
+    return modules

@@ -15,8 +15,7 @@ from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
-from offload.base.given_layers import check_layers
-from offload.base.layer_events import LayerListener, Turn, listeners_on
+from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Event
 from offload.device.select import get_backend

@@ -15,8 +15,7 @@ from torch import nn
 from offload.activations.activation_set import ActivationSet
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
-from offload.base.given_layers import check_layers
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, listeners_on
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
 from offload.pipelining.chunk import ChunkParts, PackedTensor, unpack_part
 from offload.pipelining.probe import ChunkBytes

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.base.layer_events import unheard
+from offload.base.layer_events import without_listeners
 from offload.base.tensors import Geometry, look_into, tensors_of
 from offload.base.torch_private import (
     TorchDispatchMode,
@@ -200,7 +200,7 @@ class Frame:
         args, kwargs = placed(self.inputs, given)
         with ExitStack() as stack:
             if not in_backward():
-                stack.enter_context(unheard())
+                stack.enter_context(without_listeners())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.settings.again())
             for generator, state in self.random.items():

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.base.checks import format_bytes, format_s, is_int, warn_caller
-from offload.base.given_layers import check_layers
-from offload.base.layer_events import Attachment, Handle
+from offload.base.layer_events import Attachment, Handle, check_layers
 from offload.base.progress import progress_bar
 from offload.base.torch_private import ignore_in_ddp
 from offload.device.select import get_backend
