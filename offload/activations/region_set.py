@@ -32,7 +32,7 @@ from offload.recompute.policies import KEEP, RECOMPUTE, LayerPolicies, Way, name
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
 from offload.recompute.run_again import Frame, HandOver, Held, take_apart
-from offload.recompute.state import LayerState, contents_of
+from offload.recompute.state import LayerState, contents_of, in_autocast
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RegionSet(ActivationSet):
             return len(tensors) - 1
 
         placed = (take_apart(inputs[0], take, key), take_apart(inputs[1], take, key))
-        key += [torch.is_autocast_enabled(backend.device.type)]
+        key += [torch.is_autocast_enabled(backend.device.type), in_autocast()]
         self._key = tuple(key)
         way = self._way = policies.ways.get(self._key)
         if way is not None and backend.capturing:

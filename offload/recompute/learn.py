@@ -91,6 +91,8 @@ class Storage:
     nbytes: int
     writers: list[int] = field(default_factory=list)
     """The operations that write it, the one that makes it first; empty for what the layer was given."""
+    changed_by: list[int] = field(default_factory=list)
+    """The operations that write into it where it was there before the layer ran, as a buffer is."""
     first_seen: int = 0
     """The operation at which it was seen for the first time."""
     unseen: bool = False
@@ -249,7 +251,9 @@ class Learn(TorchDispatchMode):
             storage.unfilled = False
             if storage.writers or storage.unseen:
                 storage.writers.append(time)
-            elif number not in trace.written:
+                continue
+            storage.changed_by.append(time)
+            if number not in trace.written:
                 trace.written.append(number)
         return result
 

@@ -99,12 +99,12 @@ def _demand(
     early: set[int] = set()
     while wanted:
         number, time = wanted.pop()
-        writers = trace.storages[number].writers
+        storage = trace.storages[number]
         if number in suppliers:
-            if time > writers[-1]:
+            if time > storage.writers[-1]:
                 continue
             early.add(number)
-        for writer in writers:
+        for writer in storage.writers or storage.changed_by:
             if writer < time and writer not in executed:
                 executed.add(writer)
                 step = trace.steps[writer]

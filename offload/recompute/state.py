@@ -30,6 +30,8 @@ class Settings(NamedTuple):
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cached: bool
     """Whether autocast keeps the copies of parameters that it casts."""
+    nested: bool
+    """Whether an autocast context surrounds the layer, switched on or not: then the copies outlive the layer."""
     dtype: torch.dtype
     deterministic: tuple[bool, bool]
     attention: tuple[bool, bool, bool, bool]
@@ -42,6 +44,7 @@ class Settings(NamedTuple):
         return cls(
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             torch.is_autocast_cache_enabled(),
+            in_autocast(),
             torch.get_default_dtype(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
             tuple(is_on() for is_on, _ in _ATTENTION),  # type: ignore[arg-type]  # as many as there are
@@ -50,8 +53,8 @@ class Settings(NamedTuple):
 
     @property
     def casts(self) -> bool:
-        """Whether autocast is on: then a parameter's cast is a node of the graph or not, as the cache has it or not."""
-        return any(enabled for _, enabled, _ in self.autocast)
+        """Whether autocast may have cast a parameter before: then the cast is no node of the layer's graph."""
+        return self.nested or any(enabled for _, enabled, _ in self.autocast)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -77,6 +80,13 @@ class Settings(NamedTuple):
             if self.device is not None:
                 stack.enter_context(torch.device(self.device))
             yield
+
+
+def in_autocast() -> bool:
+    """Whether an autocast context is entered, switched on or not."""
+    nesting: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting > 1
 
 
 _cuda: Any = torch.backends.cuda

@@ -311,6 +311,34 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         assert handle.regions(0)["tanh"] == "recompute"
 
 
+class HighWater(nn.Module):
+    """Keeps the largest mean that it has seen: most forwards write into the buffer what the buffer holds already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("mark", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.maximum(self.mark, x.mean(), out=self.mark)
+        return (x * self.weight * self.mark.clone()).tanh() * x
+
+
+@pytest.mark.parametrize("policies", [ALL, MUL], ids=["all", "products kept"])
+def test_a_write_that_changes_nothing_while_it_is_learned(policies: dict[str, str], lab: Lab) -> None:
+    plain, x = build(HighWater, LAYERS, lab.device)
+    layers, _ = build(HighWater, LAYERS, lab.device)
+    for layer in [*plain, *layers]:
+        layer.mark = layer.mark.to(lab.device)
+    with offloaded(layers, lab, policies) as handle:
+        for factor in (0.1, 2.0, 3.0):
+            given = (x * factor).detach().requires_grad_()
+            assert_same(step(plain, given), step(layers, given))
+            assert all(map(torch.equal, plain.buffers(), layers.buffers()))
+        assert "recompute" in handle.regions(0).values()
+
+
 # PyTorch's settings.
 
 
@@ -390,6 +418,32 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
             assert_same(expected, run())
             assert len(seen) >= 2 * LAYERS
             assert len(set(seen)) == 1
+
+
+def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: Lab) -> None:
+    """The second microbatch uses the casts of the first, and the second run in backward makes them anew."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            return ((x @ w).tanh() + x.sin() @ w).float() * x
+
+    layers, x = functions(function, lab)
+
+    def run() -> None:
+        with torch.autocast(lab.device.type, torch.bfloat16, enabled=False):
+            outputs = []
+            for y in (x, x * 0.5):
+                for layer in layers:
+                    y = layer(y)  # noqa: PLW2901
+                outputs.append(y)
+        for output in outputs:
+            loss_of(output).backward()
+
+    expected = gradients(leaves_of(layers, x), run)
+    with offloaded(layers, lab) as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), run))
+        assert "recompute" in handle.regions(0).values()
 
 
 # Random numbers.
