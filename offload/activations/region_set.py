@@ -92,10 +92,10 @@ class RegionSet(ActivationSet):
         if way is not None and not way.replay.run.dropped:
             self._hook = self._pack_by_number
             return
-        if way is None and backend.capturing:
+        if backend.capturing and (way is None or not way.proven):
             raise CaptureError(
                 f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
-                "recomputed; warm up with a step before the capture."
+                "recomputed; warm up with two steps before the capture."
             )
         saved = way.saved_inputs if way is not None else frozenset()
         held: list[tuple[Held, bool]] = [
@@ -106,10 +106,10 @@ class RegionSet(ActivationSet):
         random = {} if backend.capturing else states_of(generators, [backend.device])
         frame = self._frame = Frame(layer, placed, held, state, backend.device, random)
         if way is None:
-            self._begin_learning(layer, inputs, tensors, state)
+            self._begin_learning(layer, frame, inputs, tensors)
         else:
             frame.replay = way.replay
-            frame.constants = [(counter, counter._version) for counter in way.trace.constants.values()]
+            frame.readings += way.constants()
             self._hook = self._pack_by_number if way.proven else self._pack_to_prove
         self._first_node = next_node()
 
@@ -152,6 +152,7 @@ class RegionSet(ActivationSet):
             way = self._finish_learning(frame, learn, originals)
         elif way is not None and not way.proven:
             self._prove(frame, way, originals)
+            way.proven = True
         if way is not None and held:
             self._settle(frame, way, held, originals)
 
@@ -202,8 +203,9 @@ class RegionSet(ActivationSet):
 
     # Learning.
 
-    def _begin_learning(self, layer: nn.Module, inputs: Any, tensors: list[torch.Tensor], state: LayerState) -> None:
+    def _begin_learning(self, layer: nn.Module, frame: Frame, inputs: Any, tensors: list[torch.Tensor]) -> None:
         clones: dict[int, torch.Tensor] = {}
+        state = frame.state
 
         def before_write(tensor: torch.Tensor) -> None:
             if tensor.untyped_storage().nbytes() <= 1 << 20:
@@ -223,7 +225,8 @@ class RegionSet(ActivationSet):
         self._learn = learn
         state.begin_learning()
         self._hook = self._pack_to_learn
-        if not is_compiled(layer):  # what a compiled layer computes is not to be seen: it is recomputed as a whole
+        frame.learned = not is_compiled(layer)
+        if frame.learned:  # what a compiled layer computes is not to be seen: it is recomputed as a whole
             learn.__enter__()
 
     def _pack_to_learn(self, tensor: torch.Tensor) -> SavedHandle:
@@ -300,7 +303,7 @@ class RegionSet(ActivationSet):
         for name in way.names_of(way.forced):
             self._say(f"{name} comes out with other bits when it is recomputed: it is not")
         frame.replay = way.replay
-        frame.constants = [(counter, counter._version) for counter in trace.constants.values()]
+        frame.readings = state.readings(frame.before) + way.constants()
         self._prove(frame, way, originals)
         return way
 
@@ -320,10 +323,11 @@ class RegionSet(ActivationSet):
         if way.replay.hands_over and not prove_hand_over(frame, way, originals):
             way.hands_over = False
             way.forced |= way.differing
+            if way.replay.communicates:
+                way.reason = "it communicates, and handing over gave other bits"
             way.settle(self._policies)
             frame.replay = way.replay
             self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
-        way.proven = True
 
     def _settle(self, frame: Frame, way: Way, held: list[DroppedHandle], originals: list[torch.Tensor]) -> None:
         """Drop, keep or offload what was held until now, as the policies say."""

@@ -134,7 +134,7 @@ class PlannedLayers(HookedLayers, ABC):
             self._restart(elements)
         elif self._stage is _Stage.LEARNING:
             self._elements = elements
-            if all(one.costs for one in self._policies):
+            if all(one.costs and one.proven for one in self._policies):
                 self._stage = _Stage.TIMING
                 self._times.start(reads_memory=self._has_peak)
         elif self._stage is _Stage.TIMING and self._times.complete:

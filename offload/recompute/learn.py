@@ -145,7 +145,24 @@ class Trace:
         return next((n for n, saved in enumerate(self.saved) if saved.time > self.zone), len(self.saved))
 
 
-class Learn(TorchDispatchMode):
+class LayerMode(TorchDispatchMode):
+    """Sees every operation of a layer, and runs it. Compiled code inside of the layer stays compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+class Learn(LayerMode):
     """Notes the operations of one forward in a :class:`Trace`, while entered.
 
     Args:
@@ -154,8 +171,6 @@ class Learn(TorchDispatchMode):
         clock: Marks points of the compute stream around each operation; ``None`` measures nothing.
         before_write: Told of a tensor from outside, before an operation writes into it for the first time.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -174,20 +189,13 @@ class Learn(TorchDispatchMode):
         self._references: list[StorageWeakRef] = []
         """One per storage: while it lives, no other storage has the same address."""
         self.outside = list(known)
+        self.unseen_writes: dict[int, torch.UntypedStorage] = {}
+        """Storages that no seen operation made and that a seen one writes into."""
         self.first_states: dict[torch.Generator, torch.Tensor] = {}
         """The states of the generators that operations were given, before the first of them."""
         self._outside = {
             address_of(tensor.untyped_storage()) for tensor in self.outside if plain_memory(tensor) is not None
         }
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside of the layer stays compiled; what it makes counts as unseen."""
-        return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -293,7 +301,10 @@ class Learn(TorchDispatchMode):
                 if plain_memory(tensor) is None:
                     continue
                 number = self.number_of(tensor, time)
-                if not self.trace.storages[number].writers and number not in self.trace.written:
+                storage = self.trace.storages[number]
+                if storage.unseen:
+                    self.unseen_writes[number] = tensor.untyped_storage()
+                elif not storage.writers and number not in self.trace.written:
                     self._before_write(tensor)
                 numbers.append(number)
         return numbers

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import zip_longest
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from offload.recompute.costs import RegionProfile
@@ -84,7 +85,7 @@ class Way:
         self.again = False
         """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
         self.proven = False
-        """Whether the second run, as it is executed now, has given the same bits."""
+        """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
         self.policies: list[Policy] = []
         """Of each saved tensor."""
         self.replay: Replay = NOTHING
@@ -98,6 +99,10 @@ class Way:
         """What happens to what is saved after the operation from which the way depends on data."""
         self.captured: Way | None = None
         """The same in a CUDA graph, where no random numbers are drawn again."""
+
+    def constants(self) -> list[tuple[torch.Tensor, int]]:
+        """What counts the changes of tensors from outside that forward reads, and how often each was changed."""
+        return [(counter, counter._version) for counter in self.trace.constants.values()]
 
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
@@ -135,6 +140,7 @@ class Way:
         held = [policy for number, policy in enumerate(wanted) if number >= self.limit and self.movable[number]]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
         self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
+        self.proven = not self.replay.hands_over
 
     def _wanted(self, number: int, policies: LayerPolicies) -> Policy:
         saved = self.trace.saved[number]
@@ -276,6 +282,11 @@ class LayerPolicies:
             self.failures[key] += 1
 
     @property
+    def proven(self) -> bool:
+        """Whether the way that was learned last is recomputed as it was proven to be."""
+        return self.last is not None and self.last.proven
+
+    @property
     def wants_proof(self) -> bool:
         """Whether anything may be recomputed."""
         return self.measures or self.planned is not None or RECOMPUTE in self._patterns.values()
@@ -305,7 +316,6 @@ class LayerPolicies:
                 self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
         for way in self.ways.values():
             way.captured = None
-            way.proven = False
             way.settle(self)
 
     def follow_plan(self) -> None:

@@ -79,12 +79,19 @@ def prove_all(
     trace = way.trace
     compare = _Compare(frame, originals)
     again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
+    contents = {number: memory.clone() for number, memory in learn.unseen_writes.items()}
     begin = None if backend is None else backend.mark()
     try:
         frame.random.update(learn.first_states)
         frame.run_under(compare, None if is_compiled(frame.layer) else again)
     except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
         way.reason, way.again = str(error), isinstance(error, _OtherError)
+        return None
+    finally:
+        for number in [number for number in contents if learn.same_storage(number, again)]:
+            learn.unseen_writes[number].copy_(contents[number])
+            way.reason = "forward writes into a tensor that is no attribute of it"
+    if way.reason is not None:
         return None
     end = None if backend is None else backend.mark()
     if compare.number < len(originals):

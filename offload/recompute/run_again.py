@@ -29,7 +29,7 @@ from offload.base.torch_private import (
     pop_hooks,
     push_hooks,
 )
-from offload.recompute.learn import StepResult, Trace, is_counted
+from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import LayerState, Settings
 
@@ -66,8 +66,11 @@ class Replay:
             None if not hands_over or time in run.executed or step.only_views else step.outputs
             for time, step in enumerate(trace.steps)
         ]
-        self.hands_over = any(found is not None for found in self.results)
-        """Whether anything is skipped or handed over; else no mode is needed."""
+        last = max((trace.saved[number].time for number in run.dropped), default=0)
+        self.hands_over = any(found is not None for found in self.results[:last])
+        """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
+        self.communicates = any(step.operation.collective for step in trace.steps[:last])
+        """Whether ranks wait for each other there, unless that is skipped."""
         self.zone = len(trace.steps) if trace.zone < 0 else trace.zone
         self.arrivals: dict[int, int] = {}
         """Numbers of saved tensors whose storages are handed over."""
@@ -119,9 +122,8 @@ class Frame:
         self.random = random
         self.state = state
         self.before = state.snapshot()
-        self.versions = state.versions()
-        self.constants: list[tuple[torch.Tensor, int]] = []
-        """Counters of changes of other tensors that the layer reads, and how often each was changed."""
+        self.readings = state.readings(self.before)
+        """Tensors that forward reads and that are no inputs, and how often each was changed in place."""
         self.is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
         self.replay: Replay = NOTHING
         """How the layer is run again."""
@@ -137,6 +139,8 @@ class Frame:
         """Whether the forward itself has asked for something that it has saved."""
         self.strange = False
         """Whether the forward has gone another way than the learned one."""
+        self.learned = False
+        """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
         self.recomputed: dict[int, torch.Tensor] = {}
         self.lock = threading.RLock()
 
@@ -170,21 +174,32 @@ class Frame:
                 return self._run(hand_over=True)
             except AnotherWayError:
                 self.strange = True
+        if self.replay.communicates:
+            raise RuntimeError(
+                f"{_name(self.layer)} cannot be recomputed: run again in backward, it takes another way than in "
+                "forward, and would communicate once more, which other ranks need not do. Keep or offload this layer: "
+                'policies={"*": "offload"}.'
+            )
         return self._run(hand_over=False)
 
     def _check_unchanged(self) -> None:
-        self.state.check_versions(self.versions)
-        for tensor, version in self.constants:
+        """Raise as autograd does if what forward has read was changed in place."""
+        for tensor, version in self.readings:
             if tensor._version != version:
+                what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
+                shape = f" of shape {list(tensor.shape)}" if tensor.numel() else ""
                 raise RuntimeError(
-                    f"a tensor that {_name(self.layer)} reads must not be changed in place before backward, as "
-                    "recomputation reads it again; clone it before it is changed, or keep what is computed from it."
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {what}{shape}, which the recomputation of {_name(self.layer)} reads, is at version "
+                    f"{tensor._version}; expected version {version} instead. Run backward before it is changed, change "
+                    "a clone of it, or keep or offload what is computed from it."
                 )
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         """One second run, with or without handing over what was kept."""
         check = _Check(self, hand_over=hand_over)
-        self.run_under(check, self.hand_over(check.storages) if hand_over else None)
+        mode = LayerMode() if self.learned else None
+        self.run_under(check, self.hand_over(check.storages) if hand_over else mode)
         check.end()
         return check.found
 
@@ -265,14 +280,12 @@ class _Check:
             raise _other(self.frame, "saves fewer tensors")
 
 
-class HandOver(TorchDispatchMode):
+class HandOver(LayerMode):
     """Runs a layer's operations, skips those that nothing depends on, and hands over what was kept.
 
     Raises:
         AnotherWayError: The operations are not those that were learned, in their order.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, frame: Frame, storages: dict[int, int]) -> None:
         super().__init__()
@@ -285,14 +298,6 @@ class HandOver(TorchDispatchMode):
         self._empty: set[int] = set()
         """The addresses of memory that nothing may read; only asked where the order of operations may change."""
         self._alive: list[torch.Tensor] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -121,6 +121,8 @@ class LayerState:
         """Buffers that forward writes into."""
         self._forgotten: list[tuple[int, str]] = []
         """Attributes with a graph that forward replaces and does not read."""
+        self._read: list[tuple[int, str]] = []
+        """Attributes and buffers that forward reads and does not write."""
 
     def begin_learning(self) -> None:
         """The forward begins that is learned."""
@@ -136,19 +138,12 @@ class LayerState:
             for value in part.values():
                 yield from tensors_in(value)
 
-    def versions(self) -> list[int]:
-        """How often each parameter was changed in place."""
-        return [parameter._version for parameter in self._parameters]
-
-    def check_versions(self, before: list[int]) -> None:
-        """Raise as autograd does if a parameter was changed in place since ``before``."""
-        for parameter, version in zip(self._parameters, before, strict=True):
-            if parameter._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a parameter of shape {list(parameter.shape)}, which recomputation reads, is at version "
-                    f"{parameter._version}; expected version {version} instead. Run backward before the weights change."
-                )
+    def readings(self, snapshot: Snapshot) -> list[tuple[torch.Tensor, int]]:
+        """The tensors of a snapshot that forward reads, and how often each was changed in place."""
+        read: list[torch.Tensor] = list(self._parameters)
+        for index, key in self._read:
+            read += [tensor for tensor in tensors_in(snapshot[index].get(key)) if not tensor.is_inference()]
+        return [(tensor, tensor._version) for tensor in read]
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
@@ -207,7 +202,7 @@ class LayerState:
             clones: What forward has written into, as it was before, by address.
             was_read: Whether an operation has read or written a tensor.
         """
-        self._cloned, self._forgotten = [], []
+        self._cloned, self._forgotten, self._read = [], [], []
         for index, (part, values) in enumerate(zip(self._dicts, before, strict=True)):
             for key, value in values.items():
                 name = f"{self._names[index]}.{key}".removeprefix(".")
@@ -222,6 +217,8 @@ class LayerState:
                     if was_read(value):
                         return f"forward reads and replaces {name}"
                     self._forgotten.append((index, key))
+                elif key not in _OWN and not isinstance(value, nn.Parameter) and any(map(was_read, tensors_in(value))):
+                    self._read.append((index, key))
         return None
 
     def _written(self, index: int, key: str, value: torch.Tensor) -> bool:

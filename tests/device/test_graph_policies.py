@@ -116,7 +116,7 @@ def test_capture_without_warm_up_says_what_to_do() -> None:
     layers, x = make_layers(), make_input(0)
     expected = eager_gradients(layers, x)
     with offload.offload_layers(layers, 0, min_bytes=MIN_BYTES, policies={"*": "recompute"}):
-        refused = pytest.raises(offload.CaptureError, match="warm up with a step before the capture")
+        refused = pytest.raises(offload.CaptureError, match="warm up with two steps before the capture")
         with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
             forward(layers, x)
         gc.collect()  # as the error's traceback holds a graph

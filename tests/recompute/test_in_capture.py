@@ -32,7 +32,7 @@ def test_a_capture_without_warm_up_is_refused(lab: Lab, captures: pytest.MonkeyP
     with offloaded(layers, lab):
         with captures.context() as capture:
             begin(capture, lab)
-            with pytest.raises(offload.CaptureError, match="warm up with a step before the capture"):
+            with pytest.raises(offload.CaptureError, match="warm up with two steps before the capture"):
                 layers[0](x)
         expected = step_gradients(build("decoder", LAYERS, lab.device)[0], x)
         assert_same(expected, step_gradients(layers, x))

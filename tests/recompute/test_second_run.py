@@ -16,6 +16,7 @@ from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
 from test_policies import ALL, Function, Seen, drawn, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
 
@@ -178,7 +179,7 @@ def test_a_parameter_that_is_changed_before_backward(lab: Lab) -> None:
             with torch.no_grad():
                 layers[0].weight.add_(1)
 
-        with pytest.raises(RuntimeError, match=r"a parameter of shape .* which recomputation reads"):
+        with pytest.raises(RuntimeError, match=r"a parameter of shape .*, which the recomputation of Function reads"):
             step(layers, x, change)
 
 
@@ -189,8 +190,122 @@ def test_a_constant_that_is_changed_before_backward(lab: Lab) -> None:
     with offloaded(layers, lab):
         for _ in range(2):
             assert_same(expected, step(layers, x))
-        with pytest.raises(RuntimeError, match="a tensor that Function reads must not be changed in place"):
+        with pytest.raises(RuntimeError, match="a tensor, which the recomputation of Function reads, is at version 1"):
             step(layers, x, lambda: constant.add_(1))
+
+
+class Shifted(nn.Module):
+    """Reads a buffer, an attribute, and a list of tensors, none of which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.register_buffer("buffer", torch.zeros(WIDTH))
+        self.attribute = torch.zeros(())
+        self.listed = [torch.zeros(())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight + self.buffer + self.attribute + self.listed[0]).sin()
+
+
+@pytest.mark.parametrize("name", ["buffer", "attribute", "listed"])
+def test_a_buffer_or_attribute_that_is_changed_before_backward(name: str, lab: Lab) -> None:
+    layers, x = build(Shifted, LAYERS, torch.device("cpu"))
+    expected = step(layers, x)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        found = getattr(layers[0], name)
+        tensor = found[0] if name == "listed" else found
+        with pytest.raises(RuntimeError, match="which the recomputation of Shifted reads, is at version 1"):
+            step(layers, x, lambda: tensor.add_(1))
+
+
+def test_a_tensor_from_outside_that_forward_writes(lab: Lab) -> None:
+    """A tensor that is neither argument nor attribute is not put back for a second run: there is none."""
+    calls = torch.zeros((), device=lab.device)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        calls.add_(1)
+        return (x * w.mean()).sin()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    calls.zero_()
+    with offloaded(layers, lab) as handle:
+        for count in (1, 2, 3):
+            assert_same(expected, step(layers, x))
+            assert calls.item() == LAYERS * count
+        assert handle.regions(0)["mul"] == "offload"
+
+
+# Functions that choose another way where a dispatch mode is active, as in the forward that is learned.
+
+
+def test_a_function_that_computes_other_bits_under_a_mode(lab: Lab) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        return kept.sin() * (x * (1 + _modes() * 2**-10)).cos() * w.mean()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD) as handle:
+        step(layers, x)  # is learned under a mode, and computes other bits
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert "recompute" in handle.regions(0).values()
+
+
+def test_a_function_that_saves_other_tensors_under_a_mode(lab: Lab) -> None:
+    """As :func:`torch.nn.functional.ctc_loss` does, which is here in both ways."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w.mean()).sin().tanh() if _modes() else (x * w.mean()).tanh().sin()
+        lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
+        targets = torch.ones(x.shape[0], 1, dtype=torch.long, device=x.device)
+        return y * F.ctc_loss(y.transpose(0, 1).log_softmax(-1), targets, lengths, torch.ones_like(lengths))
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab):
+        step(layers, x)
+        for _ in range(5):
+            assert_same(expected, step(layers, x))
+
+
+def _modes() -> int:
+    return len(_get_current_dispatch_mode_stack())
+
+
+# Ranks wait for each other.
+
+
+def test_collectives_run_once(lab: Lab) -> None:
+    """A second run that goes another way would communicate again, alone."""
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if way.now:
+            x.detach() + 1
+        y = (x * 2).sin()
+        torch.distributed.all_reduce(y.detach().mean())
+        return y * w.mean() - (x + 1).sin()
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(
+        "gloo" if lab.device.type == "cpu" else "nccl", store=store, rank=0, world_size=1
+    )
+    try:
+        layers, x = functions(function, lab)
+        expected = step(layers, x)
+        with offloaded(layers, lab) as handle:
+            for _ in range(3):
+                assert_same(expected, step(layers, x))
+            assert "recompute" in handle.regions(0).values()
+            with pytest.raises(RuntimeError, match="would communicate once more"):
+                step(layers, x, way.turn)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Switched(nn.Module):
@@ -788,7 +903,8 @@ def test_what_is_dropped_is_freed(lab: Lab) -> None:
 
     assert held_bytes() > LAYERS * 10 * one
     with offloaded(layers, lab, ADD):
-        held_bytes()
+        held_bytes()  # learns
+        held_bytes()  # compares what is handed over
         assert LAYERS * one < held_bytes() < (2 * LAYERS + 4) * one
 
 
