@@ -6,8 +6,6 @@ capture takes from the pool form an *arena* of that graph, and return to the poo
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
@@ -62,9 +60,10 @@ class Arena:
     """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
 
     def __init__(self) -> None:
-        self.buffers: list[HostBuffer] = []
+        self.taken = 0
+        """How many buffers the arena has taken from the pool."""
         self.ready: Ready = defaultdict(deque)
-        """Those that the capture has given back: it may take them again."""
+        """The buffers that the capture has given back, and may take again."""
         self._lives: dict[int, GraphLife] = {}
 
     def hold(self, capture: Capture) -> None:
@@ -73,28 +72,18 @@ class Arena:
             self._lives[capture.id] = GraphLife(capture)
 
     @property
+    def graphs_gone(self) -> bool:
+        """Whether nobody can replay the graphs any more."""
+        return all(life.over for life in self._lives.values())
+
+    @property
     def over(self) -> bool:
-        """Whether all graphs are gone and nobody uses a buffer."""
-        if not all(life.over for life in self._lives.values()):
-            return False
-        given = set(itertools.chain.from_iterable(self.ready.values()))
-        # An interrupt can lose a buffer that was never given back: then the arena and the pool alone hold it.
-        return not any(held_beside((buffer for buffer in self.buffers if buffer not in given), holders=2))
-
-
-def held_beside(buffers: Iterable[HostBuffer], holders: int) -> list[bool]:
-    """Whether each of the buffers has more than so many known ``holders``.
-
-    Reference counts tell. Weak references would not: the garbage collector clears them before it calls the finalizers
-    that give buffers back.
-    """
-    # The first is held by nobody else: it shows how many references the call and the tuple add.
-    alone, *counts = [sys.getrefcount(thing) for thing in (object(), *buffers)]
-    return [count > alone + holders for count in counts]
+        """Whether the graphs are gone and all buffers given back."""
+        return self.graphs_gone and sum(map(len, self.ready.values())) == self.taken
 
 
 def gaps(slabs: Iterable[torch.Tensor], covered: Iterable[Range]) -> list[Range]:
-    """What is left of the slabs."""
+    """The ranges of the slabs that are not covered."""
     in_slab: defaultdict[int, list[Range]] = defaultdict(list)
     for piece in covered:
         in_slab[id(piece.slab)].append(piece)

@@ -1,23 +1,23 @@
-"""The pool: page-locked host memory for activations that travel, reused from step to step.
+"""The pool: page-locked host memory for offloaded activations, reused from step to step.
 
-The pool's size follows what is on the host: a request takes a free buffer of its size; else it is carved from free
-ranges, in several pieces where no single range is large enough; only what is missing then is newly pinned. So
+The pool's size follows what is on the host: a request takes a free buffer of its size; else a buffer is carved from
+free ranges, in several pieces where no single range is large enough; only what is missing then is newly pinned. So
 fragmentation never makes the pool grow. Where the system has refused to pin more, it is not asked again until somebody
 reserves or frees memory: asking takes time.
 
-A buffer that comes back carries the event after which it may be written again. Nobody waits for it until the next copy
-into the buffer does, on the device.
+A buffer that is given back carries the event after which it may be written again. Nobody waits for the event until the
+next copy into the buffer does, on the device.
 
 Note:
-    An interrupt (Ctrl-C) can come after any call, between a hand that gives and one that takes. So a giver forgets
-    before it gives: what is lost on the way is lost for good, but never handed out twice. That is no leak, because
-    a buffer counts only as long as somebody holds it: when memory is missing, whatever no buffer covers is free.
+    An interrupt (Ctrl-C) can come after any call. Whoever gives a buffer back forgets it first. So an interrupt can
+    lose a buffer, and never hands it out twice. :meth:`HostPool.trim` frees the memory of lost buffers.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -30,7 +30,7 @@ from offload.base.checks import format_bytes, format_s
 from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
-from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps, held_beside
+from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ RESERVE_THREADS = 4
 class HostPool:
     """Buffers out of slabs that ``allocate`` pins, uint8 of shape ``[nbytes]``; see the module for the policy.
 
-    ``synchronize`` blocks until no copy runs; it is asked only after an interrupt has lost a buffer.
+    ``synchronize`` blocks until no copy runs; :meth:`trim` calls it if an interrupt has lost a buffer.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], synchronize: Callable[[], None] = lambda: None) -> None:
@@ -56,12 +56,12 @@ class HostPool:
         # Reentrant: the garbage collector may run inside of the pool, and a finalizer take a buffer.
         self._lock = threading.RLock()
         # An append is atomic, so that finalizers and other threads give buffers back without the lock.
-        self._ready: Ready = defaultdict(deque)
+        self.ready: Ready = defaultdict(deque)
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []
         """All that were made and not taken apart since, wherever they are."""
         self._free: list[Range] = []
-        """What :meth:`_reclaim` has found and nobody has taken since."""
+        """What no buffer covers."""
         self._copied: list[tuple[Range, Event]] = []
         """What buffers covered that were taken apart, and after which event it may be written."""
         self._arenas: dict[int, Arena] = {}
@@ -78,7 +78,7 @@ class HostPool:
     def used_bytes(self) -> int:
         """Bytes of all buffers that were taken and not given back; what a graph holds counts as taken."""
         with self._lock:
-            given = sum(nbytes * len(buffers) for nbytes, buffers in list(self._ready.items()))
+            given = sum(nbytes * len(buffers) for nbytes, buffers in list(self.ready.items()))
             return sum(buffer.nbytes for buffer in self._buffers) - given
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
@@ -101,11 +101,11 @@ class HostPool:
                 return arena.ready[nbytes].popleft()
             buffer = self._take(nbytes)
             buffer.arena, buffer.events = arena, ()  # what used it before is over: a capture begins idle
-            arena.buffers.append(buffer)
+            arena.taken += 1
             return buffer
 
     def _take(self, nbytes: int) -> HostBuffer:
-        ready = self._ready.get(nbytes)
+        ready = self.ready.get(nbytes)
         if ready:
             return ready.popleft()
         ranges = self._carve(_round_up(max(nbytes, 1), BUFFER_ALIGNMENT_BYTES))
@@ -121,7 +121,7 @@ class HostPool:
         Safe in finalizers and from any thread.
         """
         buffer.events = (event,)  # the last copy's, behind which all earlier ones are done
-        ready = self._ready if buffer.arena is None else buffer.arena.ready
+        ready = self.ready if buffer.arena is None else buffer.arena.ready
         ready[buffer.nbytes].append(buffer)
 
     def read(self, buffer: HostBuffer) -> None:
@@ -156,6 +156,7 @@ class HostPool:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
         with self._lock:
             self._refusal = None
+            self._find_lost()
             self._collect()
             self._reclaim()
             for _, event in self._copied:
@@ -170,10 +171,26 @@ class HostPool:
         """Take back what belonged to graphs that are gone."""
         for capture, arena in list(self._arenas.items()):
             if arena.over:
-                del self._arenas[capture]  # first: what an interrupt loses here is found, but never given twice
-                for buffer in arena.buffers:
+                del self._arenas[capture]  # first: an interrupt may lose buffers here, but none is given twice
+                for buffer in itertools.chain.from_iterable(arena.ready.values()):
                     buffer.arena, buffer.events = None, ()
-                    self._ready[buffer.nbytes].append(buffer)
+                    self.ready[buffer.nbytes].append(buffer)
+
+    def _find_lost(self) -> None:
+        """Forget buffers that only the pool holds, as an interrupt has lost them.
+
+        Weak references would not do: the garbage collector clears them before it calls the finalizers that give
+        buffers back.
+        """
+        alone, *counts = [sys.getrefcount(one) for one in (object(), *self._buffers)]
+        lost = {buffer for buffer, count in zip(self._buffers, counts, strict=True) if count == alone + 1}
+        lost = {buffer for buffer in lost if buffer.arena is None or buffer.arena.graphs_gone}  # else still written
+        if lost:
+            self._synchronize()  # a copy may still run in a lost buffer, whose event is lost too
+            self._buffers = [buffer for buffer in self._buffers if buffer not in lost]
+        for buffer in lost:
+            if buffer.arena is not None:
+                buffer.arena.taken -= 1
 
     def _carve(self, size: int) -> list[Range]:
         if not any(piece.nbytes >= size for piece in self._free):
@@ -196,19 +213,15 @@ class HostPool:
         return carved
 
     def _reclaim(self) -> None:
-        """Make free what no buffer covers that somebody holds: those that are ready, and what an interrupt has lost."""
-        # Replaced first: a finalizer that takes a buffer while this runs finds none of these. What another thread gives
-        # back at this moment may be in neither collection; it counts as lost, and is found below.
-        ready, self._ready = self._ready, defaultdict(deque)
-        idle = set(itertools.chain.from_iterable(ready.values()))
+        """Take apart the buffers that are ready, so that their memory is free for buffers of other sizes."""
+        idle: set[HostBuffer] = set()
+        for buffers in list(self.ready.values()):
+            while buffers:  # finalizers and other threads may append meanwhile
+                idle.add(buffers.popleft())
         self._copied += [(piece, event) for buffer in idle for piece in buffer.ranges for event in buffer.events]
         self._buffers = [buffer for buffer in self._buffers if buffer not in idle]
-        if current_capture() is None:  # neither a query nor a wait is allowed in a capture
+        if current_capture() is None:  # no query is allowed in a capture
             self._copied = [(piece, event) for piece, event in self._copied if not event.query()]
-            held = list(itertools.compress(self._buffers, held_beside(self._buffers, holders=1)))
-            if len(held) < len(self._buffers):
-                self._synchronize()  # a copy may still run in what is lost, and its event is lost too
-                self._buffers = held
         self._free = gaps(self._slabs, itertools.chain.from_iterable(buffer.ranges for buffer in self._buffers))
 
     def _grow(self, missing: int) -> None:
