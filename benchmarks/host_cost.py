@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import offload
 from benchmarks.instruments import timed
 from offload.device.select import get_backend
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 LAYERS = 3
 SIZES = tuple(1 << power for power in range(16, 27))

@@ -32,7 +32,7 @@ from benchmarks.report import environment, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.measuring.measure_link import measure_link
 from offload.pipelining import PipelinePlan, StageProfile
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 AIM = 0.43
 """What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""

@@ -19,7 +19,7 @@ from benchmarks.pipeline_report import FREE
 from offload.observe.spans import COPY_LANES
 from offload.observe.timeline import Timeline
 from offload.pipelining import PipelineOffload, PipelinePlan, StageProfile, plan_pipeline
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 
 @dataclass

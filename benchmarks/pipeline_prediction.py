@@ -16,7 +16,7 @@ from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.pipelining.order import read_actions
 from offload.pipelining.rank_step import RankStep
-from offload.planning.link import Link
+from offload.planning.profile import Link
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 

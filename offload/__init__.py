@@ -17,10 +17,9 @@ from offload.observe.record import record_timeline
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.offload_layers import OffloadedLayers, offload_layers
-from offload.planning.layer_passes import LayerPolicy
-from offload.planning.link import Link
 from offload.planning.plan import Plan
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.region_costs import LayerPolicy
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
 from offload.recompute.policies import Policy

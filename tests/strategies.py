@@ -4,8 +4,7 @@ import warnings
 
 from hypothesis import strategies as st
 
-from offload.planning.link import Link
-from offload.planning.profile import LayerProfile
+from offload.planning.profile import LayerProfile, Link
 from offload.schedule.points import Move, Point, backward, forward
 from offload.schedule.schedule import Schedule
 

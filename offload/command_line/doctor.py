@@ -19,8 +19,8 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, available_bytes, memory_groups, own_cores, page_locked
 from offload.measuring.measure_link import measure_link
-from offload.planning.link import Link
-from offload.planning.table import ranges
+from offload.planning.plan import ranges
+from offload.planning.profile import Link
 
 CPU_BYTES = 4 << 30
 """Counts as the device's memory on the CPU."""

@@ -15,7 +15,7 @@ from offload.command_line.answer import Answer
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.measure_link import measure_link
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.9846e9, 4: 1.9692e9, 5: 3.9385e9, 6: 7.5625e9}
 """Of one lane in one direction, by generation, after line encoding and before packet headers. Source: PCI Express Base

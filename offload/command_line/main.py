@@ -20,7 +20,7 @@ from offload.command_line.llama import ITEM_BYTES
 from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
 from offload.measuring.measure_link import PIECE_BYTES
-from offload.planning.as_json import to_json
+from offload.planning.profile import to_json
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "link": answer_link,

@@ -16,9 +16,8 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes, format_s
 from offload.command_line.answer import Answer
 from offload.command_line.llama import Rates, Shape, loss_bytes, profile_of, read_shape
-from offload.planning.link import Link
 from offload.planning.plan import Plan, make_plan
-from offload.planning.profile import Profile
+from offload.planning.profile import Link, Profile
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
 """On PCIe Gen5 x16, as it was measured."""

@@ -28,7 +28,8 @@ from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.profile_layers import learned_profile, learning_policies, learning_schedule, recompute_all
-from offload.planning.closed_form import costs_of, peak_bytes
+from offload.planning.closed_form import peak_bytes
+from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import Profile
 from offload.recompute.policies import LayerPolicies
@@ -201,7 +202,7 @@ class BudgetedLayers(PlannedLayers):
 
     def _first_plan(self, profile: Profile) -> Plan | None:
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
-        layers = costs_of(profile, self._link, num_layers, recompute_all(profile))
+        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
         self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._memory())
         self._corrections = 0

@@ -12,9 +12,8 @@ from offload.base.checks import check_int, parse_bytes
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
-from offload.planning.link import Link
 from offload.planning.plan import Plan, make_plan
-from offload.planning.profile import Profile, check_profile
+from offload.planning.profile import Link, Profile, check_profile
 
 PIECE_BYTES = 64 << 20
 """Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""

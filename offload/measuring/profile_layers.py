@@ -21,9 +21,8 @@ from offload.device.backend import Backend, Event
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer, rest_s
 from offload.planning.closed_form import with_workspace
-from offload.planning.layer_passes import LayerPolicy
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.region_costs import region_costs
+from offload.planning.region_costs import LayerPolicy, region_costs
 from offload.recompute.costs import RegionProfile
 from offload.recompute.policies import LayerPolicies, Policy
 from offload.schedule.schedule import Schedule

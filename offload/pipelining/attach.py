@@ -39,7 +39,7 @@ from offload.pipelining.probe import Probe
 from offload.pipelining.regions import FindLayers, LayeredChunk, RankRegions, layers_in
 from offload.pipelining.stage_profile import StageProfile
 from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
-from offload.planning.link import Link
+from offload.planning.profile import Link
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule
 

@@ -29,8 +29,8 @@ from offload.observe.timeline import Timeline
 from offload.pipelining.order import Action, Chunk, number_chunks, read_actions
 from offload.pipelining.rank_step import Absence, RankStep
 from offload.pipelining.stage_profile import StageProfile
-from offload.planning.link import Link, check_link
-from offload.planning.simulate import Simulation
+from offload.planning.profile import Link, check_link
+from offload.planning.simulate import simulate_steps
 from offload.schedule.points import Move
 from offload.schedule.schedule import Schedule
 
@@ -103,12 +103,12 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step, bubbles left out. Where a backward is split, memory counts as free after its half I."""
-        return self._simulated.timeline(repr(self))
+        return simulate_steps(self.schedule, self._step.layers, self.link, self._step.steps, title=repr(self))
 
-    @cached_property
+    @property
     def stall_s(self) -> float:
         """Seconds that compute waits for copies in the simulated step."""
-        return self._simulated.stall_s
+        return self.timeline.stall_s
 
     @property
     def slowdown(self) -> float:
@@ -134,12 +134,6 @@ class PipelinePlan:
     @cached_property
     def _step(self) -> RankStep:
         return RankStep(self.actions, self.profile, self.parts)
-
-    @property
-    def _simulated(self) -> Simulation:
-        simulation = Simulation(self.schedule, self._step.layers, self.link)
-        simulation.play(self._step.steps)
-        return simulation
 
     @cached_property
     def _absent(self) -> dict[int, Absence]:

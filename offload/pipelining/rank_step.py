@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from offload.pipelining.order import Action, number_chunks
 from offload.pipelining.stage_profile import StageProfile
-from offload.planning.link import Link
-from offload.planning.profile import LayerProfile
+from offload.planning.profile import LayerProfile, Link
 from offload.planning.simulate import Interlude
 from offload.schedule.points import Point, backward, forward
 

@@ -1,7 +1,7 @@
 """What to keep, offload and recompute, so that the step fits into a memory budget and takes the least time.
 
-Where the layers' regions are not known, layers are offloaded as they are, as few as are enough. What is chosen is
-simulated, stalls included, so the prediction comes with a timeline to look at.
+Where the layers' regions are not known, whole layers are offloaded, as few as are enough. The chosen plan is simulated,
+stalls included, so the prediction comes with a timeline to look at.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import logging
 import math
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, Self
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
-from offload.planning.as_json import Stored
-from offload.planning.layer_passes import LayerPasses, LayerPolicy, layer_passes
-from offload.planning.link import Link, check_link
-from offload.planning.profile import Profile, check_profile
-from offload.planning.search import Search
+from offload.planning.layer_costs import LayerCosts, costs_of
+from offload.planning.profile import Link, Profile, Stored, check_link, check_profile
+from offload.planning.region_costs import LayerPolicy, region_costs
+from offload.planning.search import Search, layers_of_kinds
 from offload.planning.simulate import simulate
-from offload.planning.table import region_table
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
@@ -88,12 +89,16 @@ class Plan(Stored):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the offloaded sets need, all of them on the host at once."""
-        return sum(sum(layer.offloaded) for layer in self._passes)
+        return sum(layer.offloaded_bytes for layer in self._costs)
 
     @property
     def recompute_s(self) -> float:
         """Seconds of a step that recompute what was not kept."""
-        return math.fsum(layer.recompute.seconds for layer in self._passes if layer.recompute)
+        return math.fsum(layer.recompute_s for layer in self._costs)
+
+    @cached_property
+    def _costs(self) -> list[LayerCosts]:
+        return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
 
     def helps(self) -> dict[str, float]:
         """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
@@ -166,7 +171,7 @@ class Plan(Stored):
             lines.append(f"peak {peak}, without offloading {peak_without}")
             lines.append(f"budget {budget}, host memory {host}")
             return "\n".join(lines)
-        lines = [*region_table(self.profile, self.policies, self.schedule.offloaded_layers)]
+        lines = [*self._region_table()]
         lines.append(
             f"step {step}, of which {format_s(self.recompute_s)} recomputing and {format_s(self.timeline.stall_s)} "
             f"waiting for copies; {step_without} if all is kept"
@@ -186,23 +191,56 @@ class Plan(Stored):
             lines.append(f"{index:>5}{format_bytes(layer.saved_bytes):>12}  {what:<8}{waits:>14}".rstrip())
         return lines
 
-    @cached_property
-    def _passes(self) -> list[LayerPasses]:
-        offloaded = set(self.schedule.offloaded_layers)
-        layers = zip(self.profile.layers, self.policies, strict=True)
-        return [layer_passes(*layer, offloads=number in offloaded) for number, layer in enumerate(layers)]
+    def _region_table(self) -> Iterator[str]:
+        """For each kind of layer, the policy of each region in offloaded layers and in the others."""
+        for numbers in layers_of_kinds(self.profile):
+            layer = self.profile.layers[numbers[0]]
+            rows = [(one.name, one.nbytes, one.seconds) for one in layer.regions]
+            rows = rows or [("whole layer", layer.saved_bytes, layer.forward_s)]
+            columns = []
+            for state in ("offloaded", "resident"):
+                group = [one for one in numbers if (one in self.schedule.offloaded_layers) == (state == "offloaded")]
+                column = [f"{state} {ranges(group)}", *(self._policies_of(group, row) for row in range(len(rows)))]
+                columns += [[cell.ljust(max(map(len, column))) for cell in column]] * bool(group)
+            names = ["region", *(name for name, _, _ in rows)]
+            sizes = ["size", *(format_bytes(nbytes) for _, nbytes, _ in rows)]
+            compute = ["compute", *(format_s(seconds) if seconds else "-" for _, _, seconds in rows)]
+            for name, size, seconds, *cells in zip(names, sizes, compute, *columns, strict=True):
+                if {cell.rstrip() for cell in cells} != {"-"}:  # else neither saved nor needed for recomputation
+                    yield f"{name:<{max(map(len, names))}}{size:>12}{seconds:>10}  {'  '.join(cells)}".rstrip()
+
+    def _policies_of(self, layers: Iterable[int], row: int) -> str:
+        """The policy of one region in these layers; of how many each, if not the same in all."""
+        counts = Counter(self._policy_of(number, row) for number in layers)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{what} {count}" for what, count in counts.most_common())
+
+    def _policy_of(self, number: int, row: int) -> str:
+        regions, policy = self.profile.layers[number].regions, self.policies[number]
+        offloads = number in self.schedule.offloaded_layers
+        if policy is None:
+            return ("offload" if offloads else "keep") if not regions or regions[row].saved else "-"
+        costs = region_costs(regions, policy.kept)
+        if row in costs.kept:
+            return "offload" if offloads and row in policy.offloaded else "keep"
+        return "recompute" if row in costs.rerun else "-"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``ranges([0, 1, 2, 5])`` is ``"0-2, 5"``."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None) -> Plan:
     """As many whole layers offloaded as leave the step as long as it is, and fit on the host."""
     whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
-    search = Search(whole, link)
-    most_s = search.step_s(search.whole(0)) * (1 + FREE)
-    host = math.inf if max_host_bytes is None else max_host_bytes
-    every = [search.whole(number) for number in range(search.count)]
-    free = [one for one in every if search.step_s(one) <= most_s and search.host_bytes(one) <= host]
-    schedule = _default(free[-1].num_layers, search.count)
-    return Plan(schedule, whole, link, search.peak_bytes(free[-1]), max_host_bytes=max_host_bytes)
+    search = Search(whole, link, math.inf, math.inf if max_host_bytes is None else max_host_bytes)
+    every = [*filter(None, map(search.scored, map(search.whole, range(search.count))))]
+    score, choice = [found for found in every if found[0].step_s <= every[0][0].step_s * (1 + FREE)][-1]
+    schedule = _default(choice.num_layers, search.count)
+    return Plan(schedule, whole, link, score.peak_bytes, max_host_bytes=max_host_bytes)
 
 
 def make_plan(
@@ -219,11 +257,12 @@ def make_plan(
     check_link(link)
     search = Search(profile, link, budget, math.inf if host is None else host)
     regions = any(layer.regions for layer in profile.layers)
-    choice = search.best() if regions else search.fewest()
-    if choice is None:
+    found = search.best() if regions else search.fewest()
+    if found is None:
         raise ValueError(_too_little(search, budget, host, regions=regions))
+    score, choice = found
     made = Plan(_default(choice.num_layers, search.count), profile, link, budget, search.policies(choice), host)
-    amounts = format_bytes(budget), choice.num_layers, search.count, format_bytes(search.host_bytes(choice))
+    amounts = format_bytes(budget), choice.num_layers, search.count, format_bytes(score.host_bytes)
     took = format_s(time.perf_counter() - begin_s)
     _logger.info("planned for %s: %d of %d layers are offloaded, with %s; in %s", *amounts, took)
     return made

@@ -1,23 +1,74 @@
-"""What each layer costs: seconds forward and backward, bytes saved in between.
+"""What each layer costs and how fast the link is: what a plan is made from. Pure data.
 
-Pure data: :func:`offload.measuring.profile_layers.profile_layers` takes it from a model as it is, and it can be
-written by hand, to ask what another model or machine would do.
+:func:`offload.profile_layers` and :func:`offload.measure_link` measure a model and a machine. Profiles and links can
+also be written by hand, to ask what another model or machine would do.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
-from offload.planning.as_json import Stored
 from offload.recompute.costs import RegionProfile
 
 UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
+
+VERSION = 1
+"""Of the texts. A later version of the library may write texts of a higher version, which are refused."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bandwidth between device and host memory, which is full duplex: both directions at once move more than one.
+
+    Args:
+        d2h_bytes_per_s: Device to host, alone.
+        h2d_bytes_per_s: Host to device, alone.
+        duplex_bytes_per_s: Sum of both directions while both are busy.
+        device: What was measured, for people.
+
+    Raises:
+        ValueError: A bandwidth is not a positive, finite number, or both directions together have less than a
+            millionth of one alone.
+    """
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    duplex_bytes_per_s: float
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
+            check_number(name, getattr(self, name), positive=True, unit="bytes per second")
+        slower = min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
+        if self.duplex_bytes_per_s < slower / 1e6:  # a factor; measured ones can be far below one alone
+            raise ValueError(
+                "duplex_bytes_per_s must be the bytes per second of both directions together, got "
+                f"{self.duplex_bytes_per_s:g} for a link of {slower:g} alone; if unknown, write {2 * slower:g}."
+            )
+
+    def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
+        """Bytes per second of the d2h and the h2d stream, of which the given ones are busy.
+
+        Both at once share the duplex bandwidth in the proportion of what each reaches alone, and neither is faster than
+        alone.
+        """
+        if not (d2h and h2d):
+            return (self.d2h_bytes_per_s * d2h, self.h2d_bytes_per_s * h2d)
+        share = min(1.0, self.duplex_bytes_per_s / (self.d2h_bytes_per_s + self.h2d_bytes_per_s))
+        return (self.d2h_bytes_per_s * share, self.h2d_bytes_per_s * share)
+
+    def __str__(self) -> str:
+        rates = (self.d2h_bytes_per_s, self.h2d_bytes_per_s, self.duplex_bytes_per_s)
+        d2h, h2d, duplex = (f"{rate / 1e9:.1f}" for rate in rates)
+        return f"{self.device or 'link'}: d2h {d2h}, h2d {h2d}, both {duplex} GB/s"
 
 
 @dataclass(frozen=True)
@@ -61,23 +112,12 @@ class LayerProfile:
 
     @classmethod
     def from_regions(
-        cls,
-        regions: Iterable[RegionProfile],
-        forward_s: float,
-        backward_s: float,
-        *,
-        workspace_bytes: int = 0,
+        cls, regions: Iterable[RegionProfile], forward_s: float, backward_s: float, *, workspace_bytes: int = 0
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
         regions = tuple(regions)
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(
-            forward_s,
-            backward_s,
-            saved_bytes,
-            workspace_bytes=workspace_bytes,
-            regions=regions,
-        )
+        return cls(forward_s, backward_s, saved_bytes, workspace_bytes=workspace_bytes, regions=regions)
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
@@ -105,12 +145,71 @@ class LayerProfile:
         """The layer as it is planned where everything that it saves has one policy."""
         return replace(self, regions=())
 
-    def pieces(self) -> tuple[int, ...]:
-        """The bytes of each tensor in the order of saving; stand-ins of equal size if they are not listed."""
-        if self.tensors or not self.saved_bytes:
-            return self.tensors
+    def known_regions(self) -> tuple[RegionProfile, ...]:
+        """The regions; where they are not listed, one for each tensor, of equal seconds, that is never recomputed.
+
+        So the n-th of m tensors is saved after the fraction n/m of forward, and used in the mirrored part of backward.
+        """
+        if self.regions:
+            return self.regions
         edges = [self.saved_bytes * index // UNLISTED_PIECES for index in range(UNLISTED_PIECES + 1)]
-        return tuple(end - start for start, end in pairwise(edges))
+        sizes = self.tensors or [end - start for start, end in pairwise(edges)]
+        return tuple(RegionProfile("tensor", nbytes, 0.0, recomputable=False) for nbytes in sizes)
+
+
+class Stored:
+    """A dataclass whose objects can be written as JSON that says what it is, and read again."""
+
+    _kind: ClassVar[str]
+
+    def _values(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Self:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """All of it as text, for :meth:`from_json`."""
+        return to_json(self._kind, self._values())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The object of which :meth:`to_json` made a text.
+
+        Raises:
+            ValueError: ``text`` is of another kind or version, or no such text at all.
+        """
+        needed = f"text must be a {cls._kind} of version {VERSION} as its to_json() makes it"
+        try:
+            values = json.loads(text)
+            found = (values.pop("offload"), values.pop("version"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{needed}, got {text[:40]!r}") from error
+        if found != (cls._kind, VERSION):
+            raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
+        try:
+            return cls._from_values(values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def to_json(kind: str, values: dict[str, Any]) -> str:
+    """``values`` as text that says of which kind it is."""
+    return json.dumps({"offload": kind, "version": VERSION} | values, indent=1)
 
 
 @dataclass(frozen=True)
@@ -178,3 +277,8 @@ class Profile(Stored):
 def check_profile(profile: object) -> None:
     """Raise a ``TypeError`` for what is no profile."""
     check_type("profile", profile, Profile, "a Profile, such as profile_layers(layers, step) gives")
+
+
+def check_link(link: object) -> None:
+    """Raise a ``TypeError`` for what is no link."""
+    check_type("link", link, Link, "a Link, such as measure_link() gives or Link(55e9, 55e9, 100e9) says")

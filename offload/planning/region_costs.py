@@ -1,4 +1,4 @@
-"""What a layer costs under a set of kept regions, and which regions to keep: fewer bytes against more seconds.
+"""The policy of a layer's regions, what recomputation costs under it, and which regions to keep for fewer seconds.
 
 Backward of a layer runs the layer's forward again once, hands over the regions that were kept, and skips each operation
 that no dropped region depends on.
@@ -8,11 +8,34 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from offload.recompute.costs import RegionProfile
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """The policy of one layer's regions. What is not kept is recomputed, if backward needs it.
+
+    Args:
+        kept: The numbers of the regions that are kept until backward, on the device or on the host: regions that
+            autograd saves, and inputs of the layer.
+        offloaded: Of the kept regions, those that are offloaded if the layer is.
+
+    Raises:
+        ValueError: An offloaded region is not kept.
+    """
+
+    kept: frozenset[int]
+    offloaded: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.offloaded <= self.kept:
+            missing = sorted(self.offloaded - self.kept)
+            raise ValueError(f"offloaded must be some of the kept regions, got {missing} beside them; keep them too")
 
 
 class RegionCosts(NamedTuple):
@@ -30,16 +53,16 @@ class RegionCosts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> RegionCosts:
-    """What a layer's regions cost if ``kept`` are kept. What cannot be recomputed is kept, too."""
+    """What a layer's regions cost if ``kept`` are kept. A region that cannot be recomputed is kept, too."""
     inputs = inputs_of(regions)
+    available: set[int] = set()  # in backward: kept, recomputed, or an input
     needed: set[int] = set()
-    there: set[int] = set()  # in backward, in one way or another
     for number, region in enumerate(regions):
-        can = region.recomputable and there.issuperset(region.reads)
+        can = region.recomputable and available.issuperset(region.reads)
         if not can:
             needed.add(number)
         if can or region.saved or number in inputs:
-            there.add(number)
+            available.add(number)
     saved = saved_of(regions)
     held = (kept | needed) & saved
     dropped = saved - held
@@ -53,7 +76,9 @@ def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> Re
             rerun.add(number)
             waiting += regions[number].reads
     kept_bytes = sum(regions[number].nbytes for number in held)
-    return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, seconds_of(regions, rerun))
+    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+    recompute_s = math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in rerun})
+    return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
 
 
 def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
@@ -66,44 +91,34 @@ def inputs_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
     return frozenset(number for number, region in enumerate(regions) if not region.recomputable and not region.reads)
 
 
-def seconds_of(regions: Sequence[RegionProfile], numbers: Collection[int]) -> float:
-    """Seconds to compute regions: an operation makes all of its results at once."""
-    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
-    return math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in numbers})
+def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
+    """The first result of the operation that makes a region: an operation makes all of its results at once."""
+    first = regions[number].another_of
+    return number if first is None else first
 
 
-def ways_of(regions: Sequence[RegionProfile]) -> list[RegionCosts]:
-    """Sets of kept regions from none to all, each with more bytes and fewer seconds than the one before.
+def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
+    """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before.
 
-    Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte.
+    Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
+    saved regions are the last set, even if the set before takes no longer.
     """
-    regions = tuple(regions)
+    everything = region_costs(regions, saved_of(regions))
     found = [region_costs(regions, frozenset())]
     while found[-1].recompute_s > 0:
         last = found[-1]
-        found.append(max(_next_ways(regions, last), key=lambda way: _gain(last, way)))
-    found.append(region_costs(regions, saved_of(regions)))
+        results: defaultdict[int, set[int]] = defaultdict(set)
+        for number in sorted(last.dropped):  # of equally good operations the first is taken
+            results[operation_of(regions, number)].add(number)
+        more = [region_costs(regions, last.kept | made) for made in results.values()]
+        found.append(max(more, key=partial(gain, last)))
     best: list[RegionCosts] = []
-    for way in sorted(found, key=lambda way: (way.kept_bytes, way.recompute_s)):
+    for way in sorted([*found, everything], key=lambda way: (way.kept_bytes, way.recompute_s)):
         if not best or way.recompute_s < best[-1].recompute_s:
             best.append(way)
-    return best
+    return best if best[-1].kept == everything.kept else [*best, everything]
 
 
-def _next_ways(regions: tuple[RegionProfile, ...], way: RegionCosts) -> Iterable[RegionCosts]:
-    """The same with the dropped results of one more operation kept."""
-    results: defaultdict[int, set[int]] = defaultdict(set)
-    for number in sorted(way.dropped):  # of equally good ones the first is taken
-        results[operation_of(regions, number)].add(number)
-    return (region_costs(regions, way.kept | made) for made in results.values())
-
-
-def _gain(before: RegionCosts, after: RegionCosts) -> float:
+def gain(before: RegionCosts, after: RegionCosts) -> float:
     """Seconds saved per byte kept."""
     return (before.recompute_s - after.recompute_s) / max(1, after.kept_bytes - before.kept_bytes)
-
-
-def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
-    """The first result of the operation that makes a region."""
-    first = regions[number].another_of
-    return number if first is None else first

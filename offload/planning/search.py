@@ -1,22 +1,29 @@
 """The fastest choice within the memory that a limited search finds.
 
-Three numbers make most choices: how many layers are offloaded, how much those keep, and how much the others keep. The
-first two are tried on a grid. More that stays on the device is never slower, so the third is found by bisection. In the
-end single layers of the best choices are given other policies.
+Layers are of one kind if their regions have the same names and bytes. A kind has ways, which are policies, each with
+more bytes and fewer seconds than the one before. A level has one way of each kind: from one level to the next, that
+kind keeps more which saves the most seconds per byte.
+
+Three numbers make most choices: how many layers are offloaded, the level of those, and the level of the others. The
+first two are tried on a grid. More that is kept on the device is never slower, so the third is found by bisection. In
+the end single layers of the best choices are given other policies.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
+from statistics import fmean
 from typing import NamedTuple
 
-from offload.planning.closed_form import LayerCosts, layer_costs, peak_bytes, step_s
-from offload.planning.kinds import kinds_of
-from offload.planning.layer_passes import LayerPolicy, layer_passes
-from offload.planning.link import Link
-from offload.planning.profile import Profile
+from offload.planning.closed_form import peak_bytes, step_s
+from offload.planning.layer_costs import LayerCosts, layer_costs
+from offload.planning.profile import Link, Profile
+from offload.planning.region_costs import LayerPolicy, RegionCosts, gain, ways_of
 
 FEW = 2000
 """So many choices of a small model are all tried."""
@@ -38,12 +45,16 @@ ROUNDING = 1e-8
 
 
 class Choice(NamedTuple):
-    """What is done with each layer."""
+    """A policy for each layer."""
 
     num_layers: int
     """How many layers are offloaded, the first ones."""
     ways: tuple[int, ...]
     """Of each layer, the number of its way among those of its kind."""
+
+    def with_way(self, number: int, way: int) -> Choice:
+        """The choice with another way of one layer."""
+        return Choice(self.num_layers, (*self.ways[:number], way, *self.ways[number + 1 :]))
 
 
 class Score(NamedTuple):
@@ -58,6 +69,27 @@ class Score(NamedTuple):
 Found = tuple[Score, Choice]
 
 
+def layers_of_kinds(profile: Profile) -> list[list[int]]:
+    """The layers of each kind, by their numbers."""
+    found: defaultdict[object, list[int]] = defaultdict(list)
+    for number, layer in enumerate(profile.layers):
+        found[tuple(replace(one, seconds=0.0) for one in layer.regions)].append(number)
+    return list(found.values())
+
+
+def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
+    """The ways on the convex hull above the first, each behind the seconds per byte saved since the one before."""
+    way, last = 0, len(ways) - 1
+    while way < last:
+        gained, way = max((gain(ways[way], ways[number]), number) for number in range(way + 1, last + 1))
+        yield gained, way
+
+
+def _host_bytes(costs: Sequence[LayerCosts]) -> int:
+    """What is offloaded; all of it is on the host at once."""
+    return sum(layer.offloaded_bytes for layer in costs)
+
+
 class Search:
     """A search among the policies of a profile's layers on a link.
 
@@ -68,33 +100,43 @@ class Search:
         most_host_bytes: That may be on the host.
     """
 
-    def __init__(self, profile: Profile, link: Link, most_bytes: int = 0, most_host_bytes: float = math.inf) -> None:
+    def __init__(self, profile: Profile, link: Link, most_bytes: float, most_host_bytes: float = math.inf) -> None:
         self.profile = profile
         self.most_bytes = most_bytes
         self.most_host_bytes = most_host_bytes
         self.count = len(profile.layers)
-        kinds = kinds_of(profile)
-        self.ways = [kinds.ways[kind] for kind in kinds.of_layers]
-        """Of each layer, its policies."""
-        self.levels = [tuple(level[kind] for kind in kinds.of_layers) for level in kinds.levels]
-        """Of each level, the way of each layer."""
+        self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
+        """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
+        and regions need not be told apart. For a layer without regions it is the only one."""
+        level = [0] * self.count
+        self.levels = [tuple(level)]
+        """Of each level, the way of each layer; the first of all first, the last of all last."""
+        rises: list[tuple[float, int, list[int]]] = []
+        for numbers in layers_of_kinds(profile):
+            alike = zip(*(profile.layers[number].regions for number in numbers), strict=True)
+            regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
+            found = ways_of(regions) if regions else []
+            for number in numbers:
+                self.ways[number] = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
+            rises += ((gained, way, numbers) for gained, way in _convex(found))
+        # Gains fall from way to way of a kind, so the ways of a kind come in their order.
+        for _, way, numbers in sorted(rises, key=lambda rise: -rise[0]):
+            for number in numbers:
+                level[number] = way
+            self.levels.append(tuple(level))
         self.highest = (len(self.levels) - 1) * self.count
         """The position at which all layers are on the highest level."""
-        known: dict[object, list[list[LayerCosts]]] = {}
-        for layer, ways in zip(profile.layers, self.ways, strict=True):
-            if layer not in known:
-                known[layer] = [
-                    [layer_costs(layer_passes(layer, way, offloads=offloads), link) for way in ways]
-                    for offloads in (False, True)
-                ]
-        self._resident = [known[layer][False] for layer in profile.layers]
-        """Of each layer, the costs of each of its ways if it is not offloaded."""
-        self._offloaded = [known[layer][True] for layer in profile.layers]
+        known = {
+            layer: [[layer_costs(layer, way, link, offloads=offloads) for way in ways] for offloads in (False, True)]
+            for layer, ways in dict(zip(profile.layers, self.ways, strict=True)).items()
+        }
+        self._costs = [known[layer] for layer in profile.layers]
+        """Of each layer, the costs of each of its ways if it is not offloaded, and if it is."""
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
         """The costs of each layer."""
-        layers = self._offloaded[: choice.num_layers] + self._resident[choice.num_layers :]
-        return [ways[way] for ways, way in zip(layers, choice.ways, strict=True)]
+        ways = zip(self._costs, choice.ways, strict=True)
+        return [costs[number < choice.num_layers][way] for number, (costs, way) in enumerate(ways)]
 
     def policies(self, choice: Choice) -> tuple[LayerPolicy | None, ...]:
         """The policy of each layer's regions."""
@@ -110,69 +152,45 @@ class Search:
 
     def scored(self, choice: Choice) -> Found | None:
         """What a choice comes to; ``None`` if it does not fit."""
-        costs = self.costs(choice)
-        peak, host = self.peak_bytes(choice, costs), self.host_bytes(choice, costs)
+        costs, profile = self.costs(choice), self.profile
+        peak, host = peak_bytes(costs, choice.num_layers, profile.loss_bytes), _host_bytes(costs)
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
-        return Score(self.step_s(choice, costs), host, peak), choice
+        found_s = step_s(costs, choice.num_layers, profile.loss_s) + profile.other_s
+        return Score(float(f"{found_s:.9g}"), host, peak), choice
 
-    def step_s(self, choice: Choice, costs: Sequence[LayerCosts] = ()) -> float:
-        """Seconds of the step, rounded to nine digits."""
-        found_s = step_s(costs or self.costs(choice), choice.num_layers, self.profile.loss_s) + self.profile.other_s
-        return float(f"{found_s:.9g}")
-
-    def peak_bytes(self, choice: Choice, costs: Sequence[LayerCosts] = ()) -> int:
-        """The most on the device."""
-        return peak_bytes(costs or self.costs(choice), choice.num_layers, self.profile.loss_bytes)
-
-    def host_bytes(self, choice: Choice, costs: Sequence[LayerCosts] = ()) -> int:
-        """What is offloaded; all of it is on the host at once."""
-        return sum(layer.offloaded_bytes for layer in costs or self.costs(choice))
-
-    def best(self) -> Choice | None:
+    def best(self) -> Found | None:
         """The best choice that was found; ``None`` if the least peak does not fit."""
         found = self.scored(self.whole(0))
         if found is not None:
-            return found[1]
+            return found
         if self._is_small:
-            found = min(filter(None, map(self.scored, self._every())), default=None)
-            return found and found[1]
-        fastest = self._on_grid()
-        if not fastest:
-            _, choice = self.least_peak()
-            found = self.scored(choice)
-            if found is None:
-                return None
-            fastest = [found]
-        if fastest[0][0].step_s <= self.profile.compute_s * (1 + ROUNDING):
-            return fastest[0][1]  # nothing is recomputed or waited for
-        starts = fastest[: max(1, SWEPT // self.count)]
-        return min(map(self._swept, starts))[1]
+            return min(filter(None, map(self.scored, self._every())), default=None)
+        fastest = self._on_grid() or [*filter(None, [self.scored(self.least_peak()[1])])]
+        if not fastest or fastest[0][0].step_s <= self.profile.compute_s * (1 + ROUNDING):
+            return next(iter(fastest), None)  # nothing fits, or nothing is recomputed or waited for
+        return min(map(self._swept, fastest[: max(1, SWEPT // self.count)]))
 
-    def fewest(self) -> Choice | None:
+    def fewest(self) -> Found | None:
         """The choice with the fewest layers offloaded as they are; ``None`` if none fits."""
-        return next((one for one in map(self.whole, range(self.count)) if self.scored(one)), None)
+        return next(filter(None, map(self.scored, map(self.whole, range(self.count)))), None)
 
     def least_peak(self) -> tuple[int, Choice]:
         """The least peak that is known, and the choice that has it; of a small model the least of all."""
+
+        def least(choices: Iterator[Choice]) -> tuple[int, Choice]:
+            costs = ((one, self.costs(one)) for one in choices)
+            fitting = ((one, of) for one, of in costs if _host_bytes(of) <= self.most_host_bytes)
+            return min((peak_bytes(of, one.num_layers, self.profile.loss_bytes), one) for one, of in fitting)
+
         if self._is_small:
-            fitting = (one for one in self._every() if self.host_bytes(one) <= self.most_host_bytes)
-            return min((self.peak_bytes(one), one) for one in fitting)
-        corners = [
-            Choice(num_layers, self.levels[offloaded][:num_layers] + self.levels[kept][num_layers:])
-            for num_layers in range(self.count)
-            for offloaded in (0, -1)
-            for kept in (0, -1)
-        ]
-        least, best = min(
-            (self.peak_bytes(one), one) for one in corners if self.host_bytes(one) <= self.most_host_bytes
-        )
+            return least(self._every())
+        ends = (self.levels[0], self.levels[-1])
+        corners = product(range(self.count), ends, ends)
+        found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
         for number, ways in enumerate(self.ways):
-            for way in range(len(ways)):
-                tried = _with_way(best, number, way)
-                if self.host_bytes(tried) <= self.most_host_bytes:
-                    least, best = min((least, best), (self.peak_bytes(tried), tried))
-        return least, best
+            found = least(iter([found[1], *(found[1].with_way(number, way) for way in range(len(ways)))]))
+        return found
 
     @property
     def _is_small(self) -> bool:
@@ -190,16 +208,15 @@ class Search:
         last ones, whose backward is over first.
         """
         level, more = divmod(offloaded, self.count)
-        here, above = self.levels[level], self.levels[min(level + 1, len(self.levels) - 1)]
         edge = min(more, num_layers)
-        ways = above[:edge] + here[edge:num_layers]
+        ways = self.levels[min(level + 1, len(self.levels) - 1)][:edge] + self.levels[level][edge:num_layers]
         level, more = divmod(kept, self.count)
-        here, above = self.levels[level], self.levels[min(level + 1, len(self.levels) - 1)]
         edge = max(self.count - more, num_layers)
-        return Choice(num_layers, ways + here[num_layers:edge] + above[edge:])
+        above = self.levels[min(level + 1, len(self.levels) - 1)]
+        return Choice(num_layers, ways + self.levels[level][num_layers:edge] + above[edge:])
 
     def _on_grid(self) -> list[Found]:
-        """The best choice for each number of offloaded layers, fastest first."""
+        """For each number of offloaded layers the best choice, fastest first; of deep models first for some only."""
         positions = range(0, self.highest + 1, max(1, self.count // STEPS))
         stride = 1 + (self.count - 1) // COUNTS
         found: dict[int, Found] = {}
@@ -221,47 +238,37 @@ class Search:
 
     def _most_kept(self, num_layers: int, offloaded: int, fastest_s: float) -> Found | None:
         """The choice that keeps the most in the layers that are not offloaded; ``None`` if it cannot be the fastest."""
-        fit, misfit = 0, self.highest
-        most = self._at(num_layers, offloaded, misfit)
+        most = self._at(num_layers, offloaded, self.highest)
         costs = self.costs(most)
+        if not self._may_be_faster(costs, fastest_s) or _host_bytes(costs) > self.most_host_bytes:
+            return None
+
+        def fits(kept: int) -> bool:
+            tried = self.costs(self._at(num_layers, offloaded, kept))
+            return peak_bytes(tried, num_layers, self.profile.loss_bytes) <= self.most_bytes
+
+        if fits(self.highest):
+            return self.scored(most)
+        if not fits(0):
+            return None
+        fitting = bisect_left(range(self.highest), True, key=lambda kept: not fits(kept))
+        return self.scored(self._at(num_layers, offloaded, fitting - 1))
+
+    def _may_be_faster(self, costs: Sequence[LayerCosts], fastest_s: float) -> bool:
+        """Whether neither compute nor the copies alone take longer than the fastest step."""
         compute_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs)
         copies_s = math.fsum(layer.offload_s + layer.reload_s for layer in costs)
         least_s = max(compute_s + self.profile.loss_s, copies_s) + self.profile.other_s
-        if least_s > fastest_s * (1 + ROUNDING) or self.host_bytes(most, costs) > self.most_host_bytes:
-            return None
-        if self.peak_bytes(most, costs) <= self.most_bytes:
-            return self.scored(most)
-        if self.peak_bytes(self._at(num_layers, offloaded, fit)) > self.most_bytes:
-            return None
-        while misfit - fit > 1:
-            middle = (fit + misfit) // 2
-            if self.peak_bytes(self._at(num_layers, offloaded, middle)) <= self.most_bytes:
-                fit = middle
-            else:
-                misfit = middle
-        return self.scored(self._at(num_layers, offloaded, fit))
+        return least_s <= fastest_s * (1 + ROUNDING)
 
     def _swept(self, best: Found) -> Found:
         """With other policies of single layers, as long as that is better."""
         for _ in range(SWEEPS):
             before = best
-            for number in reversed(range(self.count)):
-                for way in range(len(self.ways[number])):
-                    if way != best[1].ways[number]:
-                        best = min(best, self._scored_if_faster(_with_way(best[1], number, way), best) or best)
+            for number, way in ((n, way) for n in reversed(range(self.count)) for way in range(len(self.ways[n]))):
+                tried = best[1].with_way(number, way)
+                if tried != best[1] and self._may_be_faster(self.costs(tried), best[0].step_s):
+                    best = min(best, self.scored(tried) or best)
             if best is before:
                 break
         return best
-
-    def _scored_if_faster(self, choice: Choice, best: Found) -> Found | None:
-        """What a choice comes to, unless computing alone takes longer than the best step."""
-        costs = self.costs(choice)
-        compute_s = sum(layer.forward_s + layer.backward_s for layer in costs)
-        if compute_s + self.profile.loss_s + self.profile.other_s > best[0].step_s * (1 + ROUNDING):
-            return None
-        return self.scored(choice)
-
-
-def _with_way(choice: Choice, number: int, way: int) -> Choice:
-    """The choice with another way of one layer."""
-    return Choice(choice.num_layers, (*choice.ways[:number], way, *choice.ways[number + 1 :]))

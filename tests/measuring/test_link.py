@@ -13,7 +13,7 @@ from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 from offload.measuring import measure_link as measure
 from offload.measuring.measure_link import measure_link
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 rates = st.floats(1e7, 1e12)
 

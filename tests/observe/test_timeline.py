@@ -10,8 +10,7 @@ from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.plot import COLORS, INK, text_color
 from offload.observe.spans import LANES, Span
 from offload.observe.timeline import Timeline
-from offload.planning.link import Link
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 

@@ -20,9 +20,8 @@ from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main, read_options
 from offload.measuring.profile_layers import learning_schedule, recompute_all
 from offload.observe.spans import LANES
-from offload.planning.link import Link
 from offload.planning.plan import free_plan, make_plan
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import offload.pipelining
 from offload.device.select import get_backend
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 WIDTH = 32
 MICROBATCHES = 2  # per rank: as few as all schedules take

@@ -15,7 +15,7 @@ import offload.pipelining
 from benchmarks.workloads import NormMlpBlock, loss_of
 from offload.pipelining import PipelineOffload, PipelinePlan
 from offload.pipelining.plan import plan_pipeline
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 MICROBATCHES = 4
 MIN_BYTES = 16 * 1024

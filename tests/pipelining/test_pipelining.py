@@ -26,7 +26,7 @@ from offload.device.select import get_backend
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 WORKER = Path(pipeline_worker.__file__)
 FAST_LINK = pipeline_worker.FAST_LINK

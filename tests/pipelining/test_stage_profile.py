@@ -4,7 +4,7 @@ import pytest
 
 from offload.pipelining.plan import plan_pipeline
 from offload.pipelining.stage_profile import StageProfile
-from offload.planning.link import Link
+from offload.planning.profile import Link
 
 LINK = Link(1.0, 1.0, 2.0)
 

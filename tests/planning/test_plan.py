@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from strategies import default, layer_profiles, links
 
 import offload
-from offload.planning.link import Link
 from offload.planning.plan import free_plan, make_plan
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 

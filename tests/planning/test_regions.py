@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from strategies import default, links
 
 from offload.observe.timeline import Timeline
-from offload.planning.closed_form import Peaks, costs_of, peak_bytes, peaks_of, step_s, with_workspace
-from offload.planning.layer_passes import LayerPolicy
-from offload.planning.link import Link
+from offload.planning.closed_form import Peaks, peak_bytes, peaks_of, step_s, with_workspace
+from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, make_plan
-from offload.planning.profile import LayerProfile, Profile
-from offload.planning.region_costs import inputs_of, region_costs, saved_of, ways_of
+from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.region_costs import LayerPolicy, inputs_of, region_costs, saved_of, ways_of
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
 from offload.schedule.schedule import Schedule
@@ -177,7 +176,7 @@ class TestSimulation:
         """The search ranks by the closed form, so whatever that leaves out would be planned wrong."""
         schedule, profile, link, policies = step
         num_layers = len(schedule.offloaded_layers)
-        costs = costs_of(profile, link, num_layers, policies)
+        costs = costs_of(profile, link, range(num_layers), policies)
         timeline = simulate(schedule, profile, link, policies=policies)
         assert peak_bytes(costs, num_layers, profile.loss_bytes) == timeline.peak_bytes
         predicted_s = step_s(costs, num_layers, profile.loss_s) + profile.other_s
@@ -442,7 +441,9 @@ class TestPlan:
         kept = [frozenset(some) for some in chain.from_iterable(combinations(range(5), size) for size in range(6))]
         kept = sorted({region_costs(layer.regions, some).kept for some in kept}, key=sorted)
         costs = {
-            (some, offloads): costs_of(Profile((layer,)), link, int(offloads), [policy(layer, some, offloads=True)])[0]
+            (some, offloads): costs_of(Profile((layer,)), link, range(offloads), [policy(layer, some, offloads=True)])[
+                0
+            ]
             for some in kept
             for offloads in (False, True)
         }
@@ -565,7 +566,7 @@ class TestPlan:
 def test_workspace_is_the_most_that_either_pass_needs():
     """What was measured beside what the layers keep, in backward or in forward, is there in the prediction."""
     profile = Profile(tuple(LayerProfile(0.1, 0.2, 100) for _ in range(3)))
-    plain = peaks_of(costs_of(profile, PCIE, 0), 0)
+    plain = peaks_of(costs_of(profile, PCIE, ()), 0)
     for more in ((5, 70), (70, 5)):
         forward = [one + more[0] for one in plain.forward]
         backward = [one + more[1] for one in plain.backward]

@@ -16,8 +16,7 @@ from offload.command_line.main import read_options
 from offload.command_line.plan import answer_plan
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
-from offload.planning.link import Link
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from page_text import GIB, read, table, torch_of
 
-from offload.planning.link import Link
 from offload.planning.plan import make_plan
-from offload.planning.profile import Profile
+from offload.planning.profile import Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
