@@ -25,8 +25,7 @@ from offload.recompute.costs import RegionProfile
 from offload.recompute.policies import Policy
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
-from offload.weights.stats import WeightStats
-from offload.weights.streamed import StreamedWeights, stream_weights
+from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
 __version__ = "0.1.0"
 

@@ -1,17 +1,17 @@
 """Copies gradients to the host and into ``p.grad``: the d2h stream, pinned staging, and the worker that adds.
 
-Where ``p.grad`` is ``None``, the first microbatch after ``zero_grad()``, the copy lands in it, and the host has nothing
-to do. Later microbatches are copied into staging and added to ``p.grad`` by a worker thread, so that no gradient goes
-up to the device again. Staging is bounded. If the worker is so far behind that all of it is taken, backward waits on
-the host for the next buffer: a device cannot wait for a thread. Its queue still holds a layer's work by then.
+The first microbatch after ``zero_grad()`` is copied right into ``p.grad``. Later microbatches are copied into staging,
+from which a worker thread adds them to ``p.grad``, so that no gradient is copied to the device again. Staging is
+bounded: if the worker is so late that all of it is taken, backward waits on the host for the next buffer, for a device
+cannot wait for a thread. The device's queue still holds a layer's work by then.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import NamedTuple
 
 import torch
@@ -19,14 +19,12 @@ import torch
 from offload.base import trace
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event, owners
-from offload.host.page_locked import page_locked, pageable
-from offload.weights.layer import WeightLayer
+from offload.host.page_locked import page_locked
+from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import Gradients, HostParameter, aligned, own_storage
-from offload.weights.slots import WeightWait
-from offload.weights.stats import WeightCounters
 
-_Staged = tuple[HostParameter, torch.Tensor, torch.Tensor, bool]
-"""A gradient, what the worker adds it to, and whether it is the first there, which overwrites."""
+_Staged = tuple[HostParameter, torch.Tensor, Callable[[torch.Tensor], object]]
+"""A gradient on the device, and what adds its host copy to the sum, or replaces the sum by it."""
 
 
 class _Flight(NamedTuple):
@@ -38,40 +36,33 @@ class _Flight(NamedTuple):
 
 
 class GradientWriter:
-    """Takes the gradients of each layer when its backward has ended, and sees that they end up in ``p.grad``.
+    """Writes the gradients of each layer to ``p.grad`` when its backward has ended.
 
-    Gradients of ``num_flights`` layers may be copied while compute goes on.
+    Gradients of ``num_flights`` layers may be copied while compute continues.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        layers: list[WeightLayer],
-        num_flights: int,
-        num_staging: int,
-        counters: WeightCounters,
-        *,
-        averaged: bool,
+        self, backend: Backend, layers: list[WeightLayer], num_flights: int, num_staging: int, counters: Counter[str]
     ) -> None:
         self._backend = backend
         self._layers = layers
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
         self._num_staging = num_staging
-        self._averaged = averaged  # then what p.grad holds is copied to the device as well
         self.counters = counters
         self._flights: deque[_Flight] = deque()
-        # Where p.grad lies, kept from step to step: page-locking stops the device.
+        # The memory of p.grad, kept from step to step: page-locking stops the device.
         self._memory: dict[HostParameter, torch.Tensor] = {}
-        self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()  # the buffers that are free
-        self._staging_made = 0
+        # The buffers that are free. The one used last is taken first, so that those never needed stay empty.
+        self._staging: LifoQueue[torch.Tensor] = LifoQueue()
+        self._fill_staging()
         self._worker = Worker("host")
         self._errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
 
     def write_back(self, layer: WeightLayer, held: Iterable[torch.Tensor] = ()) -> None:
-        """Queue the copies of a layer's gradients, which compute has been told to write; the layer forgets them.
+        """Queue the copies of a layer's gradients, which compute has been told to write, and clear the layer's list.
 
-        Device memory in ``held`` is not reused before they have arrived either.
+        Device memory in ``held`` is not reused before the copies are done either.
         """
         if not layer.gradients:
             return
@@ -83,7 +74,7 @@ class GradientWriter:
                 self._copy_out(gradients)
         leaving = [gradient for gradients in layer.gradients for gradient in gradients.values()]
         self._flights.append(_Flight(layer.number, [*leaving, *held], self._d2h_stream.record_event()))
-        # The flight alone holds them now, and lets each go as soon as compute has waited.
+        # The flight alone holds them now, and frees each as soon as compute has waited.
         layer.gradients.clear()
         del leaving, gradients
         while len(self._flights) > self._num_flights:
@@ -93,13 +84,13 @@ class GradientWriter:
             self._land()
 
     def when_written(self, job: Callable[[], None], cleanup: Callable[[], None] = lambda: None) -> None:
-        """Have the worker do ``job`` after the copies that are queued by now, and ``cleanup`` whatever fails."""
+        """Have the worker do ``job`` after the copies that are queued by now, and ``cleanup`` even after an error."""
         arrived = self._d2h_stream.record_event()
 
         def when_arrived() -> None:
             try:
-                self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker's only: backward goes on
-                with torch.no_grad():  # the worker is a thread, and grad mode is each thread's own
+                self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker waits alone: backward continues
+                with torch.no_grad():  # grad mode is each thread's own
                     job()
             finally:
                 cleanup()
@@ -112,94 +103,87 @@ class GradientWriter:
         return bool(self._errors)
 
     def finish(self) -> None:
-        """Block until every gradient is in ``p.grad``: the end of backward. Raises what a job of the worker's has."""
+        """Block until every gradient is in ``p.grad``, at the end of backward. Raises the first error of the worker."""
         try:
             if self._flights:
                 # The program reads p.grad next. Copies run in order: the last one's end is that of all.
                 self._backend.wait_on_host(self._flights[-1].arrived, WeightWait.WRITTEN)
-        finally:  # whatever has failed, the next backward begins anew
+        finally:  # the next backward begins anew, even after an error
             while self._flights:
                 self._land()
-            self._worker.drain()  # additions that still wait in its queue
-            self._staging_made = self._staging.qsize()  # an interrupt may have lost one
+            self._worker.drain()  # additions that are still queued
             for layer in self._layers:
                 for host in layer.parameters:
                     host.give_back_gradient()
+            self._fill_staging()
             errors = list(self._errors)
             self._errors.clear()
         if errors:
             raise errors[0]
 
     def _copy_out(self, gradients: Gradients) -> None:
-        """Queue copies into what ``p.grad`` will be, or into staging where something is to be added."""
-        new = {host: gradient for host, gradient in gradients.items() if host.total is None and host.before is None}
-        self._provide_memory(new)
+        """Queue copies into the memory of ``p.grad``, or into staging where something is to be added."""
+        self._provide_memory([host for host in gradients if host.total is None and host.before is None])
         staged: list[_Staged] = []
         for host, gradient in gradients.items():
             self.counters["gradient_bytes"] += gradient.nbytes
             first = host.total is None or host.replaces
             host.replaces = False
             if host.total is None:
-                # .data: with a version of its own. What is there before is added at the end, out of ordinary memory.
+                # .data: with a version of its own. The gradient from before is added at the end, from ordinary memory.
                 host.total = self._memory[host].data if host.before is None else torch.empty_like(host.before)
             if first and host.before is None and host.total.dtype is gradient.dtype:
                 self._backend.copy(self._d2h_stream, host.total, gradient)
             else:
-                staged.append((host, gradient, host.total, first))
+                staged.append((host, gradient, host.total.copy_ if first else host.total.add_))
         if staged:
             self._stage(staged)
 
-    def _provide_memory(self, gradients: Gradients) -> None:
-        """Make sure of memory for gradients that nobody else looks into, one piece for all that is missing."""
+    def _provide_memory(self, hosts: list[HostParameter]) -> None:
+        """Allocate memory for gradients, in one piece, where there is none or the program still uses it."""
         missing = []
-        for host in gradients:
+        for host in hosts:
             memory = self._memory.get(host)
-            # Without other owners, the user has dropped parameter.grad and all its views.
+            # Without other owners, the program has dropped parameter.grad and all its views.
             if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
                 missing.append(host)
-        for landing in (True, False):
-            # Pinned is only what copies use; a conversion to another dtype is the worker's.
-            group = [
-                host for host in missing if (self._averaged or host.gradient_dtype is gradients[host].dtype) is landing
-            ]
-            sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in group]
-            if group:
-                flat = page_locked(sum(sizes), self._backend) if landing else pageable(sum(sizes))
-                self.counters["gradient_host_bytes"] += len(flat)
-                for host, memory in zip(group, flat.split(sizes), strict=True):
-                    self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
+        sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in missing]
+        if missing:
+            flat = page_locked(sum(sizes), self._backend)
+            self.counters["gradient_host_bytes"] += len(flat)
+            for host, memory in zip(missing, flat.split(sizes), strict=True):
+                self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
 
     def _stage(self, staged: list[_Staged]) -> None:
         """Copy gradients into a staging buffer, from which the worker adds them."""
-        sizes = [aligned(gradient.nbytes) for _, gradient, *_ in staged]
+        sizes = [aligned(gradient.nbytes) for _, gradient, _ in staged]
         buffer = self._take_buffer(sum(sizes))
-        additions: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        for (host, gradient, target, first), memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
+        additions = []
+        for (host, gradient, add), memory in zip(staged, buffer[: sum(sizes)].split(sizes), strict=True):
             landed = host.over(memory, gradient.dtype)
             self._backend.copy(self._d2h_stream, landed, gradient)
-            additions.append((landed, target, first))  # the worker does not hold device memory
+            additions.append((add, landed))  # the worker does not hold device memory
 
-        def add() -> None:
-            for landed, target, first in additions:
+        def add_all() -> None:
+            for add, landed in additions:
                 self.counters["added_bytes"] += landed.nbytes
-                target.copy_(landed) if first else target.add_(landed)
+                add(landed)
 
-        self.when_written(add, partial(self._staging.put, buffer))  # also after an error: backward may wait for it
+        self.when_written(add_all, partial(self._staging.put, buffer))  # even after an error: backward may wait for it
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
-        """A free staging buffer, a new one, or the next that the worker frees."""
-        buffer = None
-        if self._staging.empty() and self._staging_made < self._num_staging:
-            self._staging_made += 1
-        else:
-            self.counters["staging_waits"] += self._staging.empty()
-            buffer = self._staging.get()  # blocks until the worker has freed one: host memory is bounded
-        if buffer is None or len(buffer) < nbytes:  # parameters may have been unfrozen since it was made
-            trained = ([host for host in layer.parameters if host.parameter.requires_grad] for layer in self._layers)
-            largest = max(nbytes, *(sum(aligned(host.nbytes) for host in hosts) for hosts in trained))
-            self.counters["staging_bytes"] += largest - (0 if buffer is None else len(buffer))
-            buffer = page_locked(largest, self._backend)
+        """A staging buffer of at least ``nbytes``. Blocks until the worker has freed one: host memory is bounded."""
+        self.counters["staging_waits"] += self._staging.empty()
+        buffer = self._staging.get()
+        if len(buffer) < nbytes:
+            self.counters["staging_bytes"] += nbytes - len(buffer)
+            buffer = page_locked(nbytes, self._backend)
         return buffer
+
+    def _fill_staging(self) -> None:
+        """Let there be as many buffers as were asked for: an interrupt or an error may have lost some."""
+        for _ in range(self._num_staging - self._staging.qsize()):
+            self._staging.put(torch.empty(0, dtype=torch.uint8))
 
     def _land(self) -> None:
         gradients = self._flights.popleft().gradients

@@ -1,29 +1,52 @@
-"""One layer's parameters: flat in pinned host memory, with stand-ins on the device while the layer computes.
+"""The parameters of layers, flat in pinned host memory, and the device slots that the layers share in turn.
 
-The user's ``Parameter`` objects stay what they were, on the host: same identity, same keys, ordinary
-memory that an optimizer changes. During the layer's forward and backward its modules hold stand-ins:
-parameters over a device slot. Autograd computes with these. It saves them and views of them (``weight.t()`` in
-every ``Linear``), and adds up the gradients of one backward on the device; see :mod:`offload.weights.parameter`.
+The program's ``Parameter`` objects keep their identity and their names, on the host, in ordinary memory that an
+optimizer changes. During the layer's forward and backward its modules hold stand-ins: parameters over a device slot,
+which autograd computes with and saves; see :mod:`offload.weights.parameter`.
 
-A layer is always loaded into the same slot. So what autograd saved in forward finds the same bytes at
-the same address in backward, without a saved-tensor hook: any hooks of the user's, activation offload
-and recomputation nest with weight streaming in any order.
+Layer i is always loaded into slot i modulo their number. So the tensors that autograd saved in forward find the same
+bytes at the same address in backward, without a saved-tensor hook: hooks of the program, activation offload and
+recomputation nest with weight streaming in any order. A load waits only for compute of the slot's previous layer, a
+neighbour; and at the end of forward the slots hold the last layers, which backward needs first.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.activations.what_moves import exclude
-from offload.base.torch_private import APPLY, ddp_parameters, flat_weights, ordinary_apply, running_ddp
+from offload.base import trace
+from offload.base.torch_private import address_of, ddp_parameters, flat_weights, ordinary_apply, running_ddp
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
 from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
+
+
+class WeightWait(Enum):
+    """The only places where weight streaming waits, and what would go wrong without.
+
+    The first seven are waits of one stream for another. The last three are waits of the host: of the worker
+    that adds gradients, of ``backward()`` at its end, and of an optimizer at the start of its step.
+    """
+
+    LOADED = "compute reads a weight before its load has finished"
+    SLOT = "a load overwrites weights that compute still reads"
+    GRADIENT = "a copy to the host reads a gradient before compute has written it"
+    SUM_LANDING = "a load of what gradients are added to overwrites memory that compute still uses"
+    SUM = "a gradient is added to a sum that is still being copied to the device"
+    AVERAGED = "a copy to the host reads a gradient before the ranks have averaged it"
+    RELEASE = "compute reuses the memory of a gradient that is still being copied to the host"
+    STAGED = "the worker reads a gradient that has not arrived on the host"
+    WRITTEN = "backward() returns before its last gradient has arrived in p.grad"
+    SOURCE = "the host changes a weight that is still being copied to the device"
 
 
 class Slot:
@@ -58,11 +81,8 @@ class WeightLayer:
     ) -> None:
         self.number = number
         self.kind = type(module).__name__
-        self.needs_backward = True  # whether the last training forward gave an output that needs a gradient
-        # What backward has computed since the layer was entered, on the device; see StandIn.take().
-        self.gradients: list[Gradients] = []
-        self.stand_ins: list[StandIn] = []
-        # What a load copies, to the slot from pinned memory: all that no earlier layer holds is one copy.
+        self.gradients: list[Gradients] = []  # of backward since the layer was entered, on the device
+        # A load copies from pinned memory to the slot: one copy for all parameters that no earlier layer holds.
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = dict(module.named_parameters())  # each once
         own = {parameter: name for name, parameter in found.items() if parameter not in known}
@@ -73,29 +93,29 @@ class WeightLayer:
         memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8)
         for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
             known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat, grad_dtype)
-        # Each once, in the order in which they lie in the slot.
+        # In their order in the slot.
         self.parameters = [*(known[parameter] for parameter in own), *shared]
         self.nbytes = sum(len(host.flat) for host in self.parameters)
+        self.stand_ins = [StandIn(host, _places(module, host.parameter), self.gradients) for host in self.parameters]
         self._sources = [memory, *(host.flat for host in shared)]
-        self._users = [host.parameter for host in self.parameters]
-        self._places = [_places(module, parameter) for parameter in self._users]
         self._stream: object = None
 
     def bind(self, slot: Slot, rank: int) -> None:
-        """Make the stand-ins over the slot that the layer is always loaded into."""
+        """Put the stand-ins over the slot that the layer is always loaded into."""
         self.slot = slot
         self.rank = rank
-        exclude(slot.flat, "parameter")  # or the offloading of activations would move weights that autograd saves
+        exclude(slot.flat, "parameter")  # activation offload leaves the weights that autograd saves on the device
         flat = slot.flat[: self.nbytes]
         targets = flat.split([len(source) for source in self._sources])
         self.copies = [pair for pair in zip(targets, self._sources, strict=True) if len(pair[0])]
-        parts = flat.split([len(host.flat) for host in self.parameters])
-        for host, places, part in zip(self.parameters, self._places, parts, strict=True):
-            self.stand_ins.append(StandIn(host, places, part, self.gradients))
+        for stand_in, part in zip(
+            self.stand_ins, flat.split([len(host.flat) for host in self.parameters]), strict=True
+        ):
+            stand_in.bind(part)
 
     def version(self) -> int:
         """A number that grows when an in-place operation changes a parameter."""
-        return sum([parameter._version for parameter in self._users])  # several times per layer and step
+        return sum([host.parameter._version for host in self.parameters])  # several times per layer and step
 
     def check(self, *, averaged: bool) -> None:
         """Raise if the modules no longer hold the parameters that are streamed, or something else reduces gradients.
@@ -103,26 +123,26 @@ class WeightLayer:
         If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         """
         wrapper = running_ddp()
-        if wrapper is not None and not (averaged and set(ddp_parameters(wrapper)).isdisjoint(self._users)):
+        reduced = set() if wrapper is None else set(ddp_parameters(wrapper))
+        own = (host.parameter for host in self.parameters)
+        if wrapper is not None and not (averaged and reduced.isdisjoint(own)):
             raise RuntimeError(
                 f"{self} must be left alone by DistributedDataParallel, which reduces gradients before they have "
                 "arrived; write streamed = stream_weights(layers, device, process_group=torch.distributed.group.WORLD) "
                 "and then DistributedDataParallel(streamed.prepare_ddp(model)), in this order."
             )
-        for host, places in zip(self.parameters, self._places, strict=True):
-            if any(container[key] is not host.parameter for container, key in places):
+        for stand_in in self.stand_ins:
+            host = stand_in.of
+            held = all(container[key] is host.parameter for container, key in stand_in.places)
+            if not held or host.parameter.data_ptr() != host.address:
                 raise RuntimeError(
-                    f"{host.name} was replaced by another parameter (by load_state_dict(assign=True) or "
-                    "fully_shard for example); call remove() on the handle and stream the layers again."
-                )
-            if host.parameter.data_ptr() != host.address:
-                raise RuntimeError(
-                    f"{host.name} must stay in the host memory that stream_weights gave it, but its data was replaced "
-                    "(by .to() of a part of the layer for example); call remove(), move the model, then stream again."
+                    f"{host.name} must keep the host memory that stream_weights gave it, but it was replaced (by "
+                    "load_state_dict(assign=True), fully_shard or .to() of a part of the layer for example); call "
+                    "remove(), change the model, then stream the layers again."
                 )
 
     def renew(self, stream: object) -> None:
-        """Make the stand-ins anew if ``stream``, the current one, is another than before.
+        """Make the stand-ins anew if ``stream``, the current one, has changed.
 
         Autograd takes a gradient on the stream on which the node of its stand-in was made.
         """
@@ -140,11 +160,90 @@ class WeightLayer:
         return f"layer {self.number} ({self.kind})"
 
 
-class _InPlace:
+class WeightSlots:
+    """All slots of a device, and the h2d stream that fills them; ``layers`` are in the order of forward."""
+
+    def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, counters: Counter[str]) -> None:
+        self._backend = backend
+        self._layers = layers
+        self._counters = counters
+        _, self._h2d_stream = backend.copy_streams
+        turns = (layers[number::num_slots] for number in range(min(num_slots, len(layers))))
+        self.slots = [Slot(max(layer.nbytes for layer in sharing), backend) for sharing in turns]
+        counters["slot_bytes"] = sum(len(slot.flat) for slot in self.slots)
+        self.storages = {address_of(slot.flat.untyped_storage()) for slot in self.slots}
+        for rank, layer in enumerate(layers):
+            layer.bind(self.slots[rank % num_slots], rank)
+        self._last = -1  # the rank of the layer whose forward began last
+
+    def acquire(self, layer: WeightLayer, *, step: int) -> None:
+        """Let compute wait for a layer's weights, and queue the loads of the next layers, one for each other slot.
+
+        ``step`` is 1 in forward, which needs the weights that the host has now, and -1 in backward, which needs those
+        that forward had.
+        """
+        if step > 0:
+            if layer.rank <= self._last:
+                # A new forward of the model: .data may have changed weights since, which leaves no trace.
+                self._make_stale()
+            self._last = layer.rank
+        if not _holds(layer, fresh=step > 0):
+            self._counters["late_loads"] += 1
+            self._load(layer)
+        trace.point("wait", layer.number)
+        # Compute alone waits; the host continues and queues the layer's operations behind the load.
+        self._backend.wait(self._backend.compute_stream(), layer.slot.loaded, WeightWait.LOADED)
+        for distance in range(1, len(self.slots)):
+            rank = layer.rank + step * distance
+            if not 0 <= rank < len(self._layers):
+                return
+            coming = self._layers[rank]
+            if not _holds(coming, fresh=step > 0):
+                self._load(coming)
+
+    def settle(self) -> None:
+        """Block until no copy reads host memory. The host may then change weights: the next forward loads them."""
+        for slot in self.slots:
+            if not slot.loaded.query():
+                # Else the slot would hold a mixture of old and new values.
+                self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
+        self._make_stale()
+
+    def _make_stale(self) -> None:
+        for slot in self.slots:
+            slot.fresh = False
+
+    def _load(self, layer: WeightLayer) -> None:
+        slot = layer.slot
+        if self._backend.poison:
+            slot.flat.fill_(0xFF)
+            slot.used = self._backend.compute_stream().record_event()
+        self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
+        with trace.mark("h2d", layer.number):
+            for target, source in layer.copies:
+                self._backend.copy(self._h2d_stream, target, source)
+                self._counters["loaded_bytes"] += len(source)
+        slot.loaded = self._h2d_stream.record_event()
+        slot.rank, slot.version, slot.fresh = layer.rank, layer.version(), True
+        self._counters["loads"] += 1
+
+    def __del__(self) -> None:
+        # The device memory goes back to compute's allocator, and the host memory to the system.
+        if not sys.is_finalizing():
+            self.settle()
+
+
+def _holds(layer: WeightLayer, *, fresh: bool) -> bool:
+    """Whether the layer's weights are in its slot, or being loaded; with ``fresh``, as the host has them now."""
+    slot = layer.slot
+    return slot.rank == layer.rank and slot.version == layer.version() and (slot.fresh or not fresh)
+
+
+class InPlace:
     """In place of the ``_apply`` of one layer: it leaves parameters on the host and buffers on the device.
 
-    ``to``, ``cuda``, ``half`` and their like call ``_apply`` of every module in a model, and trainers call
-    ``model.to(device)`` on what they are given.
+    ``to``, ``cuda``, ``half`` and others call ``_apply`` of every module in a model, and trainers call
+    ``model.to(device)``.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
@@ -155,7 +254,7 @@ class _InPlace:
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module | None:
         for dtype in self._dtypes:
-            made = fn(torch.empty(0, dtype=dtype))  # what is asked for shows in a tensor without memory
+            made = fn(torch.empty(0, dtype=dtype))  # shows the request in a tensor without memory
             on_cpu = made.device.type == "cpu"
             if made.dtype is dtype and (not made.is_shared() if on_cpu else made.device == self._device):
                 continue
@@ -169,19 +268,6 @@ class _InPlace:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ordinary_apply, (self._module(),)  # a copy of the module is not streamed
-
-
-def keep_in_place(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Keep these layers where they are when the model that they are a part of moves."""
-    for number, module in enumerate(modules):
-        # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
-        vars(module)[APPLY] = _InPlace(module, f"layer {number} ({type(module).__name__})", device)
-
-
-def let_move(modules: Iterable[nn.Module]) -> None:
-    """Undo :func:`keep_in_place`."""
-    for module in modules:
-        vars(module).pop(APPLY, None)
 
 
 def check_parameters(modules: list[nn.Module]) -> None:
@@ -213,18 +299,13 @@ def check_parameters(modules: list[nn.Module]) -> None:
 
 
 def missing_bytes(modules: list[nn.Module]) -> int:
-    """Host memory that must be free before the parameters of these layers move there.
+    """Host memory that must be free before the parameters of these layers move there, one layer at a time.
 
-    What is in the host's memory already makes room for itself, one layer at a time.
+    A layer whose parameters are in host memory already frees theirs once the layer has moved.
     """
-    known: set[nn.Parameter] = set()
-    coming = largest = 0
-    for module in modules:
-        sizes = {parameter: aligned(parameter.nbytes) for parameter in module.parameters() if parameter not in known}
-        known.update(sizes)
-        largest = max(largest, sum(sizes.values()))
-        coming += sum(size for parameter, size in sizes.items() if parameter.device.type != "cpu")
-    return coming + largest
+    coming = {parameter for module in modules for parameter in module.parameters() if parameter.device.type != "cpu"}
+    largest = max(sum(aligned(parameter.nbytes) for parameter in module.parameters()) for module in modules)
+    return sum(aligned(parameter.nbytes) for parameter in coming) + largest
 
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]:
@@ -232,7 +313,6 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[Any, Any]]
     places: list[tuple[Any, Any]] = []
     for inner in module.modules():
         places += [(inner._parameters, name) for name, held in inner._parameters.items() if held is parameter]
-        # What an LSTM computes with is this list, not its attributes.
-        flat = flat_weights(inner)
+        flat = flat_weights(inner)  # an LSTM computes with this list, not with its attributes
         places += [(flat, index) for index, held in enumerate(flat) if held is parameter]
     return places

@@ -1,10 +1,9 @@
-"""One of the user's parameters: in pinned host memory, and what stands in for it on the device.
+"""A parameter of the program in pinned host memory, and its stand-in on the device.
 
-Autograd finds the user's parameter from the loss: each stand-in is made from it by a node of the graph. When a
-backward has added up a gradient, the node takes it away, so that its copy can run while backward goes on, and
-passes nothing on. Only where somebody needs the gradient at once (a hook on the parameter, ``torch.autograd.grad``)
-it waits for a copy and passes that on. So these, ``backward(inputs=...)``, and uses outside of the layer mean what they
-mean without streaming.
+A node of the graph makes the stand-in from the parameter, so that autograd finds the parameter from the loss. Once a
+backward has summed the stand-in's gradient, the node takes the gradient and passes nothing on: its copy to the host
+runs beside backward. For a hook on the parameter and for ``torch.autograd.grad`` the node waits for a copy and passes
+it on. So hooks, ``backward(inputs=...)`` and uses outside the layer work as without streaming.
 """
 
 from __future__ import annotations
@@ -21,40 +20,36 @@ from offload.base.torch_private import has_gradient_hooks, is_captured, run_firs
 ALIGNMENT_BYTES = 256
 """Where a parameter may start in flat memory: what CUDA's own allocator guarantees, at least."""
 
-"""The sequence number of autograd's own ``AccumulateGrad``: a node with it runs as soon as it can."""
-
 
 class HostParameter:
-    """One of the user's parameters, whose data moves into ``flat``; all layers that hold the parameter share this.
+    """A parameter of the program, whose data moves into ``flat``; all layers that hold the parameter share this.
 
     Args:
-        parameter: The user's.
+        parameter: The program's.
         name: For messages, such as ``layer 3's mlp.up.weight``.
         flat: Pinned, uint8, of the parameter's aligned size.
-        grad_dtype: What ``parameter.grad`` is to be made of, if that is more precise than the parameter.
+        grad_dtype: The dtype of ``parameter.grad``, if more precise than the parameter's.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
         self.parameter = parameter
         self.name = name
         self.flat = flat
-        self.nbytes = parameter.nbytes
         self.size = parameter.size()
         # The parameter's order of dimensions, without gaps.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.accumulator: Any = None  # autograd's node that adds to parameter.grad
-        # Whether one backward may bring several gradients: several layers use it, or the loss uses it by itself.
+        self.refusals: list[RemovableHandle] = []  # of refuse_outside()
+        # Whether one backward may give several gradients: several layers hold it, or the loss uses it by itself.
         self.shared = False
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
-        self.total: torch.Tensor | None = None  # what gradients are added up in, while it is held
-        self.before: torch.Tensor | None = None  # what that sum is to be added to at the end, if it is one of its own
-        self.refusal: RemovableHandle | None = None  # what refuses gradients that do not come from a layer
-        # While parameter.grad is held: see begin_average().
-        self.averaged = False
-        self.used = False  # whether there is a gradient of this rank's in it
-        self.replaces = False  # whether the gradient that comes next replaces the total, which it contains
+        self.total: torch.Tensor | None = None  # while held: what gradients are added to
+        self.before: torch.Tensor | None = None  # while held: what the total is added to at the end
+        # While gradients are averaged over ranks:
+        self.replaces = False  # whether the next gradient is an average that contains the total, and replaces it
+        self.undecided = False  # whether other ranks have to say if one of them has a gradient
         gradient, parameter.grad = parameter.grad, None
-        data = self.over(own_storage(flat[: self.nbytes]), parameter.dtype)
+        data = self.over(own_storage(flat[: parameter.nbytes]), parameter.dtype)
         data.copy_(parameter.data)
         parameter.data = data
         self.address = data.data_ptr()
@@ -70,30 +65,27 @@ class HostParameter:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What ``parameter.grad`` is made of."""
         return self.parameter.grad_dtype or self.parameter.dtype
 
     def hold_gradient(self) -> None:
-        """Take ``parameter.grad`` over, now that the first gradient of a backward is there.
+        """Keep ``parameter.grad`` here from the first gradient of a backward on: copies and the worker write to it.
 
-        Copies and the worker write to :attr:`total` while backward goes on. Autograd finds ``None`` meanwhile, so it
-        makes a tensor of its own for what comes from outside the layers: the loss may use a parameter by itself.
+        Autograd finds ``None`` there, so that gradients from outside the layers get a tensor of their own.
         """
         if self.held:
             return
         if self.shared:
-            # Autograd sums what one backward gives before it adds the sum to p.grad: rounding demands the same.
+            # Autograd sums the gradients of one backward before it adds the sum to p.grad: the same rounding.
             self.before = self.parameter.grad
         else:
             self.total = self.parameter.grad
-        self.averaged = self.used = self.replaces = False
+        self.replaces = self.undecided = False
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
 
     def refuse_outside(self) -> None:
-        """Raise where a gradient does not come from a layer alone, until :meth:`allow_outside`."""
-        # A node holds its hooks, and a parameter on the host its node: a strong reference would close a circle through
-        # autograd's memory, where Python's collector does not look.
+        """Raise for gradients from outside the layer, until :attr:`refusals` are removed."""
+        # Weak: a node holds its hooks, and a parameter on the host its node. Python does not collect such a circle.
         this = weakref.ref(self)
 
         def see(gradients: tuple[torch.Tensor | None]) -> None:
@@ -102,39 +94,17 @@ class HostParameter:
                 raise host.outside_error()
 
         if self.accumulator is not None:
-            self.refusal = self.accumulator.register_prehook(see)
-
-    def allow_outside(self) -> None:
-        """Let gradients come from anywhere."""
-        if self.refusal is not None:
-            self.refusal.remove()
-            self.refusal = None
+            self.refusals.append(self.accumulator.register_prehook(see))
 
     def outside_error(self) -> RuntimeError:
-        """What to raise where a gradient would not be averaged, or come after the parameter's step."""
+        """The error for a gradient that would not be averaged, or would arrive after the parameter's step."""
         return RuntimeError(
             f"{self.name} must get its gradient from its layer alone if process_group or step_in_backward is given, "
             "but it has a hook, or the loss uses it by itself; leave its layer out, or give neither argument."
         )
 
-    def begin_average(self, *, used: bool) -> torch.Tensor | None:
-        """A gradient, there if ``used``, is about to be averaged over ranks; returns what is to be averaged with it.
-
-        That is what ``parameter.grad`` was when backward began. Later averages of one backward are added.
-        """
-        self.hold_gradient()
-        self.used |= used
-        if self.averaged:
-            return None
-        self.averaged = True
-        if self.before is not None:
-            self.total, self.before = self.before, None
-        self.replaces = self.total is not None
-        self.used |= self.replaces
-        return self.total
-
     def give_back_gradient(self) -> None:
-        """All has arrived: let ``parameter.grad`` be the sum.
+        """Set ``parameter.grad`` to the sum, once every gradient has arrived.
 
         Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or :meth:`refuse_outside` was called.
         """
@@ -142,11 +112,11 @@ class HostParameter:
             return
         total, outside = self.total, self.parameter.grad
         if outside is not None and outside is not total:
-            self.shared = True  # from now on, the sum of one backward is made before it is added
+            self.shared = True  # from the next backward on, its sum is made before it is added
             total = outside if total is None else total.add_(outside)
         if self.before is not None:
             total = self.before if total is None else self.before.add_(total)
-        self.total, self.before = total, None  # an interrupt from here on has nothing added twice
+        self.total, self.before = total, None  # an interrupt from here on adds nothing twice
         self.parameter.grad = total
         self.total, self.held = None, False
 
@@ -155,31 +125,33 @@ Gradients = dict[HostParameter, torch.Tensor]
 
 
 class StandIn:
-    """A parameter over a device slot: one for when the user's parameter is frozen, and another for when it is trained.
+    """A parameter over a device slot: a frozen one and a trained one, for the program may freeze its parameter.
 
     A graph keeps the one that it was made with.
 
     Args:
-        of: The parameter.
-        places: Containers of the layer's modules, each with the key under which it holds the parameter.
-        flat: The device memory, uint8.
-        gradients: The layer's, one dictionary for each run of autograd's engine: this one's is left there.
+        of: The program's parameter.
+        places: Containers of the layer's modules, each with the key under which the container holds the parameter.
+        gradients: The layer's, to which this adds: one dictionary for each run of autograd's engine.
     """
 
-    def __init__(
-        self, of: HostParameter, places: list[tuple[Any, Any]], flat: torch.Tensor, gradients: list[Gradients]
-    ) -> None:
+    shown: nn.Parameter  # what the modules hold, or last held
+    version: int  # of that, when it was swapped in
+
+    def __init__(self, of: HostParameter, places: list[tuple[Any, Any]], gradients: list[Gradients]) -> None:
         self.of = of
         self.places = places
-        self._flat = flat
         self._gradients = gradients
-        self._frozen = self._trained = self.new()
-        self.shown = self._frozen  # what the modules hold, or last held
-        self.version = 0  # what that had when it was swapped in
         self._swapped_in = False
 
+    def bind(self, flat: torch.Tensor) -> None:
+        """Use this device memory, uint8."""
+        self._flat = flat
+        self._frozen = self._trained = self.shown = self.new()
+        self.version = self.shown._version
+
     def new(self) -> nn.Parameter:
-        """A parameter over the device memory, which wants no gradient."""
+        """A frozen parameter over the device memory."""
         return nn.Parameter(self.of.over(self._flat, self.of.parameter.dtype), requires_grad=False)
 
     def renew(self) -> None:
@@ -191,13 +163,12 @@ class StandIn:
         with torch.inference_mode(False), torch.enable_grad():
             trained: Any = _FromParameter.apply(parameter.requires_grad_(), self)
         parameter.requires_grad_(not frozen)
-        # By its age its turn would come when all that is left in backward was done.
-        run_first(trained.grad_fn)
+        run_first(trained.grad_fn)  # in the order of their making, it would run after all layers
         self.of.accumulator = trained.grad_fn.next_functions[0][0]
         self._trained = trained
 
     def swap_in(self) -> None:
-        """Let the modules hold it; it wants a gradient if the parameter does by now."""
+        """Let the modules hold the stand-in: the trained one if the parameter requires a gradient now."""
         self.shown = self._trained if self.of.parameter.requires_grad else self._frozen
         self.version = self.shown._version
         for container, key in self.places:
@@ -205,7 +176,7 @@ class StandIn:
         self._swapped_in = True
 
     def swap_out(self) -> None:
-        """Let the modules hold the user's parameter again."""
+        """Let the modules hold the program's parameter again."""
         self._swapped_in = False
         for container, key in self.places:
             container[key] = self.of.parameter
@@ -222,7 +193,7 @@ class StandIn:
         if not parameter.requires_grad:
             return None  # frozen since: autograd drops it as well
         hooked = has_gradient_hooks(parameter)
-        if hooked and host.refusal is not None:
+        if hooked and host.refusals:
             raise host.outside_error()  # here, after the same collectives on all ranks
         if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")
@@ -245,7 +216,7 @@ class StandIn:
 
 
 class _FromParameter(torch.autograd.Function):
-    """The node between the user's parameter and its stand-in."""
+    """The node between the program's parameter and its stand-in."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, stand_in: StandIn) -> nn.Parameter:
@@ -270,10 +241,7 @@ def aligned(nbytes: int) -> int:
 
 
 def own_storage(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, uint8, as a tensor with a storage of just its bytes, which keeps that of ``flat`` alive.
-
-    So ``torch.save`` of one parameter writes that parameter, not the flat memory of its layer.
-    """
+    """The same memory, uint8, with a storage of just its bytes: ``torch.save`` of one parameter writes no others."""
     if not len(flat):
         return flat.clone()
     own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(flat))  # type: ignore[attr-defined]  # public

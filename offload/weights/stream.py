@@ -1,12 +1,12 @@
-"""Weight streaming at work: it turns the events of forward and backward into loads and write-backs.
+"""Loads and write-backs at the events of forward and backward.
 
-One layer computes at a time. When its forward begins, its weights are there or compute waits for them,
-and the next layer's load is queued; the same in backward, where leaving a layer also sends its gradients off.
-Backward of a layer begins where autograd is about to run the node of one of its outputs, or where the layer is
-recomputed; it ends where that of another layer begins, or where autograd has finished.
+One layer computes at a time. When its forward begins, compute waits for its weights, and the next layer's load is
+queued; the same in backward, where the end of a layer also queues the copies of its gradients. Backward of a layer
+begins where autograd is about to run the node of one of its outputs, or where the layer is recomputed; it ends where
+backward of another layer begins, or where autograd has finished.
 
 Two threads would take turns in the same device memory, and each would compute with the other's weights. So a second
-one is refused while one is in a layer's forward or in a backward.
+thread is refused while one is in a layer's forward or in a backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import Counter
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,19 +26,17 @@ from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, in_backward, when_backward_ends
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
-from offload.weights.layer import WeightLayer
+from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
-from offload.weights.slots import WeightSlots, WeightWait
-from offload.weights.stats import WeightCounters
 from offload.weights.step import LayerSteps, MakeOptimizer
 
 logger = logging.getLogger(__name__)
 
 
 class StreamedLayer(LayerListener):
-    """What happens to the weights at the events of one layer.
+    """Tells the stream of the events of one layer.
 
-    The layer's hooks and graphs hold it, and so the stream: graphs outlive the handle that the user has.
+    The layer's hooks and graphs hold it, and so the stream: graphs outlive the handle that the program has.
     """
 
     turn = Turn.WEIGHTS
@@ -106,10 +104,9 @@ class StreamedLayer(LayerListener):
                     f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                     "return a clone."
                 )
-        forward = _Forward(layer, layer.version(), None if call.recomputes else threading.current_thread())
-        marked = before_backward(tensors_in(output), call.first_node, partial(stream.begin_backward, forward))
-        if not call.recomputes:
-            layer.needs_backward = bool(marked)
+        thread = None if call.recomputes else threading.current_thread()
+        begin = partial(stream.begin_backward, layer, layer.version(), thread)
+        before_backward(tensors, call.first_node, begin)
 
     def before_state_dict(self) -> None:
         self._stream.settle()
@@ -119,15 +116,9 @@ class StreamedLayer(LayerListener):
 
 
 class WeightStream:
-    """The layer that computes, the backward that runs, and what is done when one of them ends.
+    """The layer that computes, the backward that runs, and the work at the end of each.
 
-    Args:
-        backend: The device.
-        layers: All layers with parameters, in the order of forward.
-        num_slots: Of how many of them the device holds the weights.
-        num_staging: Of how many the gradients may wait on the host to be added.
-        group: Over whose ranks gradients are averaged.
-        make_optimizer: What makes the optimizer of a layer that is stepped in backward.
+    ``layers`` are all that have parameters, in the order of forward; see :func:`offload.stream_weights` for the rest.
     """
 
     def __init__(
@@ -144,27 +135,26 @@ class WeightStream:
         self.backend = backend
         self.layers = layers
         self.parameters = {host.parameter for host in hosts}
-        self.counters = WeightCounters(weight_bytes=sum(len(host.flat) for host in hosts))
+        self.counters = Counter(weight_bytes=sum(len(host.flat) for host in hosts))
         self.slots = WeightSlots(backend, layers, num_slots, self.counters)
         self.computes: WeightLayer | None = None  # whose stand-ins the modules hold now
+        self._compute = backend.compute_stream()  # the stream that this layer runs on
+        self.backward: object = None  # the one that runs
         self.thread: threading.Thread | None = None  # that is in a layer's forward or in a backward
         self._what = ""  # what it does, for messages
         self._entering = threading.Lock()  # two threads may enter at the same moment
-        averaged = group is not None and group.size() > 1
-        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters, averaged=averaged)
-        self._compute = backend.compute_stream()  # what the layer that computes runs on
-        self.backward: object = None  # the one that runs
         # Autograd's thread and the program may drop a failed backward at once. Reentrant: what the drop frees may hold
         # the backward, which then drops itself in the same thread.
         self._dropping = threading.RLock()
         for layer in layers:
             layer.renew(backend.compute_stream_id())
         self.grouped = group is not None
-        self.reducer = (
-            GradientReducer(backend, layers, group, self.counters) if group is not None and averaged else None
-        )
+        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        self.reducer: GradientReducer | None = None
+        if group is not None and group.size() > 1:
+            self.reducer = GradientReducer(backend, layers, group, self._writer)
         self.steps = LayerSteps(layers, self._writer, make_optimizer)
-        self._layer_only = hosts if self.reducer is not None else self.steps.hosts
+        self._layer_only = self.steps.hosts if self.reducer is None else list(hosts)
         for host in self._layer_only:
             host.refuse_outside()
 
@@ -173,7 +163,8 @@ class WeightStream:
         self.settle()
         self.steps.close()
         for host in self._layer_only:
-            host.allow_outside()
+            while host.refusals:
+                host.refusals.pop().remove()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread use the layers, to do ``what``, until :attr:`thread` is ``None`` again.
@@ -192,7 +183,7 @@ class WeightStream:
             self.thread, self._what = thread, what
 
     def enter(self, layer: WeightLayer, what: str, *, step: int) -> None:
-        """Let a layer compute, after which comes the one that is ``step`` further."""
+        """Let a layer compute; the layer ``step`` further is next."""
         trace.point(what, layer.number)
         self.slots.acquire(layer, step=step)
         self.computes = layer
@@ -214,31 +205,33 @@ class WeightStream:
         for stand_in in layer.stand_ins:
             stand_in.swap_out()
         layer.slot.used = compute.record_event()
-        self.computes = None  # last: what an interrupt cuts off here is done again
+        self.computes = None  # last: after an interrupt above, this is done again
 
-    def begin_backward(self, forward: _Forward, _: object) -> None:
-        """Autograd is about to run a node of this forward's outputs."""
+    def begin_backward(self, layer: WeightLayer, version: int, thread: threading.Thread | None, _: object) -> None:
+        """Autograd is about to run a node of a forward's outputs; ``thread`` is the program's that ran the forward.
+
+        ``version`` is that of the weights then.
+        """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True must not be used with streamed weights, got it in backward of {forward.layer}; a "
+                f"create_graph=True must not be used with streamed weights, got it in backward of {layer}; a "
                 "second backward would find other layers' weights."
             )
-        self.enter_backward(forward.layer, forward)
-        self.steps.complete(forward.layer)
-
-    def enter_backward(self, layer: WeightLayer, forward: _Forward | None = None) -> None:
-        """Backward is about to run a layer's nodes, or its forward once more."""
-        self.steps.check_layer(layer)
-        if forward is not None and forward.version != layer.version():
+        self.enter_backward(layer, thread)
+        if version != layer.version():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
             )
+        self.steps.complete(layer)
+
+    def enter_backward(self, layer: WeightLayer, thread: threading.Thread | None = None) -> None:
+        """Backward is about to run a layer's nodes, or its forward once more."""
+        self.steps.check_layer(layer)
         if self.device.type == "cpu":
-            self.enter_thread(threading.current_thread(), f"backward of {layer}")
-        elif forward is not None and forward.thread is not None:
-            # Autograd has one thread for all backwards of a GPU: go by the one that ran forward.
-            self.enter_thread(forward.thread, f"backward of {layer}")
+            thread = threading.current_thread()
+        if thread is not None:  # autograd has one thread for all backwards of a GPU: go by the one that ran forward
+            self.enter_thread(thread, f"backward of {layer}")
         if self.backward is None:
             self.leave()  # a forward that was cut off before its end
             key = object()
@@ -248,36 +241,36 @@ class WeightStream:
             self._leave_backward()
             self.enter(layer, "backward", step=-1)
 
-    def end_backward(self) -> None:
-        """Autograd has finished: when this returns, every gradient is in ``p.grad``."""
-        self._leave_backward()
-        reducer = self._averaging()
-        if reducer is not None:
-            self._average(reducer, None)
-            reducer.finish()
-        self.slots.settle()  # the program may change weights now, in a way that nobody sees
-        self.steps.finish()
-        self._writer.finish()
-        self.steps.reset()
-        self.backward = self.thread = None
-
-    def drop_backward(self, backward: object) -> bool:
-        """Drop what a backward that has raised left undone, unless that was done before. Safe from any thread."""
-        with self._dropping:
-            if backward is None or backward is not self.backward:
-                return False
+    def end_backward(self, *, failed: bool = False) -> None:
+        """Autograd has finished: when this returns, every gradient is in ``p.grad``; or it has ``failed``."""
+        if failed:
             self.leave()
             for layer in self.layers:
                 layer.gradients.clear()
-            if self.reducer is not None:
-                self.reducer.reset()
-            try:
-                self._writer.finish()
-            except Exception:
-                logger.exception("a gradient could not be added after backward had failed")
-            self.steps.reset()
-            self.backward = None
-            return True
+        else:
+            self._leave_backward()
+            if self.reducer is not None and self.reducer.averages:
+                self.reducer.finish()
+            self.slots.settle()  # the program may change weights now, in a way that leaves no trace
+            self.steps.finish()
+        try:
+            self._writer.finish()
+        except Exception:
+            if not failed:
+                raise
+            logger.exception("a gradient could not be added after backward had failed")
+        if self.reducer is not None:
+            self.reducer.reset()
+        self.steps.reset()
+        self.backward = None
+
+    def drop_backward(self, backward: object) -> bool:
+        """Drop what a failed backward left undone, and return whether it was there. Safe from any thread."""
+        with self._dropping:
+            there = backward is not None and backward is self.backward
+            if there:
+                self.end_backward(failed=True)
+            return there
 
     def drop_unfinished(self) -> None:
         """Leave a forward or backward that an error or an interrupt has cut off, if there is one."""
@@ -295,36 +288,16 @@ class WeightStream:
         self.slots.settle()
 
     def _leave_backward(self) -> None:
+        """Have the gradients of the layer that backward leaves, which are complete, written back."""
         layer = self.computes
-        if layer is not None:
-            self.leave()
-            self._write_back(layer)
-
-    def _write_back(self, layer: WeightLayer) -> None:
-        """Send off ``layer.gradients``, to which nothing of this call is added any more; they are on the device."""
+        if layer is None:
+            return
+        self.leave()
         self.steps.collect(layer)
-        reducer = self._averaging()
-        if reducer is not None and layer.gradients:
-            self._average(reducer, layer)
+        if self.reducer is not None and self.reducer.averages:
+            self.reducer.write_back(layer)
         else:
             self._writer.write_back(layer)
-
-    def _average(self, reducer: GradientReducer, layer: WeightLayer | None) -> None:
-        """Send off what all ranks have, of all layers down to ``layer``."""
-        for due in reducer.due(layer):
-            self._writer.write_back(due, reducer.average(due))
-
-    def _averaging(self) -> GradientReducer | None:
-        """What averages the gradients of the backward that runs."""
-        return self.reducer if self.reducer is not None and self.reducer.averages else None
-
-
-class _Forward(NamedTuple):
-    """One forward of a layer, held by its graph."""
-
-    layer: WeightLayer
-    version: int
-    thread: threading.Thread | None  # the program's, and not one of autograd's
 
 
 class _Backward:
@@ -337,6 +310,7 @@ class _Backward:
     def __call__(self) -> None:
         if self._stream.backward is self._key:
             self._stream.end_backward()
+            self._stream.thread = None
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and self._stream.drop_backward(self._key):

@@ -1,4 +1,4 @@
-"""Stream the weights of a model that does not fit on the device, by module hooks: what the user calls and holds."""
+"""Stream the weights of a model that does not fit on the device: the call, its handle and its counters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -16,47 +17,81 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.base.checks import format_bytes, format_s, is_int, warn_caller
+from offload.activations.stats import as_table, since
+from offload.base.checks import check_int, format_bytes, format_s, warn_caller
 from offload.base.layer_events import Attachment, Handle, check_layers
 from offload.base.progress import progress_bar
-from offload.base.torch_private import ignore_in_ddp
+from offload.base.torch_private import APPLY, ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
-from offload.weights.layer import WeightLayer, check_parameters, keep_in_place, let_move, missing_bytes
+from offload.weights.layer import InPlace, WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import GradientReducer, check_group
-from offload.weights.stats import WeightStats
 from offload.weights.step import LayerSteps, MakeOptimizer, check_make_optimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
 
 _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
-"""What an optimizer's step may be about to change. Weak: a stream lives as long as its layers' hooks and graphs."""
+"""Streams whose weights an optimizer may step. Weak: a stream lives as long as its layers' hooks and graphs."""
+
+
+@dataclass(frozen=True)
+class WeightStats:
+    """The copies of a :class:`~offload.StreamedWeights` since it was made, and the memory it holds.
+
+    ``after - before`` has the copies between two moments, and the memory that is held ``after``.
+    """
+
+    loads: int = 0
+    """Layers copied from the host to the device."""
+    loaded_bytes: int = 0
+    """Copied from the host to the device."""
+    late_loads: int = 0
+    """Loads that began only when the layer did: one per forward, for its first layer; more are stalls."""
+    gradient_bytes: int = 0
+    """Gradients copied from the device to the host."""
+    added_bytes: int = 0
+    """Copied gradients that the worker added to ``p.grad``, or converted for it; the others landed in ``p.grad``."""
+    staging_waits: int = 0
+    """How often backward waited on the host until the worker had freed a staging buffer."""
+    early_steps: int = 0
+    """Optimizer steps of one layer, made beside backward."""
+    weight_bytes: int = 0
+    """Pinned host memory of the parameters."""
+    gradient_host_bytes: int = 0
+    """Pinned host memory of gradients that is kept from step to step."""
+    staging_bytes: int = 0
+    """Pinned host memory where gradients wait to be added."""
+    slot_bytes: int = 0
+    """Device memory of all slots."""
+
+    def __sub__(self, before: WeightStats) -> WeightStats:
+        return since(before, self, held=("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes"))
+
+    def __str__(self) -> str:
+        return as_table(self)
 
 
 class StreamedWeights(Handle):
-    """Layers whose weights are streamed; made by :func:`stream_weights`, undone by :meth:`remove`.
-
-    As a context manager it is undone at the end of the block.
-    """
+    """Layers whose weights are streamed from :func:`stream_weights` to :meth:`remove`, or the end of its ``with``."""
 
     def __init__(self, modules: list[nn.Module], stream: WeightStream) -> None:
-        # Weakly, as the layers hold this: what undoes it.
+        # Weak: the layers hold their listeners, and these the handle.
         self._modules = [weakref.ref(module) for module in modules]
         kinds = " and ".join(sorted({type(module).__name__ for module in modules}))
         self._what = f"{len(modules)} × {kinds}"
         self._stream: WeightStream | None = stream
         self._counters = stream.counters
-        self._attachment = Attachment(
-            [modules[layer.number] for layer in stream.layers],
-            [StreamedLayer(stream, layer) for layer in stream.layers],
-            self,
-        )
+        listeners = [StreamedLayer(stream, layer) for layer in stream.layers]
+        self._attachment = Attachment([modules[layer.number] for layer in stream.layers], listeners, self)
         inner = [each for module in modules for each in module.modules()]
-        moved = _move_buffers([(each, name, stream.device) for each in inner for name in each._buffers])
-        self._buffers = [(weakref.ref(each), name, device) for each, name, device in moved]
-        keep_in_place(modules, stream.device)
+        self._buffers = _move_buffers(
+            [(weakref.ref(each), name, stream.device) for each in inner for name in each._buffers]
+        )
+        for number, module in enumerate(modules):
+            # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
+            vars(module)[APPLY] = InPlace(module, f"layer {number} ({type(module).__name__})", stream.device)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -81,18 +116,12 @@ class StreamedWeights(Handle):
     def prepare_ddp(self, model: nn.Module) -> nn.Module:
         """Let ``DistributedDataParallel``, which is to wrap ``model``, leave the streamed parameters alone.
 
-        Write ``DistributedDataParallel(streamed.prepare_ddp(model))``. A model that has no other parameters that are
-        trained needs no wrapper: the layers' gradients are averaged without it.
-
-        Args:
-            model: The model that the streamed layers are a part of, not wrapped yet.
-
-        Returns:
-            The same model.
+        Write ``DistributedDataParallel(streamed.prepare_ddp(model))``: the same model is returned. A model whose other
+        parameters are all frozen needs no wrapper.
 
         Raises:
             TypeError: ``model`` is not a module, or it is wrapped already.
-            ValueError: It does not hold the layers.
+            ValueError: ``model`` does not hold the layers.
             RuntimeError: The layers were streamed without ``process_group``, or the handle was removed.
         """
         stream = self._alive()
@@ -112,29 +141,30 @@ class StreamedWeights(Handle):
     def synchronize(self) -> None:
         """Block until no copy reads the host's weights; the next forward loads them anew.
 
-        Optimizers of ``torch.optim`` and ``load_state_dict`` do this by themselves. Call it before you change a
-        parameter in another way after a forward whose backward did not run, and after an interrupt in a layer's
-        forward before you use the modules' parameters, by ``model.zero_grad()`` for example.
+        Optimizers and ``load_state_dict`` do this by themselves. Call it before you change a parameter in another way
+        after a forward whose backward did not run, and after an interrupt in a layer's forward before you use the
+        modules' parameters, by ``model.zero_grad()`` for example.
         """
         if self._stream is not None:
             self._stream.settle()
 
     def stats(self) -> WeightStats:
-        """A frozen snapshot of what has moved so far."""
+        """A snapshot of the copies so far."""
         return WeightStats(**self._counters)
 
     def remove(self) -> None:
-        """Take the hooks off the layers and their slots off the device. A second call does nothing.
+        """Remove the hooks of the layers and free the slots. A second call does nothing.
 
-        Parameters and their gradients stay on the host, where they are; buffers return to where they were. Graphs
-        that exist stay valid.
+        Parameters and gradients remain on the host; buffers return to their devices. Graphs that exist stay valid.
         """
         if self._stream is None:
             return
         self._stream.close()
         self._attachment.remove()
-        let_move(_alive(self._modules))
-        _move_buffers([(each, name, device) for found, name, device in self._buffers for each in _alive([found])])
+        for found in self._modules:
+            if (module := found()) is not None:
+                vars(module).pop(APPLY, None)
+        _move_buffers(self._buffers)
         self._stream = None
 
     def __enter__(self) -> Self:
@@ -164,10 +194,10 @@ def stream_weights(
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
 
-    Nothing changes in the model or in the training loop. Parameters stay the same objects under the same names,
-    on the CPU from now on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as they do for a
-    model on the CPU; their gradients are in ``p.grad`` when ``backward()`` returns. What is outside ``layers``
-    stays where it is, and belongs on ``device``; ``model.to(device)``, which trainers call, moves that alone::
+    Model and training loop are as before. Parameters stay the same objects under the same names, on the CPU from now
+    on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as for a model on the CPU; their gradients are in
+    ``p.grad`` when ``backward()`` returns. Modules outside ``layers`` belong on ``device``; ``model.to(device)``, which
+    trainers call, moves these alone::
 
         model.embed.to("cuda"), model.head.to("cuda")
         with stream_weights(model.layers, "cuda") as streamed:
@@ -179,32 +209,32 @@ def stream_weights(
 
     Args:
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
-            iterable of modules. Their parameters may be anywhere, may be frozen, shared, tied or of different dtypes.
-            Buffers move to the device and stay there.
+            iterable of modules. Their parameters may be on any device, frozen, shared, tied or of different dtypes.
+            Their buffers move to the device.
         device: Where the layers compute; ``None`` is the current accelerator, and the CPU where there is none.
-        num_slots: Of how many layers the weights are on the device at once, at least 2. The loads run that many
-            layers ahead, less one; and as many layers' gradients may be copied back.
-        grad_dtype: ``torch.float32`` to add the gradients of microbatches up in float32, and find them so in
-            ``p.grad``; ``None`` for each parameter's own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
-        num_staging: How many layers' gradients may wait on the host to be added, from the second
-            microbatch on; a buffer each. When all are taken, backward waits for the host.
+        num_slots: Number of layers with weights on the device at once, at least 2. Loads run one layer less ahead;
+            and as many layers' gradients may be on their way to the host.
+        grad_dtype: ``torch.float32`` for sums of gradients, and ``p.grad``, in float32; ``None`` for each parameter's
+            own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
+        num_staging: Number of layers whose gradients may wait on the host to be added, from the second microbatch on;
+            a buffer each. When all are taken, backward waits for the host.
         process_group: Data parallelism: each layer's gradients are averaged over the ranks of this group, on the
             device, beside backward. All its ranks must call this, with the same layers, which begin with the weights
-            of its first rank; see :meth:`StreamedWeights.prepare_ddp` for what is outside the layers. ``None`` leaves
-            gradients to each process.
+            of its first rank; see :meth:`StreamedWeights.prepare_ddp` for parameters outside the layers. ``None``
+            leaves gradients to each process.
         step_in_backward: A function that makes the optimizer of one layer from a list of the layer's parameters, such
-            as ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)``. Each layer is stepped as soon
-            as its gradients are on the host, beside the rest of backward, and its gradients are ``None`` when
-            ``backward()`` returns. Gradients cannot be clipped by a norm over all layers, nor unscaled by a
-            ``GradScaler``: do not use these. Run all microbatches of a step but the last in
-            :meth:`StreamedWeights.no_step`. An optimizer of the program's takes the parameters outside the layers.
+            as ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)``. Each layer steps as soon as
+            its gradients are on the host, beside the rest of backward, and its gradients are ``None`` when
+            ``backward()`` returns. So ``clip_grad_norm_`` and ``GradScaler`` have no effect on these layers. Run all
+            microbatches of a step but the last in :meth:`StreamedWeights.no_step`. Parameters outside the layers need
+            an optimizer of their own.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules, a parameter is of a kind that cannot be streamed,
-            ``process_group`` is no process group that this rank is in, or ``step_in_backward`` makes no optimizers.
+        TypeError: ``layers`` does not hold modules, a parameter cannot be streamed, a number is not an int,
+            ``process_group`` is no process group of this rank, or ``step_in_backward`` makes no optimizers.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
             parameter cannot be streamed, a number is out of its range, or the process group cannot communicate on the
             device or has other layers on another rank. Nothing has been changed then. Or ``step_in_backward`` made an
@@ -214,10 +244,8 @@ def stream_weights(
     """
     modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
-    for name, value, least in (("num_slots", num_slots, 2), ("num_staging", num_staging, 1)):
-        if not is_int(value, least):
-            why = "one slot cannot be loaded while it is used" if least == 2 else "gradients need a place to wait"
-            raise ValueError(f"{name} must be at least {least}, got {value!r}; {why}")
+    check_int("num_slots", num_slots, least=2)
+    check_int("num_staging", num_staging, least=1)
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     if step_in_backward is not None:
@@ -246,7 +274,7 @@ def stream_weights(
 
 @contextmanager
 def _off(part: LayerSteps | GradientReducer) -> Iterator[None]:
-    """Let backward go without a part of its work inside the block."""
+    """Leave out a part of backward's work inside the block."""
     before, part.enabled = part.enabled, False
     try:
         yield
@@ -254,21 +282,21 @@ def _off(part: LayerSteps | GradientReducer) -> Iterator[None]:
         part.enabled = before
 
 
-def _alive(modules: Iterable[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    return [module for found in modules if (module := found()) is not None]
+_Buffer = tuple[weakref.ref[nn.Module], str, torch.device]
 
 
-def _move_buffers(targets: list[tuple[nn.Module, str, torch.device]]) -> list[tuple[nn.Module, str, torch.device]]:
-    """Move buffers, each where it is told to; returns those that were moved, and where they came from."""
+def _move_buffers(targets: list[_Buffer]) -> list[_Buffer]:
+    """Move buffers to these devices, a shared one once; returns those that were moved, with the device before."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     origins = []
-    for module, name, device in targets:
-        buffer = module._buffers[name]
-        if buffer is not None and buffer.device != device:
+    for holder, name, device in targets:
+        module = holder()
+        buffer = None if module is None else module._buffers[name]
+        if module is not None and buffer is not None and buffer.device != device:
             if buffer not in moved:
                 moved[buffer] = buffer.to(device)
             module._buffers[name] = moved[buffer]
-            origins.append((module, name, buffer.device))
+            origins.append((holder, name, buffer.device))
     return origins
 
 
@@ -279,28 +307,21 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    fused_sgd = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
     for stream in list(_streams):
-        _warn_of_fused_steps(optimizer, stream.parameters)
-        if stream.steps.stepping is not optimizer and not stream.parameters.isdisjoint(parameters):
+        stepped = stream.parameters & {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if fused_sgd and torch.__version__ < "2.14" and any(parameter.element_size() == 2 for parameter in stepped):
+            warn_of_fused_sgd()
+        if stepped and stream.steps.stepping is not optimizer:
             stream.steps.check_optimizer(optimizer)
             stream.settle()
 
 
-def _warn_of_fused_steps(optimizer: torch.optim.Optimizer, streamed: set[nn.Parameter]) -> None:
-    """Before PyTorch 2.14, fused SGD on the CPU leaves most of a low-precision parameter as it was."""
-    if not isinstance(optimizer, torch.optim.SGD) or torch.__version__ >= "2.14":
-        return
-    fused = [parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]]
-    if any(parameter.element_size() == 2 and parameter in streamed for parameter in fused):
-        warn_once(
-            "SGD with fused=True skips updates of bfloat16 and float16 parameters on the CPU "
-            "before PyTorch 2.14 (https://github.com/pytorch/pytorch/pull/192545), and streamed weights are stepped on "
-            "the CPU; write fused=False, or update PyTorch."
-        )
-
-
 @cache
-def warn_once(message: str) -> None:
-    """Warn the first time."""
-    warn_caller(message)
+def warn_of_fused_sgd() -> None:
+    """Warn the first time: fused SGD leaves most of a parameter of low precision as it was."""
+    warn_caller(
+        "SGD with fused=True skips updates of bfloat16 and float16 parameters on the CPU before PyTorch 2.14 "
+        "(https://github.com/pytorch/pytorch/pull/192545), and streamed weights are stepped on the CPU; write "
+        "fused=False, or update PyTorch."
+    )

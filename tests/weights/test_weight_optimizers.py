@@ -21,7 +21,7 @@ from streaming import plain as forward
 from torch import nn
 
 from offload import StreamedWeights, stream_weights
-from offload.weights.streamed import warn_once
+from offload.weights.streamed import warn_of_fused_sgd
 
 LAYERS = 4
 STEPS = 3
@@ -189,7 +189,7 @@ def test_gradients_set_to_zero(device: torch.device) -> None:
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="mended in PyTorch 2.14")
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_fused_step_that_skips_updates_is_warned_of_once(in_backward: bool) -> None:
-    warn_once.cache_clear()
+    warn_of_fused_sgd.cache_clear()
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(2))
 
     def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

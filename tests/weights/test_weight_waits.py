@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload import stream_weights
 from offload.device.cpu import ComputeStream, CpuStream
-from offload.weights.slots import WeightWait
+from offload.weights.layer import WeightWait
 
 LAYERS = 4
 LATE_S = 0.05
