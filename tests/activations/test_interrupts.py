@@ -19,6 +19,7 @@ MODULES = (torch_private, layer_events, context, module_hooks)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_faults.py interrupts the same entry points at some of these lines
 @pytest.mark.parametrize(
     ("kind", "error"), [("context", KeyboardInterrupt), ("hooks", KeyboardInterrupt), ("hooks", MemoryError)]
 )

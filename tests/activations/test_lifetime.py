@@ -233,7 +233,7 @@ def test_graph_kept_at_every_stage_can_still_run_backward(stage: OffloadState, l
 
 
 @pytest.mark.slow
-def test_forward_without_backward_a_hundred_times(lab: Lab) -> None:
+def test_forward_without_backward_again_and_again(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     offloaded = offloading(3, LAYERS, lab.device)
     loss_of(offloaded.forward(layers, x)).backward()
@@ -253,7 +253,7 @@ def test_forward_without_backward_a_hundred_times(lab: Lab) -> None:
     outputs.clear()
     once = abandon(1)
     pinned_bytes = lab.pool.pinned_bytes
-    assert abandon(100) == once
+    assert abandon(20) == once
     assert lab.pool.pinned_bytes == pinned_bytes
     assert all(map(expired, outputs))
     assert_all_free(lab, offloaded)

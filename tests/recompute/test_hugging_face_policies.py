@@ -1,4 +1,4 @@
-"""Policies of Hugging Face layers: with their own checkpointing, PEFT, and autocast, in any combination."""
+"""Policies of Hugging Face layers: with their own checkpointing (``reentrant`` or not, if any), PEFT, and autocast."""
 
 from __future__ import annotations
 
@@ -53,10 +53,17 @@ def build(kind: str, lab: Lab, *, adapters: bool, reentrant: bool | None) -> tup
     return model.to(lab.device).train(), layers
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["saved", "checkpointed", "reentrant"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("reentrant", "kind", "adapters", "autocast"),  # each pair of values of two of them
+    [
+        (None, "llama", False, False),
+        (None, "gpt2", True, True),
+        (False, "llama", True, False),
+        (False, "gpt2", False, True),
+        (True, "llama", False, True),
+        (True, "gpt2", True, False),
+    ],
+)
 def test_hugging_face_layers_with_policies(
     kind: str, reentrant: bool | None, adapters: bool, autocast: bool, lab: Lab
 ) -> None:
