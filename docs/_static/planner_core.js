@@ -407,15 +407,14 @@ globalThis.offloadPlanner = (() => {
       const { compute_s, copies_s } = this.seconds(this.costs(at(this.highest)));
       const least_s = Math.max(compute_s + this.profile.loss_s, copies_s) + this.profile.other_s;
       if (least_s > fastest_s * (1 + ROUNDING) || this.hostBytes(at(this.highest)) > this.mostHostBytes) return null;
-      let fit = 0, misfit = this.highest;
-      if (fits(misfit)) return this.scored(at(misfit));
-      if (!fits(fit)) return null;
-      while (misfit - fit > 1) {
-        const middle = Math.floor((fit + misfit) / 2);
-        if (fits(middle)) fit = middle;
-        else misfit = middle;
+      if (fits(this.highest)) return this.scored(at(this.highest));
+      let low = 0, high = this.highest; // bisect_left
+      while (low < high) {
+        const middle = Math.floor((low + high) / 2);
+        if (fits(middle)) low = middle + 1;
+        else high = middle;
       }
-      return this.scored(at(fit));
+      return low ? this.scored(at(low - 1)) : null;
     }
 
     swept(found) {

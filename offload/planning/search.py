@@ -249,10 +249,9 @@ class Search:
 
         if fits(self.highest):
             return self.scored(most)
-        if not fits(0):
-            return None
+        # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some.
         fitting = bisect_left(range(self.highest), True, key=lambda kept: not fits(kept))
-        return self.scored(self._at(num_layers, offloaded, fitting - 1))
+        return self.scored(self._at(num_layers, offloaded, fitting - 1)) if fitting else None
 
     def _may_be_faster(self, costs: Sequence[LayerCosts], fastest_s: float) -> bool:
         """Whether neither compute nor the copies alone take longer than the fastest step."""

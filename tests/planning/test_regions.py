@@ -496,6 +496,23 @@ class TestPlan:
                 fewer = make_plan(profile, peak - 1, PCIE, max_host_bytes=0)
                 assert fewer.policies.count(None) < kept
 
+    def test_regions_are_kept_where_recomputing_all_of_them_needs_more_memory(self, monkeypatch):
+        """The second run has "wide" on the device unless "output" is kept: the least kept is not the least peak."""
+        monkeypatch.setattr("offload.planning.search.SWEEPS", 0)  # bisection alone finds them
+        layer = LayerProfile.from_regions(
+            [
+                region("input", 10, 0, recomputable=False),
+                region("cheap", 10, 0.1, 0),
+                region("wide", 500, 0.1, 1, saved=False),
+                region("output", 10, 5, 2),
+            ],
+            0.01,
+            0.02,
+        )
+        found = make_plan(Profile((layer,) * 12), "300MiB", PCIE, max_host_bytes=0)
+        assert {one.kept for one in found.policies if one is not None} == {frozenset({0, 3})}
+        assert 0 < found.recompute_s < 8 * 0.0001
+
     def small(self) -> Plan:
         """Three layers of one kind and one without regions, with the policies that a table can show."""
         layer = LayerProfile.from_regions(
