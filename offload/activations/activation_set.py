@@ -23,22 +23,23 @@ EVENT_BYTES = 1 << 24
 
 
 class Saved(dict[int, "weakref.ref[SavedStorage]"]):
-    """What one microbatch has saved, by the storage's address, and what of it the operation at work has saved.
+    """The storages that one microbatch has saved, by address, and those that the operation at work has saved.
 
-    All of it weakly, as the graph's handles own it: what the graph has let go of is not copied any more.
+    All weakly, as the graph's handles own the storages: a storage that the graph has let go of is not copied any more.
 
     Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
     then, without a change of its version. So nothing is copied, and no ready event recorded, while the operation that
-    saved may still have kernels to queue. It is over when a later one saves, when the layer's forward ends, or when the
-    program asks. Only the first that a layer saves goes at once if another operation has computed it.
+    saved may still have kernels to queue. The operation is over when a later one saves, when the layer's forward ends,
+    or when the program asks. Only the first tensor that a layer saves is copied at once if another operation has
+    computed it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
-        """What the operation at work has saved, and for which sets."""
+        """The storages that the operation at work has saved, and the set that each was saved for."""
         self.stream: Stream | None = None
-        """Where its kernels go, which need not be the stream of the operation after it."""
+        """Where its kernels are queued, which need not be the stream of the operation after it."""
         self.node = -1
         """The number of the node that autograd makes next: it grows with each operation before that saves anything."""
         watch(self)
@@ -48,8 +49,8 @@ class ActivationSet:
     """Everything that one layer of one microbatch saved for backward.
 
     It holds its storages weakly: the graph's handles own them. A storage that a later layer saves as well moves with
-    that layer's set, which backward needs first; a storage's ``layer`` says with which. ``known`` is what the whole
-    microbatch has saved so far. A set that ``stays`` never leaves the device.
+    that layer's set, which backward needs first; ``layer`` of the storage says with which. ``known`` is what the whole
+    microbatch has saved so far. A set that ``stays`` is never offloaded.
     """
 
     _hook: Callable[[torch.Tensor], SavedHandle] | None = None
@@ -65,9 +66,9 @@ class ActivationSet:
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._early: list[SavedStorage] = []
-        """What was copied early, which no handle holds yet."""
+        """Storages that were copied early, which no handle holds yet."""
         self._small = 0
-        """Saved tensors below ``min_bytes``."""
+        """Saved tensors below ``min_bytes``, which are many: they are counted when the layer ends."""
         self.alive: Token | None = self._new_token()
         """``None`` as soon as the layer saves no more."""
         # Weakly, so that it tells whether a handle is left.
@@ -86,11 +87,11 @@ class ActivationSet:
         push_hooks(self._hook or self.pack, unpack)
 
     def hook(self, tensor: torch.Tensor) -> SavedHandle:
-        """What the layer's forward saves goes through this hook."""
+        """The handle of a tensor that the layer's forward saves."""
         return (self._hook or self.pack)(tensor)
 
     def leave(self, *, failed: bool) -> None:
-        """It has ended, or ``failed``; this may be called for a forward that was cut off before :meth:`enter`."""
+        """The forward has ended, or ``failed``; also called where it was cut off before :meth:`enter`."""
         pop_hooks(self._hook or self.pack)
 
     def close(self, *, in_operation: bool = False) -> None:
@@ -101,14 +102,14 @@ class ActivationSet:
         self.alive = None
         self._early.clear()
         if self._small and self.state is not _RESIDENT:
-            self.transfers.counters.skipped["small"] += self._small
+            self.transfers.counters.skipped[SMALL] += self._small
         if not in_operation:
             self._end_operation()
         if self.state is _OFFLOADING:
             self.transfers.end_batch()
 
     def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
-        """Queue the copy of a tensor that the layer will save, as soon as it is computed."""
+        """Queue the copy of a tensor that the layer will save, as soon as the tensor is computed."""
         if self.state is not _OFFLOADING:
             return
         decision = decide(tensor, self._rules)
@@ -118,34 +119,37 @@ class ActivationSet:
         elif isinstance(decision, type):
             storage = self._storage_of(tensor, decision, changes)
             if storage.ready is None:
-                storage.complete(self.transfers.backend.compute_stream().record_event())
+                storage.ready = self.transfers.backend.compute_stream().record_event()
             storage.start_offload()
             self._early.append(storage)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> SavedHandle:
-        """The pack hook: a handle for a tensor that autograd saves; ``changes`` as a storage counts them."""
+        """The pack hook: a handle for a tensor that autograd saves; ``changes`` as :class:`SavedStorage` has it."""
         self.in_graph = True
         token = self.alive or self._new_token()
         decision = decide(tensor, self._rules)
         if decision is SMALL:
-            self._small += 1  # many may be: they are counted when the layer ends
+            self._small += 1
             return KeptHandle(tensor, token)
         if isinstance(decision, Parts):
             return self._pack_parts(tensor, decision, token, changes)
         known = self._known
         if known.operation and next_node() != known.node:
             self._end_operation()
+        moves = self.state is not _RESIDENT
         if isinstance(decision, str):
-            if self.state is not _RESIDENT:
+            if moves:
                 self.transfers.counters.skipped[decision] += 1
             return KeptHandle(tensor, token)
         storage = self._storage_of(tensor, decision, changes)
         storage.tensors += 1
-        if self.state is not _RESIDENT:
+        if moves:
             self.transfers.counters.offloaded_tensors += 1
         if storage.host is None:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
-            self._await_operation(storage)
+            if not known.operation:
+                known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
+            known.operation.append((weakref.ref(storage), self))
             if len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
                 # An input of the operation: written before it. Around a checkpoint that is all that the layer saves,
                 # and its copy would only begin when the layer ends.
@@ -161,7 +165,7 @@ class ActivationSet:
         return Token(self.layer, self._reload_late, self._mark_read)
 
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
-        """The storage of a tensor that travels, which moves with this set from now on."""
+        """The storage of a tensor that is offloaded, which moves with this set from now on."""
         address = address_of(tensor.untyped_storage())
         reference = self._known.get(address)
         storage = None if reference is None else reference()
@@ -177,15 +181,8 @@ class ActivationSet:
             storage.move_with(self.layer, tensor, stays=self._stays)
         return storage
 
-    def _await_operation(self, storage: SavedStorage) -> None:
-        """Note a storage until the operation at work, which saves it, is over."""
-        known = self._known
-        if not known.operation:
-            known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
-        known.operation.append((weakref.ref(storage), self))
-
     def _end_operation(self) -> None:
-        """What the operation has saved is complete, with one event for all: what is to travel now is copied."""
+        """What the operation has saved is complete, with one event for all: what is to be copied now is copied."""
         known = self._known
         saved, known.operation = known.operation, []
         ready: Event | None = None
@@ -196,23 +193,20 @@ class ActivationSet:
                 continue
             if ready is None and not owner._stays:
                 ready = known.stream.record_event()
-            storage.complete(ready)
+            if storage.ready is None:  # in layers that are kept there is no event, until a later layer saves it too
+                storage.ready = ready
             if moving is not None and owner is not moving:
                 self.transfers.end_batch()  # else the release of the one would wait for copies of the other
             moving = owner
             if storage.layer != owner.layer:
-                continue  # a later set has taken it over, and is an owner of it as well
-            owner._follow(storage)
+                continue  # a later set has taken the storage over, and is an owner of it as well
+            if owner.state is _OFFLOADING:
+                storage.start_offload()
+            elif owner.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
+                storage.start_offload()
+                owner._let_go([storage])
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
-
-    def _follow(self, storage: SavedStorage) -> None:
-        """What is saved while the set is on its way goes with it, as soon as the operation that saved it is over."""
-        if self.state is _OFFLOADING:
-            storage.start_offload()
-        elif self.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
-            storage.start_offload()
-            self._let_go([storage])
 
     # The three verbs. ``call`` names what the user has called, for the error where the state does not allow it.
 

@@ -14,7 +14,7 @@ import torch
 
 from offload.activations.saved_storage import SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
-from offload.base.tensors import Geometry, geometry_of, look_into
+from offload.base.tensors import geometry_of, look_into, plain_version_counter
 from offload.base.torch_private import keeps_graph
 from offload.recompute.run_again import Frame
 
@@ -30,18 +30,6 @@ class Token:
         self.layer = layer
         self.reload_late = reload_late
         self.mark_read = mark_read
-
-
-def bring_back(storage: SavedStorage, token: Token) -> torch.UntypedStorage:
-    """Device memory that holds a storage's bytes, ready for the current stream."""
-    if storage.memory is None:
-        token.reload_late(storage)
-    reload = storage.reload
-    if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
-        storage.wait_for(reload)
-        token.mark_read()
-    # A storage without device memory was brought back above.
-    return storage.memory  # type: ignore[return-value]
 
 
 class SavedHandle:
@@ -93,24 +81,28 @@ class MovedHandle(SavedHandle):
     view: torch.Tensor | None = None
     """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
 
-    def __init__(
-        self, tensor: torch.Tensor, token: Token, storage: SavedStorage, geometry: Geometry | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token
         self.version = tensor._version
-        self.versions = version_counter(tensor)
+        self.versions = plain_version_counter(tensor)
         self.storage = storage
-        self.geometry = geometry or geometry_of(tensor)
+        self.geometry = geometry_of(tensor)
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
             self.check_version(self.versions.dtype, self.geometry[2])
         storage = self.storage
-        memory = bring_back(storage, self.token)
+        if storage.memory is None:
+            self.token.reload_late(storage)
+        reload = storage.reload
+        if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
+            storage.wait_for(reload)
+            self.token.mark_read()
         if self.view is not None:
             return self.view
-        view = look_into(memory, self.geometry, self.versions.data)
-        if storage.reload is not None:
+        # The storage has device memory: it was reloaded above if it had none.
+        view = look_into(storage.memory, self.geometry, self.versions.data)  # type: ignore[arg-type]
+        if reload is not None:
             self.view = view
         return view
 

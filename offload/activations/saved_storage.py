@@ -102,14 +102,6 @@ class SavedStorage:
             return False
         return self.versions is None or shares_versions(self.versions, tensor)
 
-    def complete(self, ready: Event | None) -> None:
-        """The operation that saved the storage is over, and has written the bytes when ``ready`` is.
-
-        In layers that are kept there is no event, until a later layer that is offloaded saves the storage once more.
-        """
-        if self.ready is None:
-            self.ready = ready
-
     def start_offload(self) -> None:
         """Queue the copy to the host. Without room there, the storage stays on the device."""
         ready = self.ready if self.reload is None else self.reload.done

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.base.tensors import has_memory
 from offload.base.torch_private import CAST_NODE, RESHAPED_NODE, address_of
 
 Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -135,8 +134,13 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
         return "pipeline"
     if tensor.device != rules.device:
         return "device"
-    if tensor.is_quantized or tensor.is_nested or not has_memory(memory):
-        return "layout"  # although they say that they are strided
+    if tensor.is_quantized or tensor.is_nested:
+        return "layout"  # although it says that it is strided
+    try:
+        if not memory.data_ptr():
+            return "layout"  # a zero tensor
+    except RuntimeError:  # a wrapper's
+        return "layout"
     base = tensor._base
     maker = tensor.grad_fn if base is None else base.grad_fn
     if maker is None or type(maker) is CAST_NODE:
