@@ -43,6 +43,8 @@ UNSYNCED = 2
 
 
 class _Closed(NamedTuple):
+    """The layer whose forward has ended last, until its output is known."""
+
     microbatch: Round
     opened: ActivationSet
     alive: object | None
@@ -86,6 +88,10 @@ class OffloadContext(ContextDecorator):
         self.schedule = schedule
         self.policies = policies
         self.model_layers = model_layers
+        self.microbatch = -1
+        """Number of the round that began last, counted from 0."""
+        self.skipped = False
+        """Whether the context did nothing when it was entered last."""
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
         self._round = self._new_round()
@@ -95,16 +101,12 @@ class OffloadContext(ContextDecorator):
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
         self._thread = threading.current_thread()
-        """The one that has entered the context last."""
-        self._unsynced = 0
-        """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
+        """The thread that has entered the context last."""
         # Weakly, for the manual synchronizer: a set lives as long as its graph, and no longer.
         self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
+        self._unsynced = 0
+        """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         self._warned: set[str] = set()
-        self.microbatch = -1
-        """Number of the round that began last, counted from 0."""
-        self.skipped = False
-        """Whether the context did nothing when it was entered last."""
 
     def __enter__(self) -> Self:
         depth = len(self._entered)
@@ -126,7 +128,7 @@ class OffloadContext(ContextDecorator):
     def enter(self, layer: int | None = None, inputs: object = None) -> None:
         """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
 
-        What it is called with, positional arguments and those by name, are its ``inputs``.
+        Its ``inputs`` are the positional arguments and the keyword arguments that it is called with.
 
         Where PyTorch allows no hooks on saved tensors, the error leaves the context as it was before.
         """
@@ -142,6 +144,11 @@ class OffloadContext(ContextDecorator):
                 "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
                 "reset()."
             )
+        self.begin_layer(layer, inputs)
+
+    def begin_layer(self, layer: int | None, inputs: object) -> None:
+        """As :meth:`enter`, where there is something to do and no layer is open."""
+        self._closed = None
         self._thread = threading.current_thread()
         if self._unsynced >= UNSYNCED:
             self._warn_once(
@@ -259,13 +266,13 @@ class OffloadContext(ContextDecorator):
                 "the sync function was called before the offload context was entered; run the layer inside "
                 "`with context:` first."
             )
-        if self._closed is not None:
-            opened = self._closed.opened
-            nodes = torch_private.before_backward(tensors_in(output), self._first_node, self._closed.begin_backward)
+        closed = self._closed
+        if closed is not None:
             self._unsynced = 0
-            marked = bool(nodes)
-            opened.in_graph |= marked and self._closed.alive is not None
-            if not marked or opened.gone:
+            nodes = torch_private.before_backward(tensors_in(output), self._first_node, closed.begin_backward)
+            opened = closed.opened
+            opened.in_graph |= bool(nodes) and closed.alive is not None
+            if not nodes or opened.gone:
                 # Nothing leads from the output to what the layer has saved, or nothing holds that any more: a frozen
                 # layer, say. Its set may go at any time, and must not count as the end of the round when it does.
                 opened.in_graph = False

@@ -45,11 +45,12 @@ class OffloadListener(LayerListener):
         self._entered = False
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        self._entered = not self._context.has_nothing_to_do()
+        context = self._context
+        self._entered = not context.has_nothing_to_do()
         if self._entered:
-            self._context.check_thread(self._number)
-            self._context.abort()  # a forward that an interrupt has cut off, of this layer or another
-            self._context.enter(self._number, inputs)
+            context.check_thread(self._number)
+            context.abort()  # a forward that an interrupt has cut off, of this layer or another
+            context.begin_layer(self._number, inputs)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._entered and self._context.in_this_thread:

@@ -20,9 +20,9 @@ class Round:
     """The activation sets of one microbatch, layers 0 to N-1.
 
     The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
-    the manual synchronizer says what moves when. If the round ``sees_all``, what is saved by layers that never move is
-    treated as if it could travel, so that its size is known. ``policies_of`` gives what happens to the regions of a
-    layer, or ``None`` if the same happens to all of them.
+    the manual synchronizer says what moves when. If the round ``sees_all``, tensors saved by layers that are never
+    offloaded are treated as if they could be, so that their size is known. ``policies_of`` gives the policies of a
+    layer's regions, or ``None`` if the whole layer has one policy.
     """
 
     def __init__(
@@ -39,14 +39,16 @@ class Round:
         self.sets: dict[int, ActivationSet] = {}
         self.last_layer = -1
         """The layer whose forward began last."""
-        self._min_bytes = min_bytes
+        self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._first_to_stay = math.inf
         if schedule and not sees_all:
-            treated = (layer for layer in range(schedule.model_layers) if policies_of and policies_of(layer))
-            self._first_to_stay = max({*self._offloaded, *treated}, default=-1) + 1
-        self._policies_of = policies_of
+            with_policies = filter(self._policies_of, range(schedule.model_layers))
+            self._first_to_stay = max({*self._offloaded, *with_policies}, default=-1) + 1
+        self._rules = Rules(transfers.backend.device, min_bytes)
+        # If a layer is kept, and all later ones, it only matters what it shares with earlier layers.
+        self._rules_to_stay = self._rules._replace(only=self._known)
 
     @property
     def abandoned(self) -> bool:
@@ -55,9 +57,9 @@ class Round:
         return last is not None and last.gone and not last.backward_begun
 
     def passes_by(self, layer: int) -> bool:
-        """Whether the layer needs no hooks: all of it is kept, and so is the one before and all later ones.
+        """Whether the layer needs no hooks: it is kept, and so are the one before and all later ones.
 
-        The first layer that stays has hooks still: what it and the one before it both save must not travel.
+        The first layer that is kept has hooks still: what it and the one before it both save must not be offloaded.
         """
         return layer > self._first_to_stay
 
@@ -68,16 +70,15 @@ class Round:
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)
-        # If this layer stays, and all later ones, it only matters what it shares with earlier ones.
-        only = self._known if layer >= self._first_to_stay else None
-        rules = Rules(self.transfers.backend.device, self._min_bytes, held, only)
+        rules = self._rules_to_stay if layer >= self._first_to_stay else self._rules
+        if held:
+            rules = rules._replace(held=held)
         stays = self.schedule is not None and layer not in self._offloaded
-        parts = (layer, self.transfers, rules, self._known)
-        policies = self._policies_of(layer) if self._policies_of else None
-        if policies is not None:
-            opened: ActivationSet = RegionSet(*parts, stays=stays, policies=policies)
+        policies = self._policies_of(layer)
+        if policies is None:
+            opened = ActivationSet(layer, self.transfers, rules, self._known, stays=stays)
         else:
-            opened = ActivationSet(*parts, stays=stays)
+            opened = RegionSet(layer, self.transfers, rules, self._known, stays=stays, policies=policies)
         self.sets[layer] = opened
         self.last_layer = layer
         if layer in self._offloaded:

@@ -58,6 +58,7 @@ _tracing = _find("_C._get_tracing_state")
 _proxy_mode = _find("fx.experimental.proxy_tensor.get_proxy_mode")
 _fx_traces = _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
+_count_modes = _find("_C._len_torch_dispatch_stack")
 _modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
 _set_excluded = _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
@@ -188,6 +189,8 @@ def is_transformed() -> bool:
 
 def leave_modes(kind: type[TorchDispatchMode]) -> None:
     """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
+    if not _count_modes():
+        return
     stack = _modes()
     outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
     for mode in reversed(stack[outermost:]):
