@@ -6,6 +6,6 @@ Open ``attach.py`` first.
 
 from offload.pipelining.attach import PipelineOffload, attach
 from offload.pipelining.plan import PipelinePlan, plan_pipeline
-from offload.pipelining.stage_profile import StageProfile
+from offload.pipelining.rank_step import StageProfile
 
 __all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "plan_pipeline"]

@@ -27,18 +27,17 @@ from offload.activations.round import Round
 from offload.activations.stats import Counters, OffloadStats
 from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import parse_bytes
-from offload.base.layer_events import Handle
+from offload.base.layer_events import Handle, replace_attribute
+from offload.base.torch_private import pipeline_stages
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.measuring.measure_link import measure_link
-from offload.pipelining.chunk import ChunkParts, EvenChunk
+from offload.pipelining.chunk import ChunkParts, FindLayers, LayeredChunk, StageLayers, largest_list
 from offload.pipelining.order import Action, Chunk, read_actions
-from offload.pipelining.plan import PipelinePlan, check_costs, check_options, plan_pipeline
-from offload.pipelining.probe import Probe
-from offload.pipelining.regions import FindLayers, LayeredChunk, RankRegions, layers_in
-from offload.pipelining.stage_profile import StageProfile
-from offload.pipelining.stages import Wrapper, held_by, known_order, skips_inputs, stages_of
+from offload.pipelining.plan import PipelinePlan, check_options, plan_pipeline
+from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs
 from offload.planning.profile import Link
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule
@@ -47,11 +46,8 @@ logger = logging.getLogger(__name__)
 
 PARTS = 16
 """Into how many parts each chunk's activation set is cut: memory changes in steps of a sixteenth."""
-
 ALL_PARTS = 512
 """The most parts of all chunks together: with many chunks, larger parts are still a small fraction of the memory."""
-
-_NOTHING_MOVES = Schedule(1)
 
 
 def attach(
@@ -107,12 +103,13 @@ def attach(
         TypeError: ``schedule`` is no pipeline schedule of PyTorch.
         ValueError: It is attached already, or an option is out of range or excludes another.
     """
-    stages = stages_of(schedule)
+    if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
+    stages = pipeline_stages(schedule)
     for stage in stages:
-        if isinstance(vars(stage).get("forward_one_chunk"), Wrapper):
+        if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call remove() on the first handle")
-    check_options(memory_budget, fraction, lookahead, 1 if parts is None else parts)
-    check_costs(profile, link)
+    check_options(memory_budget, fraction, lookahead, parts, profile, link)
     if policies is None and layers is not None:
         raise ValueError("layers are those that policies apply to, but there are no policies; give both")
     if policies is not None and parts is not None:
@@ -121,28 +118,27 @@ def attach(
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
-    regions = RankRegions()
-    if patterns is not None:
-        regions.attach(stages, layers or layers_in, patterns, measures=profile is None)
+    stage_layers = None if patterns is None else StageLayers(stages, layers or largest_list, patterns)
+    parts = parts if stage_layers is None else stage_layers.parts
+    options: Any = {"memory_budget": memory_budget, "fraction": fraction, "lookahead": lookahead}
     handle = PipelineOffload(
-        stages,
-        backend,
-        partial(plan_pipeline, link=link, memory_budget=memory_budget, fraction=fraction, lookahead=lookahead),
-        parts=parts,
-        profile=profile,
-        min_bytes=min_bytes,
-        regions=regions,
+        stages, backend, stage_layers, profile, min_bytes, {"link": link, "parts": parts} | options
     )
     try:
         order = known_order(schedule, stages)
         if order is not None and profile is not None:
             handle.make_plan(order)
         elif order is not None and fraction is not None:  # by the order alone, until the first step is measured
-            handle.plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=regions.parts or 1)
+            parts = stage_layers.parts if stage_layers else 1
+            handle.plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=parts)
     except BaseException:
         handle.remove()
         raise
     return handle
+
+
+class _Wrapper(partial[Any]):
+    """A method of a stage, replaced on the instance."""
 
 
 class PipelineOffload(Handle):
@@ -155,12 +151,10 @@ class PipelineOffload(Handle):
         self,
         stages: list[Any],
         backend: Backend,
-        planner: Callable[..., PipelinePlan],
-        *,
-        parts: int | None,
+        layers: StageLayers | None,
         profile: Mapping[int, StageProfile] | None,
         min_bytes: int,
-        regions: RankRegions,
+        options: Mapping[str, Any],
     ) -> None:
         exclude_parameters(stage.submod for stage in stages)
         self.plan: PipelinePlan | None = None
@@ -169,25 +163,24 @@ class PipelineOffload(Handle):
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
         self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
-        self._planner = planner
-        self._parts = parts
+        self._layers = layers
         self._min_bytes = min_bytes
-        self._regions = regions
+        self._options = options
         self._probe = Probe(backend) if profile is None else None
         self._round: Round | None = None
-        self._numbers: dict[Chunk, int] = {}
         self._chunks: dict[Chunk, ChunkParts] = {}
         """Chunks whose backward is not over."""
         self._ran: list[Action] = []
-        self._wrappers = [
-            Wrapper(stage, name, run)
-            for stage in stages
-            for name, run in (
-                ("forward_one_chunk", self._forward),
-                ("backward_one_chunk", self._backward),
-                ("backward_weight_one_chunk", partial(self._run_backward, "W")),
-            )
-        ]
+        self._wrappers: list[tuple[Any, str, _Wrapper, Callable[[], None]]] = []
+        methods = {
+            "forward_one_chunk": self._forward,
+            "backward_one_chunk": self._backward,
+            "backward_weight_one_chunk": partial(self._run_backward, "W"),
+        }
+        for stage in stages:
+            for name, run in methods.items():
+                wrapper = _Wrapper(self._call, run, stage, getattr(stage, name))
+                self._wrappers.append((stage, name, wrapper, replace_attribute(stage, name, wrapper)))
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
@@ -199,20 +192,22 @@ class PipelineOffload(Handle):
     def make_plan(self, order: tuple[Action, ...]) -> PipelinePlan:
         """Plan for this order of actions, and follow the plan. The profile must be known."""
         chunks = sum(action.kind == "F" for action in order)
-        parts = self._regions.parts or self._parts or max(1, min(PARTS, ALL_PARTS // chunks))
-        self.plan = self._planner(order, self.profile, parts=parts)
+        parts = self._options["parts"] or max(1, min(PARTS, ALL_PARTS // chunks))
+        self.plan = plan_pipeline(order, self.profile, **{**self._options, "parts": parts})
         return self.plan
 
     def remove(self) -> None:
         """Take the wrappers off the stages. Graphs that exist stay valid. A second call does nothing."""
-        for wrapper in self._wrappers:
-            wrapper.remove()
+        for stage, name, wrapper, put_back in self._wrappers:
+            if vars(stage).get(name) is wrapper:  # if it was replaced again since, it only passes calls on
+                put_back()
         self._wrappers.clear()
-        self._regions.remove()
+        if self._layers is not None:
+            self._layers.remove()
 
     def regions(self, stage: int, layer: int = 0) -> dict[str, str]:
         """The policy of each region of a stage's layer, by the region's name, once the layer has run forward."""
-        policies = self._regions.policies.get(stage)
+        policies = None if self._layers is None else self._layers.policies.get(stage)
         return {} if policies is None else policies[layer].by_name()
 
     def stats(self) -> OffloadStats:
@@ -228,14 +223,16 @@ class PipelineOffload(Handle):
         plan = "no plan yet" if self.plan is None else repr(self.plan)
         return f"PipelineOffload({plan}, device={str(self._backend.device)!r}, {self.state})"
 
+    def _call(self, run: Callable[..., Any], stage: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(stage, method, *args, **kwargs) if self._wrappers else method(*args, **kwargs)
+
     def _forward(self, stage: Any, method: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not (stage.has_backward and torch.is_grad_enabled()):
             return method(fwd_chunk_id, *args, **kwargs)
         action = Action(stage.stage_index, "F", fwd_chunk_id)
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
-        number = self._numbers.setdefault(action.chunk, len(self._numbers))
-        chunk = self._new_chunk(self._round, stage.stage_index, number, held_by(stage, fwd_chunk_id, args, kwargs))
+        chunk = self._new_chunk(self._round, stage.stage_index, held_by(stage, fwd_chunk_id, args, kwargs))
         try:
             with chunk:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
@@ -244,16 +241,17 @@ class PipelineOffload(Handle):
             raise
         self._chunks[action.chunk] = chunk
         if self._probe is not None:
-            self._probe.count(stage.stage_index, chunk.saved)
+            self._probe.count(stage.stage_index, *chunk.saved())
         return result
 
-    def _new_chunk(self, microbatch: Round, stage: int, number: int, held: Iterable[torch.Tensor]) -> ChunkParts:
-        if stage in self._regions.policies:
-            return LayeredChunk(microbatch, number, self._regions, stage, held)
+    def _new_chunk(self, microbatch: Round, stage: int, held: Iterable[torch.Tensor]) -> ChunkParts:
+        number = sum(action.kind == "F" for action in self._ran)
+        if self._layers is not None:
+            return LayeredChunk(microbatch, number, self._layers, stage, held)
         if self.plan is None:
-            return EvenChunk(microbatch, number, 1, 0.0, held)
+            return ChunkParts(microbatch, number, 1, held=held)
         part_bytes = self.plan.profile[stage].saved_bytes / self.plan.parts
-        return EvenChunk(microbatch, number, self.plan.parts, part_bytes, held)
+        return ChunkParts(microbatch, number, self.plan.parts, part_bytes, held)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
@@ -269,9 +267,9 @@ class PipelineOffload(Handle):
             return call()
         if kind == "W" and skips_inputs(stage):
             kind = "B"
-        chunk.begin_backward()
+        chunk.reach(chunk.parts - 1)
         result = self._watched(Action(place.stage, kind, place.microbatch), call)
-        chunk.end_backward()
+        chunk.reach(0)  # also where backward asked for nothing of some parts
         if kind != "I":
             del self._chunks[place]
         return result
@@ -295,9 +293,8 @@ class PipelineOffload(Handle):
             plan = self.make_plan(ran)
             logger.info("for the order %s:\n%s", ran, plan)
             self._transfers.pool.reserve(plan.host_bytes)
-        self._numbers = {} if self.plan is None else dict(self.plan.chunks)
         self._chunks.clear()
         self._ran.clear()
-        schedule = _NOTHING_MOVES if self.plan is None else self.plan.schedule
-        policies_of = self._regions.policies_of if self._regions.parts else None
+        schedule = Schedule(1) if self.plan is None else self.plan.schedule
+        policies_of = None if self._layers is None else self._layers.policies_of
         return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of, sees_all=True)

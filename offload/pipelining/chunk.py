@@ -1,22 +1,29 @@
-"""One chunk of a pipeline: its saved tensors, cut into parts, and the points of the schedule that it reaches.
+"""One chunk of a pipeline: its saved tensors, cut into parts, and the points of the schedule that the chunk reaches.
 
-The parts are the layers of a :class:`~offload.activations.round.Round`, so that everything below is the same as
-for the layers of a model. A part's forward begins when the part before has saved its share; its backward begins when
-autograd asks for the first tensor of it.
+The parts are the layers of a :class:`~offload.activations.round.Round`, so that everything below is the same as for the
+layers of a model. A part is an equal share of the chunk's bytes. With policies by hand for the regions of the stage's
+layers, a part is one of these layers, and tensors that the stage saves outside of its layers are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 
+from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
+from offload.activations.states import OffloadStateError
 from offload.activations.what_moves import storages_of
+from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
-from offload.pipelining.probe import ChunkBytes
+from offload.recompute.policies import OFFLOAD, LayerPolicies, Policy
+
+FindLayers = Callable[[nn.Module], Iterable[nn.Module]]
+"""A stage's module → its layers, in the order of forward."""
 
 
 class PackedTensor(NamedTuple):
@@ -27,8 +34,14 @@ class PackedTensor(NamedTuple):
     handle: SavedHandle
 
 
+def unpack_part(packed: PackedTensor) -> torch.Tensor:
+    """The unpack hook."""
+    packed.chunk.reach(packed.part)
+    return packed.handle.unpack()
+
+
 class ChunkParts:
-    """A chunk's parts. Backward reaches them from the last to the first.
+    """A chunk whose parts are equal shares of its bytes. Backward reaches the parts from the last to the first.
 
     As a context manager it surrounds the chunk's forward.
 
@@ -36,30 +49,43 @@ class ChunkParts:
         microbatch: The round that holds all chunks of this step.
         number: The chunk's number in the order of forwards.
         parts: How many layers of the round the chunk has.
+        part_bytes: A part begins when the part before has saved so many bytes.
         held: Tensors that the stage keeps on the device until backward; they are not offloaded.
     """
 
-    def __init__(self, microbatch: Round, number: int, parts: int, held: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, microbatch: Round, number: int, parts: int, part_bytes: float = 0.0, held: Iterable[torch.Tensor] = ()
+    ) -> None:
         self.parts = parts
         self._round = microbatch
-        self._held = storages_of(held)
         self._first_layer = number * parts
+        self._part_bytes = part_bytes
+        self._held = storages_of(held)
+        self._nbytes: dict[int, int] = {}
+        """The ``id`` of each storage that was saved → its bytes."""
+        self._saved_bytes = 0
+        self._part = -1
+        """The part whose forward began last, with its activation set while it is open."""
+        self._open: ActivationSet | None = None
         self._reached = parts
 
-    @property
-    def saved(self) -> ChunkBytes:
-        """What the chunk has saved so far."""
-        return ChunkBytes()
+    def saved(self) -> tuple[tuple[int, ...], int]:
+        """The bytes of each tensor that may be offloaded, in the order of saving, and the bytes that are kept."""
+        return tuple(self._nbytes.values()), 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def begin_backward(self) -> None:
-        """Backward begins, or the half of it for the weights."""
-        self.reach(self.parts - 1)
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        """The pack hook."""
+        if self._open is None:
+            raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
+        packed = PackedTensor(self, self._part, self._open.hook(tensor))
+        for storage in packed.handle.storages():
+            if id(storage) not in self._nbytes:
+                self._nbytes[id(storage)] = storage.nbytes
+                self._saved_bytes += storage.nbytes
+        while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
+            self._open.close(in_operation=True)
+            self._open = self._begin_part(self._part + 1)
+        return packed
 
     def reach(self, part: int) -> None:
         """Backward asks for a tensor of ``part``, and so is past all later parts."""
@@ -67,62 +93,156 @@ class ChunkParts:
             self._reached -= 1
             self._round.begin_backward(self._first_layer + self._reached)
 
-    def end_backward(self) -> None:
-        """Backward has ended, also where it asked for nothing of some parts."""
-        self.reach(0)
-
-
-class EvenChunk(ChunkParts):
-    """A chunk whose parts are of equal size.
-
-    Args:
-        microbatch: As for any chunk, and so are ``number``, ``parts`` and ``held``.
-        part_bytes: The size of a part.
-    """
-
-    def __init__(
-        self, microbatch: Round, number: int, parts: int, part_bytes: float, held: Iterable[torch.Tensor] = ()
-    ) -> None:
-        super().__init__(microbatch, number, parts, held)
-        self._saved: dict[int, int] = {}
-        """The ``id`` of each storage that was saved → its bytes."""
-        self._saved_bytes = 0
-        self._part_bytes = part_bytes
-        self._part = 0
-        self._set = self._round.begin_forward(self._first_layer, self._held)
-
-    def pack(self, tensor: torch.Tensor) -> PackedTensor:
-        """The pack hook."""
-        packed = PackedTensor(self, self._part, self._set.pack(tensor))
-        for storage in packed.handle.storages():
-            if id(storage) not in self._saved:
-                self._saved[id(storage)] = storage.nbytes
-                self._saved_bytes += storage.nbytes
-        while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
-            self._next_part(in_operation=True)
-        return packed
-
-    @property
-    def saved(self) -> ChunkBytes:
-        return ChunkBytes(tuple(self._saved.values()))
-
     def __enter__(self) -> Self:
+        self._open = self._begin_part(0)
         push_hooks(self.pack, unpack_part)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pop_hooks(self.pack)
-        while self._part < self.parts - 1:
-            self._next_part(in_operation=False)
-        self._set.close()
+        if self._open is not None:
+            pop_hooks(self.pack)
+            self._open.close()
+        if self._part < self.parts - 1:
+            self._begin_part(self.parts - 1).close()
 
-    def _next_part(self, *, in_operation: bool) -> None:
-        self._set.close(in_operation=in_operation)
-        self._part += 1
-        self._set = self._round.begin_forward(self._first_layer + self._part, self._held)
+    def _begin_part(self, part: int) -> ActivationSet:
+        """Begin a part; the parts that were left out before it are empty."""
+        for skipped in range(self._part + 1, part):
+            self._round.begin_forward(self._first_layer + skipped, self._held).close()
+        self._part = part
+        return self._round.begin_forward(self._first_layer + part, self._held)
 
 
-def unpack_part(packed: PackedTensor) -> torch.Tensor:
-    """The unpack hook."""
-    packed.chunk.reach(packed.part)
-    return packed.handle.unpack()
+class LayeredChunk(ChunkParts):
+    """A chunk of which each layer is a part.
+
+    It has more parts than layers if another stage of the rank has more layers; the last parts are empty then.
+    """
+
+    def __init__(
+        self, microbatch: Round, number: int, layers: StageLayers, stage: int, held: Iterable[torch.Tensor]
+    ) -> None:
+        super().__init__(microbatch, number, layers.parts, held=held)
+        self.policies = layers.policies[stage]
+        self._layers = layers
+
+    def begin_layer(self, part: int, inputs: object) -> None:
+        """A layer's forward begins."""
+        if part <= self._part:
+            raise OffloadStateError(
+                f"the layers of a stage must run in their order, each once, but layer {part} came after layer "
+                f"{self._part}; list them in the order of forward, or leave out policies."
+            )
+        self._open = self._begin_part(part)
+        self._open.enter(inputs)
+        push_hooks(self.pack, unpack_part)
+
+    def end_layer(self, *, failed: bool) -> None:
+        """The layer's forward has ended, or ``failed``."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            pop_hooks(self.pack)
+            opened.leave(failed=failed)
+            opened.close()
+
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+        if self._open is None:
+            raise RuntimeError("a layer's hooks were called outside of its forward; please report this.")
+        return PackedTensor(self, self._part, self._open.hook(tensor))
+
+    def saved(self) -> tuple[tuple[int, ...], int]:
+        held = [entry for layer in self.policies for entry in layer.held()]
+        tensors = tuple(nbytes for nbytes, policy in held if policy is OFFLOAD)
+        return tensors, sum(nbytes for nbytes, policy in held if policy is not OFFLOAD)
+
+    def __enter__(self) -> Self:
+        self._layers.running = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_layer(failed=True)  # if it is still open, an interrupt has cut it off
+        super().__exit__()
+        self._layers.running = None
+
+
+class StageLayers(Handle):
+    """The layers of all stages of a rank, with the policies of their regions.
+
+    Args:
+        stages: The rank's stages.
+        find_layers: Gives the layers of a stage's module.
+        patterns: Of regions' names; the first that matches decides.
+
+    Raises:
+        TypeError: A stage's layers are no modules.
+        ValueError: A stage has no layers, one is listed twice or inside another, or is offloaded already.
+    """
+
+    def __init__(self, stages: Iterable[Any], find_layers: FindLayers, patterns: Mapping[str, Policy]) -> None:
+        self.policies: dict[int, list[LayerPolicies]] = {}
+        """Stage → the policies of each of its layers."""
+        self.running: LayeredChunk | None = None
+        """The chunk whose forward runs."""
+        self._attachments: list[Attachment] = []
+        try:
+            for stage in stages:
+                layers = check_layers(
+                    find_layers(stage.submod), _StageLayer, "offloaded", "cannot have policies of regions"
+                )
+                for number, layer in enumerate(layers):
+                    if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
+                        raise ValueError(f"layer {number} is offloaded already; call remove() on the first handle")
+                self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
+                listeners = [_StageLayer(self, number) for number in range(len(layers))]
+                self._attachments.append(Attachment(layers, listeners))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def parts(self) -> int:
+        """How many parts each chunk has: as many as the stage with the most layers."""
+        return max(map(len, self.policies.values()))
+
+    def policies_of(self, layer: int) -> LayerPolicies | None:
+        """The policies of a layer of the round, which is a part of the chunk that runs."""
+        policies = [] if self.running is None else self.running.policies
+        part = layer % self.parts
+        return policies[part] if part < len(policies) else None
+
+    def remove(self) -> None:
+        """Take the hooks off all layers."""
+        for attachment in self._attachments:
+            attachment.remove()
+
+
+class _StageLayer(LayerListener):
+    """Tells the chunk that runs that one of its layers begins and ends."""
+
+    turn = Turn.ACTIVATIONS
+
+    def __init__(self, layers: StageLayers, number: int) -> None:
+        self._layers = layers
+        self._number = number
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if self._layers.running is not None and not call.recomputes:
+            self._layers.running.begin_layer(self._number, inputs)
+
+    def end_forward(self, call: LayerCall, *, failed: bool) -> None:
+        if self._layers.running is not None and not call.recomputes:
+            self._layers.running.end_layer(failed=failed)
+
+
+def largest_list(module: nn.Module) -> list[nn.Module]:
+    """The layers of a stage's module: the list of modules in it with the most parameters, or else the module itself."""
+
+    def parameters(modules: Iterable[nn.Module]) -> int:
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+    lists = [
+        list(found.values() if isinstance(found, nn.ModuleDict) else found)
+        for found in module.modules()
+        if isinstance(found, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    ]
+    return max(lists, key=parameters, default=[]) or [module]

@@ -21,14 +21,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from numbers import Real
 from typing import Any
 
 from offload.base.checks import check_type, format_bytes, format_s, is_int, parse_bytes, warn_caller
 from offload.observe.timeline import Timeline
 from offload.pipelining.order import Action, Chunk, number_chunks, read_actions
-from offload.pipelining.rank_step import Absence, RankStep
-from offload.pipelining.stage_profile import StageProfile
+from offload.pipelining.rank_step import Absent, RankStep, StageProfile
 from offload.planning.profile import Link, check_link
 from offload.planning.simulate import simulate_steps
 from offload.schedule.points import Move
@@ -44,7 +42,7 @@ INSTANT_LINK = Link(1e30, 1e30, 2e30)
 """The last resort: each part is released and reloaded at the nearest point, whatever that costs."""
 
 _ROUNDING = 1e-9
-"""How far sums of the same sizes may be apart, relative to the sum."""
+"""How far a fraction of the bytes may be rounded up, relative to the bytes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,27 +71,27 @@ class PipelinePlan:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that are copied to the host and back in one step."""
-        return round(sum(self._step.nbytes[layer] for layer in self.schedule.offloaded_layers))
+        return sum(self._step.nbytes[layer] for layer in self.schedule.offloaded_layers)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of all activation sets of one step."""
-        return round(sum(self._step.nbytes))
+        return sum(self._step.nbytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes of activation sets on the device at once. Backward's workspace comes on top."""
-        return round(self._step.peak_bytes(self._absent))
+        return self._step.peak_bytes(self._absent)
 
     @property
     def peak_bytes_without(self) -> int:
         """The most bytes of activation sets on the device at once with nothing offloaded."""
-        return round(self._step.peak_bytes({}))
+        return self._step.peak_bytes({})
 
     @property
     def host_bytes(self) -> int:
         """The most bytes on the host at once."""
-        return round(self._step.host_bytes(self._absent))
+        return self._step.host_bytes(self._absent)
 
     @property
     def step_s_without(self) -> float:
@@ -136,9 +134,9 @@ class PipelinePlan:
         return RankStep(self.actions, self.profile, self.parts)
 
     @cached_property
-    def _absent(self) -> dict[int, Absence]:
+    def _absent(self) -> Absent:
         index = {point: number for number, point in enumerate(self.schedule.order)}
-        return {move.layer: Absence(index[move.release], index[move.reload]) for move in self.schedule.moves}
+        return {move.layer: (index[move.release], index[move.reload]) for move in self.schedule.moves}
 
 
 def plan_pipeline(
@@ -174,68 +172,54 @@ def plan_pipeline(
         TypeError: ``actions``, ``profile`` or ``link`` is something else.
     """
     order = read_actions(actions)
-    check_options(memory_budget, fraction, lookahead, parts)
-    check_costs(profile, link)
+    check_options(memory_budget, fraction, lookahead, parts, profile, link)
     if profile is None:
         if memory_budget is not None:
             raise ValueError("memory_budget needs a profile, which says how large the activation sets are; give both")
-        profile = {action.stage: StageProfile() for action in order}
-        link = link or Link(1.0, 1.0, 2.0)
+        # Each copy of a chunk takes as long as a forward.
+        profile = {action.stage: StageProfile(saved_bytes=parts) for action in order}
+        link = link or Link(parts, parts, 2 * parts)
     if link is None:
         raise ValueError("a profile needs a link to compare with; give link=measure_link()")
     missing = sorted({action.stage for action in order} - set(profile))
     if missing:
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
-    best = _fastest(order, profile, link, budget_bytes, fraction, lookahead, parts)
-    if budget_bytes is not None and best.peak_bytes > budget_bytes + _ROUNDING * best.saved_bytes:
+    step = RankStep(order, profile, parts)
+    wanted_bytes = math.inf if fraction is None else fraction * sum(step.nbytes) * (1 - _ROUNDING)
+
+    def missing_bytes(absent: Absent) -> float:
+        """Bytes between ``absent`` and the request; without a budget or fraction, nothing is ever enough."""
+        if budget_bytes is not None:
+            return step.peak_bytes(absent) - budget_bytes
+        return wanted_bytes - sum(step.nbytes[layer] for layer in absent)
+
+    def choose(step: RankStep, link: Link, may_miss_bytes: float) -> Absent:
+        return step.choose(link, lookahead, lambda absent: missing_bytes(absent) <= may_miss_bytes)
+
+    found = [choose(step, link, 0.0)]
+    may_miss_bytes = 0.0
+    if missing_bytes(found[0]) > 0 and (budget_bytes, fraction) != (None, None):
+        may_miss_bytes = max(0.0, missing_bytes(choose(step, INSTANT_LINK, 0.0)))
+        slower = (RankStep(order, _slower(order, profile, wait * step.duration_s), parts) for wait in WAITS)
+        waiting = (choose(slow, link, may_miss_bytes) for slow in slower)
+        found = [*islice((absent for absent in waiting if missing_bytes(absent) <= may_miss_bytes), LONGER_WAITS)]
+        found.append(choose(step, INSTANT_LINK, may_miss_bytes))
+    plans = []
+    for absent in found:
+        limit_bytes = max((budget_bytes or 0) + may_miss_bytes, step.peak_bytes(absent))
+        relaxed = step.relax(absent, limit_bytes, reloads=lookahead is None)
+        moves = tuple(Move(layer, step.order[at], step.order[until]) for layer, (at, until) in relaxed.items())
+        schedule = Schedule(len(step.nbytes), moves, tuple(step.order))
+        plans.append(PipelinePlan(order, parts, profile, link, schedule))
+    best = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: round(plan.slowdown, 9))
+    if budget_bytes is not None and best.peak_bytes > budget_bytes:
         warn_caller(
             f"memory_budget must be at least {best.peak_bytes} bytes ({format_bytes(best.peak_bytes)}), the least peak "
             f"that offloading reaches here, got {format_bytes(budget_bytes)}; the plan breaks the budget. Raise it, "
             "use smaller microbatches, or a schedule with fewer of them in flight."
         )
     return best
-
-
-def _fastest(
-    order: tuple[Action, ...],
-    profile: Mapping[int, StageProfile],
-    link: Link,
-    budget_bytes: int | None,
-    fraction: float | None,
-    lookahead: int | None,
-    parts: int,
-) -> PipelinePlan:
-    """The plan with the shortest stalls of those that meet the budget or fraction, or come as near as there is."""
-    step = RankStep(order, profile, parts)
-    wanted_bytes = math.inf if fraction is None else fraction * sum(step.nbytes) * (1 - _ROUNDING)
-
-    def missing_bytes(absent: dict[int, Absence]) -> float:
-        """Bytes between ``absent`` and the request; without a budget or fraction, nothing is ever enough."""
-        if budget_bytes is not None:
-            return step.peak_bytes(absent) - budget_bytes
-        return wanted_bytes - sum(step.nbytes[layer] for layer in absent)
-
-    def plan(absent: dict[int, Absence], limit_bytes: float) -> PipelinePlan:
-        limit_bytes = max(limit_bytes, step.peak_bytes(absent))
-        relaxed = step.relax(absent, limit_bytes, reloads=lookahead is None)
-        moves = tuple(Move(layer, step.order[at.release], step.order[at.reload]) for layer, at in relaxed.items())
-        return PipelinePlan(order, parts, profile, link, Schedule(len(step.nbytes), moves, tuple(step.order)))
-
-    def choose(step: RankStep, link: Link, may_miss_bytes: float) -> dict[int, Absence]:
-        return step.choose(link, lookahead, lambda absent: missing_bytes(absent) <= may_miss_bytes)
-
-    free = choose(step, link, 0.0)
-    if missing_bytes(free) <= 0 or (budget_bytes is None and fraction is None):
-        return plan(free, budget_bytes or 0.0)
-    least_bytes = missing_bytes(choose(step, INSTANT_LINK, 0.0))
-    may_miss_bytes = least_bytes + _ROUNDING * sum(step.nbytes) if least_bytes > 0 else 0.0
-    slower = (RankStep(order, _slower(order, profile, wait * step.duration_s), parts) for wait in WAITS)
-    waiting = (choose(slow, link, may_miss_bytes) for slow in slower)
-    enough = [*islice((absent for absent in waiting if missing_bytes(absent) <= may_miss_bytes), LONGER_WAITS)]
-    enough.append(choose(step, INSTANT_LINK, may_miss_bytes))
-    plans = [plan(absent, (budget_bytes or 0.0) + may_miss_bytes) for absent in enough]
-    return min(plans, key=lambda plan: round(plan.slowdown, 9))
 
 
 def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wait_s: float) -> dict[int, StageProfile]:
@@ -250,25 +234,17 @@ def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wa
     }
 
 
-def check_options(memory_budget: int | str | None, fraction: float | None, lookahead: int | None, parts: int) -> None:
-    """Refuse options that :func:`plan_pipeline` would refuse, whatever the actions.
-
-    Raises:
-        ValueError: An option is out of range, or two of them exclude each other.
-    """
+def check_options(memory_budget: Any, fraction: Any, lookahead: Any, parts: Any, profile: Any, link: object) -> None:
+    """Refuse what :func:`plan_pipeline` would refuse, whatever the actions."""
     if memory_budget is not None:
         parse_bytes(memory_budget, "memory_budget")
     if memory_budget is not None and fraction is not None:
         raise ValueError("memory_budget and fraction exclude each other; give one.")
-    if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
+    if fraction is not None and not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
         raise ValueError(f"fraction must be from 0 to 1, got {fraction!r}")
     for name, value, minimum in (("lookahead", lookahead, 0), ("parts", parts, 1)):
         if value is not None and not is_int(value, minimum):
             raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
-
-
-def check_costs(profile: Any, link: object) -> None:
-    """Raise a ``TypeError`` for a ``profile`` that is no profile of stages, or a ``link`` that is no link."""
     if profile is not None:
         wanted = "a dictionary of stages, such as {0: StageProfile(forward_s=0.1, backward_s=0.2, saved_bytes=1 << 30)}"
         check_type("profile", profile, Mapping, wanted)

@@ -1,4 +1,4 @@
-"""One step of a pipeline rank if compute never waits: its points in order, when each begins, and the bytes held.
+"""One step of a pipeline rank: its costs, its points in order, when each begins if compute never waits, and the memory.
 
 Bubbles of the pipeline count as no time.
 """
@@ -7,21 +7,67 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+from offload.base.checks import check_number
 from offload.pipelining.order import Action, number_chunks
-from offload.pipelining.stage_profile import StageProfile
 from offload.planning.profile import LayerProfile, Link
 from offload.planning.simulate import Interlude
 from offload.schedule.points import Point, backward, forward
 
+Absent = dict[int, tuple[int, int]]
+"""Offloaded part → the indices in the order of points at which its memory is released and its reload starts."""
 
-class Absence(NamedTuple):
-    """When a part of an activation set is not on the device, as indices into the order of points."""
 
-    release: int
-    reload: int
+@dataclass(frozen=True)
+class StageProfile:
+    """What one chunk of a stage costs.
+
+    By default, a backward takes two forwards.
+
+    Args:
+        forward_s: Compute seconds of its forward.
+        backward_s: Compute seconds of its backward, or of the half for the inputs.
+        weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
+        saved_bytes: Bytes of its activation set that may be offloaded.
+        tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
+        weight_bytes: Bytes that the half for the inputs leaves on the device for the half for the weights, beside the
+            set.
+        kept_bytes: Bytes that it keeps on the device until backward, beside the set.
+
+    Raises:
+        ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_s: float = 0.0
+    saved_bytes: int = 1
+    tensors: tuple[int, ...] = ()
+    weight_bytes: int = 0
+    kept_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        for name, value in vars(self).items():
+            for one in value if isinstance(value, tuple) else (value,):
+                check_number(name, one)
+        if self.tensors and sum(self.tensors) != self.saved_bytes:
+            raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
+
+    def cut(self, parts: int) -> list[LayerProfile]:
+        """Cut the set into so many parts of about equal size: a part ends with the tensor that fills it."""
+        found: list[list[int]] = [[] for _ in range(parts)]
+        for nbytes, so_far in zip(self.tensors, accumulate(self.tensors, initial=0), strict=False):
+            found[min(so_far * parts // (self.saved_bytes or 1), parts - 1)].append(nbytes)
+        sizes = [sum(part) for part in found] if self.tensors else _shares(self.saved_bytes, parts)
+        seconds = self.forward_s / parts, self.backward_s / parts
+        return [LayerProfile(*seconds, nbytes, tuple(part)) for nbytes, part in zip(sizes, found, strict=True)]
+
+
+def _shares(nbytes: int, parts: int) -> list[int]:
+    return [end - start for start, end in pairwise(nbytes * part // parts for part in range(parts + 1))]
 
 
 class RankStep:
@@ -38,29 +84,19 @@ class RankStep:
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
         self.parts = parts
-        self.layers: list[LayerProfile] = []
-        """What each layer costs: its share of the chunk's seconds, and its tensors."""
-        self.nbytes: list[float] = []
-        """The bytes of each layer."""
+        chunks = number_chunks(actions)
+        cut = {stage: costs.cut(parts) for stage, costs in profile.items()}
+        self.layers = [layer for chunk in chunks for layer in cut[chunk.stage]]
+        self.nbytes = [layer.saved_bytes for layer in self.layers]
         self.steps: list[Point | Interlude] = []
         """Points, and the backwards for the weights between them."""
         self.order: list[Point] = []
         """The points alone."""
         self.start_s = [0.0]
         """When each point of the order begins, and when the last one has ended."""
-        chunks = number_chunks(actions)
-        costs_of = [profile[chunk.stage] for chunk in chunks]
-        layers_of = {stage: _as_layers(costs, parts) for stage, costs in profile.items()}
-        for chunk, costs in zip(chunks, costs_of, strict=True):
-            self.layers += layers_of[chunk.stage]
-            if costs.tensors:
-                self.nbytes += [float(layer.saved_bytes) for layer in layers_of[chunk.stage]]
-            else:
-                self.nbytes += [costs.saved_bytes / parts] * parts
         self.forward_at = [0] * len(self.layers)
         """Layer → index of its forward in the order."""
         self.backward_at = [0] * len(self.layers)
-        """Layer → index of its backward in the order."""
         weights_at: dict[int, int] = {}
         """Number of a chunk whose backward is split → index of the point after its half for the weights."""
         for action in actions:
@@ -77,15 +113,19 @@ class RankStep:
             else:
                 for layer in reversed(layers):
                     self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
-        self._changes_without = [0.0] * len(self.start_s)
-        """Index of a point → bytes that come or go before it if nothing is offloaded."""
-        for layer, nbytes in enumerate(self.nbytes):
-            costs = costs_of[layer // parts]
-            needed = self.backward_at[layer]
-            end = weights_at.get(layer // parts, needed + 1)
-            self._hold(self.forward_at[layer], end, nbytes + costs.kept_bytes / parts)
-            if layer // parts in weights_at:
-                self._hold(needed, end, costs.weight_bytes / parts)
+        self._changes = [0] * len(self.start_s)
+        """Index of a point → change of the bytes on the device before it if nothing is offloaded."""
+        for chunk, number in chunks.items():
+            costs = profile[chunk.stage]
+            kept, waiting = _shares(costs.kept_bytes, parts), _shares(costs.weight_bytes, parts)
+            for part, layer in enumerate(range(number * parts, (number + 1) * parts)):
+                needed = self.backward_at[layer]
+                end = weights_at.get(number, needed + 1)
+                self._changes[self.forward_at[layer]] += self.nbytes[layer] + kept[part]
+                self._changes[end] -= self.nbytes[layer] + kept[part]
+                if number in weights_at:
+                    self._changes[needed] += waiting[part]
+                    self._changes[end] -= waiting[part]
 
     def _add(self, point: Point, duration_s: float) -> int:
         self.order.append(point)
@@ -93,38 +133,32 @@ class RankStep:
         self.start_s.append(self.start_s[-1] + duration_s)
         return len(self.order) - 1
 
-    def _hold(self, start: int, end: int, nbytes: float) -> None:
-        self._changes_without[start] += nbytes
-        self._changes_without[end] -= nbytes
-
     @property
     def duration_s(self) -> float:
         """Seconds of compute."""
         return self.start_s[-1]
 
-    def peak_bytes(self, absent: Mapping[int, Absence]) -> float:
+    def peak_bytes(self, absent: Absent) -> int:
         """The most bytes on the device at once."""
-        return max(self.resident_bytes(absent), default=0.0)
+        return max(self._resident_bytes(absent))
 
-    def resident_bytes(self, absent: Mapping[int, Absence]) -> list[float]:
+    def _resident_bytes(self, absent: Absent) -> list[int]:
         """The bytes on the device while each point runs, and after the last."""
-        changes = self._changes_without.copy()
+        changes = self._changes.copy()
         for layer, (release, reload) in absent.items():
             changes[release] -= self.nbytes[layer]
             changes[reload] += self.nbytes[layer]
         return list(accumulate(changes))
 
-    def host_bytes(self, offloaded: Iterable[int]) -> float:
+    def host_bytes(self, offloaded: Iterable[int]) -> int:
         """The most bytes on the host at once, if host memory is held from forward to backward."""
-        changes = [0.0] * (len(self.order) + 1)
+        changes = [0] * len(self.start_s)
         for layer in offloaded:
             changes[self.forward_at[layer]] += self.nbytes[layer]
             changes[self.backward_at[layer] + 1] -= self.nbytes[layer]
-        return max(accumulate(changes), default=0.0)
+        return max(accumulate(changes))
 
-    def choose(
-        self, link: Link, lookahead: int | None, is_enough: Callable[[dict[int, Absence]], bool]
-    ) -> dict[int, Absence]:
+    def choose(self, link: Link, lookahead: int | None, is_enough: Callable[[Absent], bool]) -> Absent:
         """Offload the longest-lived layers first, each if both copies have time beside those before, until enough.
 
         Args:
@@ -134,7 +168,7 @@ class RankStep:
         """
         at = zip(self.forward_at, self.backward_at, strict=True)
         lives = [(self.start_s[made + 1] - self.start_s[needed], layer) for layer, (made, needed) in enumerate(at)]
-        absent: dict[int, Absence] = {}
+        absent: Absent = {}
         # All layers at once where possible, else one half after the other: one at a time is slow for 512 of them.
         groups = [[layer for _, layer in sorted(lives) if self.nbytes[layer]]]
         while groups and not is_enough(absent):
@@ -146,48 +180,43 @@ class RankStep:
                 groups += [group[len(group) // 2 :], group[: len(group) // 2]]
         return absent
 
-    def _place(self, layers: list[int], link: Link, lookahead: int | None) -> dict[int, Absence] | None:
+    def _place(self, layers: list[int], link: Link, lookahead: int | None) -> Absent | None:
         """When each of ``layers`` is absent; ``None`` if one of them has no time on the host."""
         d2h, h2d = link.rates(d2h=True, h2d=True)
-        start_s, nbytes, forward_at, backward_at = self.start_s, self.nbytes, self.forward_at, self.backward_at
         release: dict[int, int] = {}
-        free_s = 0.0
-        """When the link has copied all before."""
+        free_s = 0.0  # when the link has copied all before
         for layer in sorted(layers):
-            after = forward_at[layer] + 1
-            free_s = max(free_s, start_s[after])
-            free_s += nbytes[layer] / d2h
-            release[layer] = bisect_left(start_s, free_s, after)
+            after = self.forward_at[layer] + 1
+            free_s = max(free_s, self.start_s[after]) + self.nbytes[layer] / d2h
+            release[layer] = bisect_left(self.start_s, free_s, after)
         absent = {}
-        free_s = self.duration_s
-        """When the link has to begin with all behind."""
-        for layer in sorted(layers, key=backward_at.__getitem__, reverse=True):
-            needed, gone = backward_at[layer], release[layer]
-            free_s = min(free_s, start_s[needed])
-            free_s -= nbytes[layer] / h2d
+        free_s = self.duration_s  # when the link has to begin with all behind
+        for layer in sorted(layers, key=self.backward_at.__getitem__, reverse=True):
+            needed, gone = self.backward_at[layer], release[layer]
+            free_s = min(free_s, self.start_s[needed]) - self.nbytes[layer] / h2d
             if lookahead is None:
-                reload = min(bisect_right(start_s, free_s) - 1, needed)
+                reload = min(bisect_right(self.start_s, free_s) - 1, needed)
             else:
                 reload = max(needed - lookahead * self.parts, gone + 1)
             if not gone < reload <= needed:
                 return None
-            absent[layer] = Absence(gone, reload)
+            absent[layer] = gone, reload
         return absent
 
-    def relax(self, absent: Mapping[int, Absence], limit_bytes: float, *, reloads: bool) -> dict[int, Absence]:
+    def relax(self, absent: Absent, limit_bytes: float, *, reloads: bool) -> Absent:
         """Release later and reload earlier, as far as ``limit_bytes`` allow: slack for copies that take longer.
 
         The order in which copies are queued stays. Without ``reloads``, only releases change.
         """
         relaxed = dict(absent)
-        resident = self.resident_bytes(absent)
+        resident = self._resident_bytes(absent)
 
-        def has_room(layer: int, index: int) -> bool:
-            """Keep the layer on the device during one more point, if there is room."""
-            if resident[index] + self.nbytes[layer] > limit_bytes:
-                return False
-            resident[index] += self.nbytes[layer]
-            return True
+        def hold(layer: int, index: int) -> bool:
+            """Keep the layer on the device during one more point, if there is room and it stays absent."""
+            release, reload = relaxed[layer]
+            fits = release + 1 < reload and resident[index] + self.nbytes[layer] <= limit_bytes
+            resident[index] += self.nbytes[layer] * fits
+            return fits
 
         saved = sorted(relaxed, reverse=True)
         needed = sorted(relaxed, key=self.backward_at.__getitem__) if reloads else []
@@ -197,22 +226,13 @@ class RankStep:
             latest = len(self.order)
             for layer in saved:
                 release, reload = relaxed[layer]
-                if release + 1 < reload and release < latest and has_room(layer, release):
+                if release < latest and hold(layer, release):
                     release, changed = release + 1, True
-                relaxed[layer] = Absence(release, reload)
-                latest = release
+                relaxed[layer], latest = (release, reload), release
             earliest = 0
             for layer in needed:
                 release, reload = relaxed[layer]
-                if release + 1 < reload and earliest < reload and has_room(layer, reload - 1):
+                if earliest < reload and hold(layer, reload - 1):
                     reload, changed = reload - 1, True
-                relaxed[layer] = Absence(release, reload)
-                earliest = reload
+                relaxed[layer], earliest = (release, reload), reload
         return relaxed
-
-
-def _as_layers(costs: StageProfile, parts: int) -> list[LayerProfile]:
-    return [
-        LayerProfile(costs.forward_s / parts, costs.backward_s / parts, sum(part), part if costs.tensors else ())
-        for part in costs.cut(parts)
-    ]

@@ -1,29 +1,21 @@
-"""The stages of a schedule of ``torch.distributed.pipelining``: order, inputs, and wrappers of their methods."""
+"""A rank's stages of ``torch.distributed.pipelining``: their order, their inputs, and what a step of them costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from offload.base.layer_events import replace_attribute
 from offload.base.tensors import tensors_in
-from offload.base.torch_private import pipeline_microbatches, pipeline_stages
+from offload.base.torch_private import pipeline_microbatches
+from offload.device.backend import Backend, Event
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
-
-
-def stages_of(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> list[Any]:
-    """This rank's stages.
-
-    Raises:
-        TypeError: ``schedule`` is no pipeline schedule of PyTorch.
-    """
-    if isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
-        return pipeline_stages(schedule)
-    raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
+from offload.pipelining.rank_step import StageProfile
 
 
 def known_order(
@@ -59,24 +51,49 @@ def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterat
         yield from tensors_in(getattr(info, "buffer", None))
 
 
-class Wrapper:
-    """Replaces one method of one stage, on the instance."""
+class Probe:
+    """Measures one step of a rank: the seconds of its actions and the bytes that its chunks save."""
 
-    def __init__(self, stage: Any, name: str, run: Callable[..., Any]) -> None:
-        self._stage = stage
-        self._name = name
-        self._run = run
-        self._method = getattr(stage, name)
-        self._active = True
-        self._put_back = replace_attribute(stage, name, self)
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._saved: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._weight_bytes: defaultdict[int, int] = defaultdict(int)
+        self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._active:
-            return self._run(self._stage, self._method, *args, **kwargs)
-        return self._method(*args, **kwargs)
+    @contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        """Measure the block as ``action``."""
+        before_bytes = self._allocated_bytes()
+        start = self._backend.mark()
+        yield
+        self._marks[action.stage, action.kind].append((start, self._backend.mark()))
+        if action.kind == "I":
+            more_bytes = self._allocated_bytes() - before_bytes
+            self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes[action.stage])
 
-    def remove(self) -> None:
-        """Restore the method. If it was replaced again since, only pass calls on from now on."""
-        self._active = False
-        if vars(self._stage).get(self._name) is self:
-            self._put_back()
+    def count(self, stage: int, tensors: tuple[int, ...], kept_bytes: int) -> None:
+        """Note what one of the stage's chunks has saved; the largest counts."""
+        if stage not in self._saved or sum(tensors) >= sum(self._saved[stage][0]):
+            self._saved[stage] = tensors, kept_bytes
+
+    def profile(self) -> dict[int, StageProfile]:
+        """The profile of each stage. Of several chunks the fastest counts, as the first ones also load kernels."""
+        return {
+            stage: StageProfile(
+                forward_s=self._fastest_s(stage, "F"),
+                backward_s=self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
+                weight_s=self._fastest_s(stage, "W"),
+                saved_bytes=sum(tensors),
+                tensors=tensors,
+                weight_bytes=self._weight_bytes[stage],
+                kept_bytes=kept_bytes,
+            )
+            for stage, (tensors, kept_bytes) in self._saved.items()
+        }
+
+    def _allocated_bytes(self) -> int:
+        device = self._backend.device
+        return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+    def _fastest_s(self, stage: int, kind: str) -> float:
+        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)

@@ -14,7 +14,7 @@ import offload.pipelining
 from offload import LayerProfile, Link, Profile, Schedule
 from offload.device.select import resolve_device
 from offload.pipelining.plan import PipelinePlan
-from offload.pipelining.stage_profile import StageProfile
+from offload.pipelining.rank_step import StageProfile
 
 LINK = Link(1e9, 1e9, 2e9)
 PROFILE = Profile(tuple(LayerProfile(1e-3, 2e-3, 1 << 20) for _ in range(4)))

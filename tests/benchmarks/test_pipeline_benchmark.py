@@ -15,7 +15,7 @@ from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.pipelining import plan_pipeline
 from offload.pipelining.order import one_f_one_b_order
-from offload.pipelining.stage_profile import StageProfile
+from offload.pipelining.rank_step import StageProfile
 from offload.planning.profile import Link
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import offload
 import offload.pipelining
-from offload.pipelining.regions import layers_in
+from offload.pipelining.chunk import largest_list
 
 RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 
@@ -141,12 +141,12 @@ def test_layers_may_be_given():
 
 def test_the_largest_list_of_modules_holds_the_layers():
     model = Stage()
-    assert layers_in(model) == list(model.layers)
+    assert largest_list(model) == list(model.layers)
     cells = nn.Sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), nn.Sequential(nn.Linear(2, 2)))
-    assert layers_in(cells) == list(cells)
-    assert layers_in(model.norm) == [model.norm]
+    assert largest_list(cells) == list(cells)
+    assert largest_list(model.norm) == [model.norm]
     model.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(model.layers)})
-    assert layers_in(model) == list(model.layers.values())
+    assert largest_list(model) == list(model.layers.values())
 
 
 def test_a_layer_may_be_left_out():

@@ -25,7 +25,7 @@ from offload.device.backend import Wait
 from offload.device.select import get_backend
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
-from offload.pipelining.stage_profile import StageProfile
+from offload.pipelining.rank_step import StageProfile
 from offload.planning.profile import Link
 
 WORKER = Path(pipeline_worker.__file__)
