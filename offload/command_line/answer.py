@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from textwrap import TextWrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 LINE_LENGTH = 110
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer of one command.
-
-    Args:
-        rows: For people: a name, which stands in a column, and the text beside it.
-        values: For JSON: numbers with their units in the names.
-        ok: Whether all is well; otherwise the exit status is 1.
-        below: Lines below the rows.
-    """
+class Answer(NamedTuple):
+    """The answer of one command."""
 
     rows: Sequence[tuple[str, str]]
+    """For people: a name, which stands in a column, and the text beside it."""
     values: dict[str, Any]
+    """For JSON: numbers with their units in the names."""
     ok: bool = True
+    """Whether all is well; otherwise the exit status is 1."""
     below: Sequence[str] = ()
+    """Lines below the rows."""
 
     def __str__(self) -> str:
         wide = max(len(name) for name, _ in self.rows) + 2

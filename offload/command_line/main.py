@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 from offload import __version__
 from offload.base.checks import parse_bytes
 from offload.command_line.answer import Answer
-from offload.command_line.doctor import answer_doctor
-from offload.command_line.link import answer_link
 from offload.command_line.llama import ITEM_BYTES
+from offload.command_line.machine import answer_doctor, answer_link
 from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
 from offload.measuring.measure_link import PIECE_BYTES
@@ -86,18 +84,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     state = "bytes of optimizer state per parameter; by default AdamW's two numbers of the dtype"
     add("--optimizer-bytes", type=_count_or_zero, help=state)
     add("--fused-loss", action="store_true", help="the loss never holds all logits: offload.use_chunked_loss, Liger's")
-    return parser.parse_args(_joined_words(words))
-
-
-def _joined_words(words: Sequence[str]) -> list[str]:
-    """An option with its negative value as one word: argparse takes ``-5GiB`` for an option."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\d", word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
+    return parser.parse_args(words)
 
 
 def _device(text: str) -> torch.device:
@@ -114,23 +101,19 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).removeprefix("value ")) from None
 
 
-def _number(text: str, wanted: str, least: float, kind: Callable[[str], float]) -> float:
-    try:
-        found = kind(text)
-    except ValueError:
-        found = math.nan
-    if not least <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
-    return found
+def _number(wanted: str, least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            found = kind(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found < math.inf:
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        return found
+
+    return read
 
 
-def _count(text: str) -> float:
-    return _number(text, "a whole number, at least 1", 1, int)
-
-
-def _count_or_zero(text: str) -> float:
-    return _number(text, "a whole number, at least 0", 0, int)
-
-
-def _rate(text: str) -> float:
-    return _number(text, "a number above 0, such as 630e12", math.ulp(0.0), float)
+_count = _number("a whole number, at least 1", 1, int)
+_count_or_zero = _number("a whole number, at least 0", 0, int)
+_rate = _number("a number above 0, such as 630e12", math.ulp(0.0), float)

@@ -50,6 +50,7 @@ class WayToTrain:
         step_s: Predicted seconds of a step's layers and loss.
         peak_bytes: Device memory, beside what is fixed.
         host_bytes: Host memory.
+        plan: The plan that the figures are of.
     """
 
     name: str
@@ -58,6 +59,7 @@ class WayToTrain:
     step_s: float | None = None
     peak_bytes: int | None = None
     host_bytes: int | None = None
+    plan: Plan | None = None
 
     def __str__(self) -> str:
         if self.step_s is None or self.peak_bytes is None or self.host_bytes is None or self.misfit:
@@ -65,20 +67,6 @@ class WayToTrain:
         step = format_s(self.step_s) + (" and the optimizer on the host" if self.name == "streamed weights" else "")
         sizes = f"{format_bytes(self.peak_bytes)} beside the fixed, {format_bytes(self.host_bytes)} on the host"
         return f"step {step}, {sizes}"
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Memory beside activations: for each parameter its weight, gradient and optimizer state; and for the loss."""
-
-    shape: Shape
-    parameter_bytes: int
-    loss_bytes: int
-
-    @property
-    def fixed_bytes(self) -> int:
-        """On the device, with the whole model there."""
-        return self.shape.parameters * self.parameter_bytes + self.loss_bytes
 
 
 def answer_plan(options: argparse.Namespace) -> Answer:
@@ -89,64 +77,74 @@ def answer_plan(options: argparse.Namespace) -> Answer:
     rates = Rates(options.flops or RATES.flop_per_s, options.bandwidth or RATES.bytes_per_s)
     profile = profile_of(shape, options.batch, options.tokens, rates, DEFAULT_MIN_BYTES)
     state = 2 * shape.item_bytes if options.optimizer_bytes is None else options.optimizer_bytes
+    parameter_bytes = 2 * shape.item_bytes + state  # weight, gradient and optimizer state
     loss = 0 if options.fused_loss else loss_bytes(shape, options.batch, options.tokens)
-    needs = Needs(shape, 2 * shape.item_bytes + state, loss)
     usable = int(USABLE * memory)
-    found = [*ways_to_train(profile, needs, usable, link, options.host_memory)]
-    best = choose(way for way, _ in found)
+    found = [*ways_to_train(profile, shape, parameter_bytes, loss, usable, link, options.host_memory)]
+    best = choose(found)
     activations = f"{options.batch} x {options.tokens} tokens, with {format_bytes(profile.saved_bytes)} of activations"
-    fixed = f"weights, gradients and optimizer {format_bytes(needs.fixed_bytes - loss)}, loss {format_bytes(loss)}"
+    weights = format_bytes(shape.parameters * parameter_bytes)
     rows = [
         ("model", f"{shape.layers} layers, {shape.parameters / 1e9:.2f}e9 parameters in {shape.dtype}"),
         ("microbatch", activations),
         ("device", f"{format_bytes(memory)}, of which {format_bytes(usable)} can be used"),
         ("speed", f"{rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}"),
-        ("fixed", fixed),
-        *((way.name, str(way)) for way, _ in found),
+        ("fixed", f"weights, gradients and optimizer {weights}, loss {format_bytes(loss)}"),
+        *((way.name, str(way)) for way in found),
         ("do", f"{best.name}: {best.write}" if best else "nothing fits: a larger device, or fewer tokens"),
     ]
-    table = [line for way, made in found if way is best and way.name == "regions" for line in ("", str(made))]
     values = {
         "do": best and best.name,
         "write": best and best.write,
-        "ways": [asdict(way) for way, _ in found],
+        "ways": [{name: value for name, value in vars(way).items() if name != "plan"} for way in found],
         "shape": asdict(shape),
         "parameters": shape.parameters,
         "saved_bytes": profile.saved_bytes,
-        "fixed_bytes": needs.fixed_bytes,
+        "fixed_bytes": shape.parameters * parameter_bytes + loss,
         "usable_bytes": usable,
         "link": asdict(link),
     }
+    table = ["", str(best.plan)] if best and best.name == "regions" else []
     return Answer(rows, values | asdict(rates), ok=best is not None, below=table)
 
 
 def ways_to_train(
-    profile: Profile, needs: Needs, usable: int, link: Link, host: int | None
-) -> Iterator[tuple[WayToTrain, Plan | None]]:
-    """The ways, each with its plan if it fits, for so many usable bytes of device and host memory."""
-    left = usable - needs.fixed_bytes
+    profile: Profile, shape: Shape, parameter_bytes: int, loss: int, usable: int, link: Link, host: int | None
+) -> Iterator[WayToTrain]:
+    """The ways to train.
+
+    Args:
+        profile: What the layers cost.
+        shape: The sizes of the model.
+        parameter_bytes: Bytes of a parameter's weight, gradient and optimizer state.
+        loss: Bytes of device memory that the loss takes.
+        usable: Bytes of the device.
+        link: How fast copies are.
+        host: Bytes of host memory; ``None`` for no limit.
+    """
+    left = usable - shape.parameters * parameter_bytes - loss
     kept = make_plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
-    yield WayToTrain("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0), kept
+    yield WayToTrain("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0, kept)
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
-    way, made = _planned_way("whole layers", "", whole, left, link, host)
-    yield replace(way, write=f"offload_layers({LAYERS}, num_layers={made.num_layers})" if made else ""), made
-    yield _planned_way("regions", _budgeted(left + needs.loss_bytes), profile, left, link, host)
+    way = _planned_way("whole layers", "", whole, left, link, host)
+    yield replace(way, write=f"offload_layers({LAYERS}, num_layers={way.plan.num_layers})") if way.plan else way
+    yield _planned_way("regions", _budgeted(left + loss), profile, left, link, host)
     # On the device are the weights of two layers, their gradients, and the parameters outside of the layers.
-    shape = needs.shape
     layer_bytes = shape.layer_parameters * shape.item_bytes
-    left = usable - shape.outside_parameters * needs.parameter_bytes - 4 * layer_bytes - needs.loss_bytes
-    on_host = shape.layers * shape.layer_parameters * needs.parameter_bytes
+    left = usable - shape.outside_parameters * parameter_bytes - 4 * layer_bytes - loss
+    on_host = shape.layers * shape.layer_parameters * parameter_bytes
     write = f'stream_weights({LAYERS}, "cuda")'
-    way, made = _planned_way("streamed weights", write, profile, left, link, None if host is None else host - on_host)
+    way = _planned_way("streamed weights", write, profile, left, link, None if host is None else host - on_host)
+    made = way.plan
     if made is not None:
         if made.host_bytes or made.recompute_s:
-            write += f", then {_budgeted(left + needs.loss_bytes)}"
+            write += f", then {_budgeted(left + loss)}"
         d2h_s = (shape.layers * layer_bytes + made.host_bytes) / link.d2h_bytes_per_s
         h2d_s = (2 * (shape.layers - 1) * layer_bytes + made.host_bytes) / link.h2d_bytes_per_s
-        step_s = max(made.step_s, d2h_s, h2d_s)
-        way = WayToTrain(way.name, write, "", step_s, made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host)
-    yield way, made
+        peak_bytes, host_bytes = made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host
+        way = WayToTrain(way.name, write, "", max(made.step_s, d2h_s, h2d_s), peak_bytes, host_bytes, made)
+    yield way
 
 
 def choose(found: Iterable[WayToTrain]) -> WayToTrain | None:
@@ -158,20 +156,18 @@ def choose(found: Iterable[WayToTrain]) -> WayToTrain | None:
     return next(iter(fitting.values()), None)
 
 
-def _planned_way(
-    name: str, write: str, profile: Profile, left: int, link: Link, host: int | None
-) -> tuple[WayToTrain, Plan | None]:
+def _planned_way(name: str, write: str, profile: Profile, left: int, link: Link, host: int | None) -> WayToTrain:
     """The way with the figures of its plan, or with the reason why there is none."""
     if left < 0:
-        return WayToTrain(name, "", f"{format_bytes(-left)} are missing for what is fixed"), None
+        return WayToTrain(name, "", f"{format_bytes(-left)} are missing for what is fixed")
     if host is not None and host < 0:
-        return WayToTrain(name, "", f"{format_bytes(-host)} of host memory are missing"), None
+        return WayToTrain(name, "", f"{format_bytes(-host)} of host memory are missing")
     try:
         made = make_plan(profile, left, link, max_host_bytes=host)
     except ValueError:
         within = "" if host is None else f" and {format_bytes(host)} on the host"
-        return WayToTrain(name, "", f"{format_bytes(left)}{within} are too little for activations"), None
-    return WayToTrain(name, write, "", made.step_s, made.peak_bytes, made.host_bytes), made
+        return WayToTrain(name, "", f"{format_bytes(left)}{within} are too little for activations")
+    return WayToTrain(name, write, "", made.step_s, made.peak_bytes, made.host_bytes, made)
 
 
 def _budgeted(left: int) -> str:

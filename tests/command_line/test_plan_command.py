@@ -8,7 +8,7 @@ import torch
 import offload
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main
-from offload.command_line.plan import Needs, WayToTrain, choose, ways_to_train
+from offload.command_line.plan import WayToTrain, choose, ways_to_train
 
 GIB = 1 << 30
 LINK = offload.Link(50e9, 50e9, 100e9)
@@ -108,11 +108,10 @@ def test_the_layer_can_be_another(capsys):
 
 
 def test_streaming_takes_as_long_as_the_link():
-    needs = Needs(SHAPE, 8, 0)
     usable = SHAPE.outside_parameters * 8 + 4 * SHAPE.layer_parameters * 2 + 8 * GIB
     slow = offload.Link(1e9, 1e9, 2e9)
     profile = profile_of(SHAPE, 1, 1024, Rates(630e12, 4e12), 1)
-    found = {way.name: way for way, _ in ways_to_train(profile, needs, usable, slow, None)}
+    found = {way.name: way for way in ways_to_train(profile, SHAPE, 8, 0, usable, slow, None)}
     assert found["streamed weights"].step_s == 2 * 7 * SHAPE.layer_parameters * 2 / 1e9
     assert found["streamed weights"].write == 'stream_weights(model.model.layers, "cuda")'
 

@@ -1,0 +1,294 @@
+"""The commands ``link`` and ``doctor``: how fast the link is, and what keeps offloading from working well here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.base.checks import format_bytes
+from offload.command_line.answer import Answer
+from offload.device.backend import Backend
+from offload.device.select import get_backend
+from offload.host.page_locked import HostMemoryError, available_bytes, own_cores, page_locked
+from offload.measuring.measure_link import measure_link
+from offload.planning.plan import ranges
+from offload.planning.profile import Link
+
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.9846e9, 4: 1.9692e9, 5: 3.9385e9, 6: 7.5625e9}
+"""Of one lane in one direction, by generation, after line encoding and before packet headers. Source: PCI Express Base
+Specification: 8b/10b up to Gen2, 128b/130b up to Gen5, and 242 of 256 bytes in Gen6."""
+
+PRODUCT_SIDE = {"cuda": 8192, "cpu": 256}
+"""Side of the square matrices, by type of device: large enough for a product at the device's full rate. A CPU without
+bfloat16 arithmetic takes seconds for a product of side 1024."""
+
+PRODUCTS = 5
+"""How many products are timed, after as many to warm up; the median counts."""
+
+CPU_BYTES = 4 << 30
+"""Counts as the device's memory on the CPU."""
+
+LOCKED_BYTES = 1 << 30
+"""At most so much memory is locked to see whether locking works."""
+
+HEALTHY = 0.6
+"""Share of the bus's promise above which a link is healthy: 88% was measured on PCIe Gen5."""
+
+SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": "unset it: the host waits for every kernel and copy, so that none run side by side",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "unset it: every allocation stops the device",
+}
+
+
+@dataclass(frozen=True)
+class Bus:
+    """The PCIe link of a device: the generation and the lanes that both ends have, and the lanes in use."""
+
+    generation: int
+    width: int
+    now_width: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth that the bus promises in each direction."""
+        return LANE_BYTES_PER_S[self.generation] * self.width
+
+    def __str__(self) -> str:
+        return f"PCIe Gen{self.generation} x{self.width}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the machine; it is a warning if there is a remedy."""
+
+    name: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def state(self) -> str:
+        """``"ok"`` or ``"warning"``."""
+        return "warning" if self.remedy else "ok"
+
+
+def answer_link(options: argparse.Namespace) -> Answer:
+    """Measure the link between device and host, beside what its bus promises."""
+    backend = get_backend(options.device)
+    link = measure_link(backend.device, piece_bytes=options.piece)
+    return describe_link(_device_name(backend.device), link, bus_of(_pci_address(backend.device)), _flop_per_s(backend))
+
+
+def describe_link(device: str, link: Link, bus: Bus | None, flop_per_s: float) -> Answer:
+    """The answer for a measured link, the bus that it is on, and the FLOP/s of a large bfloat16 product."""
+    ratio = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) / bus.bytes_per_s if bus else None
+    # Offloaded in forward, and reloaded in backward, which takes twice as long.
+    free = flop_per_s / min(link.d2h_bytes_per_s, 2 * link.h2d_bytes_per_s)
+    promised = "unknown: nvidia-smi does not say which bus the device is on"
+    if link.device == "cpu":
+        promised = "unknown: there is no bus between memory and memory"
+    if bus is not None and ratio is not None:
+        promised = f"{bus.bytes_per_s / 1e9:.1f} GB/s each way by {bus}; reached {ratio:.0%}"
+        promised += ", so copies take another link" if ratio > 1 else ""
+    meaning = (
+        f"offloading costs no time from {free:,.0f} FLOP of forward per offloaded byte. The bfloat16 output of a "
+        "linear layer takes as many FLOP per byte as the layer has inputs. Of activations that take fewer, a part can "
+        "be offloaded for free, in that proportion."
+    )
+    out, back, both = (rate / 1e9 for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s))
+    rows = [
+        ("device", device),
+        ("link", f"{out:.1f} GB/s to the host, {back:.1f} back, {both:.1f} both at once"),
+        ("promised", promised),
+        ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
+        ("free", meaning),
+    ]
+    values = asdict(link) | {
+        "device": device,
+        "pcie_generation": bus and bus.generation,
+        "pcie_width": bus and bus.width,
+        "promised_bytes_per_s": bus and bus.bytes_per_s,
+        "ratio": ratio,
+        "flop_per_s": flop_per_s,
+        "free_flop_per_byte": free,
+    }
+    return Answer(rows, values)
+
+
+def answer_doctor(options: argparse.Namespace) -> Answer:
+    """Look for what keeps offloading from working well on this machine, and say what to do about it."""
+    checks = [*examine(get_backend(options.device))]
+    warnings = sum(check.state == "warning" for check in checks)
+    wide = max(len(check.name) for check in checks)
+    rows: list[tuple[str, str]] = []
+    for check in checks:
+        rows.append((f"{check.state:<9}{check.name:<{wide}}", check.found))
+        rows += [("", f"To do: {check.remedy}.")] * bool(check.remedy)
+    summary = f"{warnings} warning{'s' if warnings > 1 else ''}" if warnings else "all is well"
+    values = {"checks": [{"state": check.state} | asdict(check) for check in checks]}
+    return Answer(rows, values, ok=not warnings, below=[summary])
+
+
+def examine(backend: Backend) -> Iterator[Check]:
+    """All checks of this machine."""
+    device, driver = backend.device, driver_version()
+    version = torch.version
+    build = f"for CUDA {version.cuda}" if version.cuda else "for ROCm" if version.hip else "without CUDA"
+    remedy = "install PyTorch for CUDA: this machine has NVIDIA's driver" if driver and build == "without CUDA" else ""
+    yield Check("torch", f"{torch.__version__}, {build}", remedy)
+    yield device_check(device, has_driver=driver is not None)
+    yield Check("driver", driver or "none of NVIDIA's")
+    yield locked_check(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], backend)
+    yield host_check(available_bytes(), _capacity_of(device))
+    yield numa_check(_pci_address(device), own_cores())
+    yield from variable_checks(os.environ)
+    try:
+        yield link_check(measure_link(device), bus_of(_pci_address(device)))
+    except HostMemoryError as error:
+        yield Check("link", "not measured", str(error).rstrip("."))
+
+
+def driver_version(root: Path = Path("/")) -> str | None:
+    """The version of NVIDIA's kernel driver, such as ``"580.95.05"``; ``None`` where there is none."""
+    text = _text_in(root / "proc/driver/nvidia/version")
+    found = re.search(r"\d+(\.\d+)+", text)
+    return found[0] if found else "of an unknown version" if text else None
+
+
+def device_check(device: torch.device, *, has_driver: bool) -> Check:
+    """The device whose memory offloading saves."""
+    if device.type != "cpu":
+        return Check("device", f"{_device_name(device)}, {format_bytes(_capacity_of(device))}")
+    remedy = ""
+    if has_driver and torch.version.cuda is not None and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            remedy = f"see CUDA_VISIBLE_DEVICES and the driver, as PyTorch finds no GPU: {str(error).rstrip('.')}"
+    return Check("device", "the CPU: offloading works as on a GPU, but saves no memory", remedy)
+
+
+def locked_check(limit: int, backend: Backend) -> Check:
+    """Whether memory can be page-locked, also beyond the limit of the process."""
+    limited = limit != resource.RLIM_INFINITY
+    most = f"limit {format_bytes(limit)} (ulimit -l)" if limited else "no limit"
+    if backend.device.type == "cpu":
+        return Check("locked memory", f"{most}; the CPU needs none")
+    tried = min(LOCKED_BYTES, limit + LOCKED_BYTES // 16) if limited else LOCKED_BYTES
+    try:
+        page_locked(tried, backend)
+    except HostMemoryError as error:
+        remedy = "raise the limit: ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a unit"
+        return Check("locked memory", f"{most}; {error}", remedy)
+    beyond = ", so the driver ignores the limit" if limited and tried > limit else ""
+    return Check("locked memory", f"{most}; {format_bytes(tried)} could be locked{beyond}")
+
+
+def host_check(available: int | None, device_bytes: int) -> Check:
+    """The host memory that is left to this process, with the limits of its control groups."""
+    if available is None:
+        return Check("host memory", "the system does not say how much is left")
+    remedy = (
+        "free host memory, as less than half of the device's is left; or raise the limit of the control group: docker "
+        "run --memory, Kubernetes' resources.limits, Slurm's --mem"
+    )
+    return Check("host memory", f"{format_bytes(available)} left", remedy if available < device_bytes / 2 else "")
+
+
+def numa_check(address: str | None, own: set[int], root: Path = Path("/")) -> Check:
+    """Whether the process runs next to its GPU: pinned memory is allocated on the node that the process runs on."""
+    node = _text_in(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
+    if not node.isdigit():  # -1: the machine has one node
+        return Check("NUMA node", "the device has none")
+    listed = _text_in(root / f"sys/devices/system/node/node{node}/cpulist")
+    runs = [run.partition("-") for run in listed.split(",") if run]
+    if not runs or own <= {core for first, _, last in runs for core in range(int(first), int(last or first) + 1)}:
+        return Check("NUMA node", f"{node}, and the process runs there")
+    start = f"numactl --cpunodebind={node} --preferred={node} python …, or taskset --cpu-list {listed} python …"
+    found = f"{node}, but the process may run on cores {ranges(sorted(own))}"
+    return Check("NUMA node", found, f"start it there: {start}")
+
+
+def variable_checks(variables: Mapping[str, str]) -> Iterator[Check]:
+    """Environment variables: the settings of the allocator, and those that slow everything down."""
+    new, old = variables.get("PYTORCH_ALLOC_CONF"), variables.get("PYTORCH_CUDA_ALLOC_CONF")
+    remedy = "unset PYTORCH_CUDA_ALLOC_CONF, the old name of PYTORCH_ALLOC_CONF, which says something else"
+    default = "the default; expandable_segments:True loses less memory between blocks"
+    yield Check("allocator", new or old or default, remedy if new and old and new != old else "")
+    for name, remedy in SLOW_VARIABLES.items():
+        if variables.get(name, "0") not in ("", "0"):
+            yield Check(name, variables[name], remedy)
+
+
+def link_check(link: Link, bus: Bus | None) -> Check:
+    """The measured link beside the promise of its bus."""
+    if bus is None:
+        return Check("link", str(link))
+    text = f"{link}; {bus} promises {bus.bytes_per_s / 1e9:.1f} GB/s each way"
+    if bus.now_width < bus.width:
+        return Check("link", text, f"see to the slot: {bus.now_width} of {bus.width} lanes are in use")
+    slow = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) < HEALTHY * bus.bytes_per_s
+    remedy = "look at the NUMA node, for other processes that copy, and for virtualization of the bus" if slow else ""
+    return Check("link", text, remedy)
+
+
+def bus_of(address: str | None) -> Bus | None:
+    """The bus of the GPU at a PCI address, as ``nvidia-smi`` says; ``None`` where it does not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or address is None:
+        return None
+    fields = "pcie.link.gen.max,pcie.link.width.max,pcie.link.width.current"
+    command = [tool, f"--id={address}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603  # as given
+        generation, width, now_width = map(int, done.stdout.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return Bus(generation, width, now_width) if generation in LANE_BYTES_PER_S else None
+
+
+def _pci_address(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return "the CPU, whose threads stand for a device and its link" if device.type == "cpu" else str(device)
+
+
+def _capacity_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else CPU_BYTES
+
+
+def _flop_per_s(backend: Backend) -> float:
+    side = PRODUCT_SIDE.get(backend.device.type, PRODUCT_SIDE["cuda"])
+    left, right = (torch.randn(side, side, device=backend.device).bfloat16() for _ in range(2))
+    result = torch.empty_like(left)
+    marks = []
+    for _ in range(2 * PRODUCTS):
+        begin = backend.mark()
+        torch.mm(left, right, out=result)
+        marks.append((begin, backend.mark()))
+    return 2.0 * side**3 / statistics.median(backend.seconds(marks)[PRODUCTS:])
+
+
+def _text_in(path: Path) -> str:
+    """The text of a file of the system; empty where there is none."""
+    try:
+        return path.read_text("utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,327 @@
+"""``python -m offload link`` and ``doctor``: what they find, what to do about it, and what all commands share."""
+
+import json
+import resource
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload.command_line import machine
+from offload.command_line.machine import Bus, Check, bus_of, describe_link
+from offload.command_line.main import main
+from offload.host.page_locked import HostMemoryError
+
+GIB = 1 << 30
+ADDRESS = "0000:17:00.0"
+H200 = offload.Link(55.4e9, 55.5e9, 101.6e9, "cuda:0")
+MEASURED = ["link", "--device", "cpu", "--piece", "64KiB"]
+
+
+@pytest.fixture(autouse=True)
+def _usual_variables(monkeypatch):
+    for name in (*machine.SLOW_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- All commands ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_runs_as_a_module_which_the_library_does_not_import():
+    done = subprocess.run([sys.executable, "-m", "offload", *MEASURED, "--json"], capture_output=True, check=True)
+    assert json.loads(done.stdout)["offload"] == "link"
+    code = "import sys, offload; assert 'offload.command_line' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_has_a_script_and_a_version(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"offload": "offload.command_line.main:main"}
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"offload {project['version']}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["link", "--device", "meta"], "offload link: device must be on this machine"),
+        (["link", "--piece", "0B"], "offload link: piece_bytes must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+
+
+SIZE = "must be a number and a unit, such as '40GiB', got"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("link --device tpu:0", "argument --device: Expected one of cpu, cuda"),
+        ("link --piece 1MibB", f"argument --piece: {SIZE} '1MibB'"),
+        ("plan --memory 80", f"argument --memory: {SIZE} '80'"),
+        ("plan --memory=-5GiB", f"argument --memory: {SIZE} '-5GiB'"),
+        ("plan --memory 8GiB --host-memory 64", f"argument --host-memory: {SIZE} '64'"),
+        ("plan --link 26", f"argument --link: {SIZE} '26'"),
+        ("plan --layers 0", "argument --layers: must be a whole number, at least 1, got '0'"),
+        ("plan --tokens x", "argument --tokens: must be a whole number, at least 1, got 'x'"),
+        ("plan --optimizer-bytes -1", "argument --optimizer-bytes: must be a whole number, at least 0, got '-1'"),
+        ("plan --bandwidth 0", "argument --bandwidth: must be a number above 0, such as 630e12, got '0'"),
+        ("plan --flops nan", "argument --flops: must be a number above 0, such as 630e12, got 'nan'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(words, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(words.split())
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# --- link --------------------------------------------------------------------------------------------------------
+
+
+def test_measures_here(capsys):
+    assert main([*MEASURED, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["offload"], found["version"], found["ok"]) == ("link", 1, True)
+    assert found["d2h_bytes_per_s"] > 0
+    assert found["promised_bytes_per_s"] is found["ratio"] is None
+    slower = min(found["d2h_bytes_per_s"], 2 * found["h2d_bytes_per_s"])
+    assert found["free_flop_per_byte"] == found["flop_per_s"] / slower
+    assert main(MEASURED) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("device    the CPU,")
+    assert "promised  unknown: there is no bus" in text
+
+
+def test_compares_with_the_promise_of_the_bus():
+    answer = describe_link("NVIDIA H200 (cuda:0)", H200, Bus(5, 16, 16), 785e12)
+    assert answer.values["ratio"] == pytest.approx(55.4 / 63.016)
+    assert "63.0 GB/s each way by PCIe Gen5 x16; reached 88%" in str(answer)
+    assert "14,170 FLOP" in str(answer)
+    assert "another link" not in str(answer)
+    faster = describe_link("", offload.Link(350e9, 350e9, 700e9), Bus(5, 16, 16), 785e12)
+    assert "another link" in str(faster)
+
+
+@pytest.mark.parametrize(("h2d", "free"), [(40.0, 20.0), (10.0, 50.0)])
+def test_reloads_have_twice_the_time_of_offloads(h2d, free):
+    answer = describe_link("", offload.Link(50.0, h2d, 50.0 + h2d), None, 1000.0)
+    assert answer.values["free_flop_per_byte"] == free
+
+
+@pytest.mark.parametrize(
+    ("script", "bus"),
+    [
+        ('echo "5, 16, 8"', Bus(5, 16, 8)),
+        ('echo "[N/A], [N/A], [N/A]"', None),
+        ('echo "9, 16, 16"', None),  # a generation of the future
+        ('test "$1" = --id=0000:17:00.0 && echo "4, 8, 8"', Bus(4, 8, 8)),
+        ("exit 6", None),
+    ],
+)
+def test_asks_nvidia_smi_for_the_bus(script, bus, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bus_of(ADDRESS) is None  # there is no such tool
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    assert bus_of(ADDRESS) == bus
+    assert bus_of(None) is None
+
+
+@pytest.mark.gpu
+def test_measures_a_gpu(capsys):
+    assert main(["link", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"].endswith("(cuda:0)")
+    assert found["flop_per_s"] > 1e12
+    assert found["ratio"] is None or found["ratio"] > 0.3
+
+
+# --- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_works_without_a_gpu(capsys):
+    status = main(["doctor", "--device", "cpu", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["offload"], found["version"]) == ("doctor", 1)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert ", ".join(by_name) == "torch, device, driver, locked memory, host memory, NUMA node, allocator, link"
+    assert by_name["torch"]["found"].startswith(f"{torch.__version__}, ")
+    assert "saves no memory" in by_name["device"]["found"]
+    assert "the CPU needs none" in by_name["locked memory"]["found"]
+    assert by_name["link"]["found"].startswith("cpu: d2h ")
+    warned = [check for check in found["checks"] if check["state"] == "warning"]
+    assert all(check["remedy"] for check in warned)
+    assert (status, found["ok"]) == (int(bool(warned)), not warned)
+
+
+@pytest.mark.parametrize(
+    ("checks", "status", "text"),
+    [
+        (
+            [Check("torch", "2.13"), Check("link", "fast")],
+            0,
+            "ok       torch  2.13\nok       link   fast\nall is well\n",
+        ),
+        ([Check("link", "slow", "look")], 1, "warning  link  slow\n               To do: look.\n1 warning\n"),
+        ([Check("link", "slow", "look")] * 2, 1, "To do: look.\n2 warnings\n"),
+    ],
+)
+def test_a_warning_is_status_1(checks, status, text, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "examine", lambda _: checks)
+    assert main(["doctor", "--device", "cpu"]) == status
+    assert capsys.readouterr().out.endswith(text)
+
+
+def test_host_memory_of_half_the_device_is_enough():
+    assert machine.host_check(50 * GIB, 80 * GIB) == Check("host memory", "50.00 GiB left")
+    assert "docker run --memory" in machine.host_check(30 * GIB, 80 * GIB).remedy
+    assert not machine.host_check(None, 80 * GIB).remedy
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "torch_remedy", "device_remedy"),
+    [
+        ("13.0", "580.95.05", "", "see CUDA_VISIBLE_DEVICES and the driver, as PyTorch finds no GPU: too old"),
+        ("13.0", None, "", ""),
+        (None, "580.95.05", "install PyTorch for CUDA", ""),
+        (None, None, "", ""),
+    ],
+)
+def test_a_gpu_that_pytorch_does_not_see(cuda, driver, torch_remedy, device_remedy, monkeypatch):
+    def fail():
+        raise RuntimeError("too old.")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(machine, "driver_version", lambda: driver)
+    checks = {check.name: check for check in machine.examine(offload.device.select.get_backend("cpu"))}
+    assert checks["torch"].found.endswith("for CUDA 13.0" if cuda else "without CUDA")
+    for name, remedy in (("torch", torch_remedy), ("device", device_remedy)):
+        assert checks[name].remedy.startswith(remedy)
+        assert bool(checks[name].remedy) is bool(remedy)
+    assert checks["driver"].found == (driver or "none of NVIDIA's")
+
+
+class Accelerator:
+    device = torch.device("cuda:0")
+
+
+def test_tries_to_lock_more_than_the_limit(monkeypatch):
+    tried = []
+    monkeypatch.setattr(machine, "page_locked", lambda nbytes, backend: tried.append(nbytes))
+    check = machine.locked_check(8 << 20, Accelerator())
+    assert check.found == "limit 8.00 MiB (ulimit -l); 72.00 MiB could be locked, so the driver ignores the limit"
+    assert not check.remedy
+    assert machine.locked_check(resource.RLIM_INFINITY, Accelerator()).found == "no limit; 1.00 GiB could be locked"
+    assert tried == [72 << 20, GIB]
+
+    def refuse(nbytes, backend):
+        raise HostMemoryError("The CUDA driver could not page-lock 72 MiB.")
+
+    monkeypatch.setattr(machine, "page_locked", refuse)
+    assert "--ulimit memlock=-1" in machine.locked_check(8 << 20, Accelerator()).remedy
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_names_the_cores_next_to_the_gpu(tmp_path):
+    assert not machine.numa_check(None, {0, 1}).remedy
+    assert machine.numa_check(ADDRESS, {0}, tmp_path).found == "the device has none"
+    node = tmp_path / "sys/bus/pci/devices" / ADDRESS / "numa_node"
+    write(node, "-1\n")
+    assert machine.numa_check(ADDRESS, {0}, tmp_path).found == "the device has none"
+    write(node, "1\n")
+    assert not machine.numa_check(ADDRESS, {0}, tmp_path).remedy  # the system does not say which cores those are
+    write(tmp_path / "sys/devices/system/node/node1/cpulist", "4-6,12\n")
+    for own in ({4, 12}, {4, 5, 6, 12}):
+        assert not machine.numa_check(ADDRESS, own, tmp_path).remedy
+    check = machine.numa_check(ADDRESS, {0, 1, 4}, tmp_path)
+    assert check.found == "1, but the process may run on cores 0-1, 4"
+    assert "numactl --cpunodebind=1 --preferred=1" in check.remedy
+    assert "taskset --cpu-list 4-6,12 " in check.remedy
+
+
+OLD, NEW, CACHE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {"allocator": ("the default", "")}),
+        ({OLD: "segments", "CUDA_LAUNCH_BLOCKING": "0"}, {"allocator": ("segments", "")}),
+        ({OLD: "one", NEW: "two"}, {"allocator": ("two", "unset PYTORCH_CUDA_ALLOC_CONF")}),
+        ({OLD: "one", NEW: "one", CACHE: "1"}, {"allocator": ("one", ""), CACHE: ("1", "unset it: every allocation")}),
+    ],
+)
+def test_reads_environment_variables(variables, expected):
+    found = {check.name: check for check in machine.variable_checks(variables)}
+    assert found.keys() == expected.keys()
+    for name, (text, remedy) in expected.items():
+        assert found[name].found.startswith(text)
+        assert found[name].remedy.startswith(remedy)
+        assert bool(found[name].remedy) is bool(remedy)
+
+
+@pytest.mark.parametrize(
+    ("rate", "bus", "remedy"),
+    [
+        (55.4e9, Bus(5, 16, 16), ""),
+        (55.4e9, None, ""),
+        (27e9, Bus(5, 16, 16), "look at the NUMA node"),
+        (27e9, Bus(5, 16, 8), "see to the slot: 8 of 16 lanes are in use"),
+    ],
+)
+def test_compares_the_link(rate, bus, remedy):
+    check = machine.link_check(offload.Link(rate, rate, 2 * rate, "cuda:0"), bus)
+    assert check.remedy.startswith(remedy)
+    assert bool(check.remedy) is bool(remedy)
+
+
+def test_a_link_that_cannot_be_measured(monkeypatch):
+    def refuse(device):
+        raise HostMemoryError("64.00 MiB are missing; free host memory.")
+
+    monkeypatch.setattr(machine, "measure_link", refuse)
+    [*_, check] = machine.examine(offload.device.select.get_backend("cpu"))
+    assert check == Check("link", "not measured", "64.00 MiB are missing; free host memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n", "580.95.05"),
+        ("NVRM version: something new\n", "of an unknown version"),
+    ],
+)
+def test_reads_the_drivers_version(text, version, tmp_path):
+    assert machine.driver_version(tmp_path) is None
+    write(tmp_path / "proc/driver/nvidia/version", text)
+    assert machine.driver_version(tmp_path) == version
+
+
+@pytest.mark.gpu
+def test_examines_a_gpu(capsys):
+    main(["doctor", "--json"])
+    by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "(cuda:0), " in by_name["device"]["found"]
+    assert by_name["driver"]["found"][0].isdigit()
+    assert by_name["driver"]["state"] == by_name["torch"]["state"] == by_name["locked memory"]["state"] == "ok"
