@@ -47,22 +47,15 @@ def test_all_ways_on_all_ranks_give_the_same_gradients(record_path):
     assert all(row["offloaded_bytes"] > 0 for row in record["rows"] if row["rank"] == 0 and "actions" in row)
 
 
-def test_the_first_ranks_peak_shrinks(record_path):
+def test_the_first_ranks_peak_shrinks_and_its_steady_state_is_recorded(record_path, monkeypatch, capsys):
     rows = json.loads(record_path.read_text("utf-8"))["rows"]
     halves = [row for row in rows if row["rank"] == 0 and row["offload"] == HALF]
     # A part is as large as a tensor here, so that the half is missed by some of them.
     assert [row["peak_saved"] > 0.4 for row in halves] == [True, True]
-
-
-def test_steady_state_is_recorded_on_the_first_rank(record_path):
-    rows = json.loads(record_path.read_text("utf-8"))["rows"]
     for row in rows:
         if row["offload"] != NOTHING:
             assert (row["steady_bytes_per_s"] is not None) == (row["rank"] == 0)
             assert set(row["steady_to_link"]) == {"alone", "all at once"}
-
-
-def test_show_prints_the_record(record_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(record_path)])
     pipeline.main()
     assert capsys.readouterr().out.count(HALF) == 4
