@@ -16,11 +16,19 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, GptBlock, Recurrent, build, loss_of
-from streaming import assert_moved, assert_same, gradients_of, plain
+from streaming import (
+    Step,
+    assert_moved,
+    assert_same,
+    backward,
+    check_step,
+    forward,
+    gradients,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import StreamedWeights, get_cpu_offload_context, offload_layers, stream_weights
+from offload import StreamedWeights, offload_layers, stream_weights
 
 LAYERS = 5
 
@@ -33,45 +41,27 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-def assert_same_when_streamed(
-    leaves: Sequence[torch.Tensor], step: Callable[[], object], layers: nn.ModuleList, device: torch.device
-) -> None:
-    """``step`` leaves the same gradients behind with and without streaming."""
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device) as handle:
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
-        assert_moved(handle)
-
-
 def check(
     layers: nn.ModuleList,
     x: torch.Tensor,
-    forward: Forward = plain,
+    run: Forward = forward,
     *,
     microbatches: int = 1,
-    steps: int = 2,
     reference: Forward | None = None,
     **options: Any,
 ) -> StreamedWeights:
-    """Compare gradients with and without streaming; the handle that it returns is removed already."""
-    leaves = [x, *layers.parameters()]
+    """Compare the gradients of microbatches with and without streaming."""
 
-    def step(run: Forward) -> None:
+    def step(run: Forward, layers: nn.ModuleList, x: torch.Tensor) -> None:
         for _ in range(microbatches):
             loss_of(run(layers, x)).backward()
 
-    expected = gradients_of(leaves, lambda: step(reference or forward))
-    with stream_weights(layers, x.device, **options) as handle:
-        for _ in range(steps):
-            assert_same(expected, gradients_of(leaves, lambda: step(forward)))
-            assert all(parameter.device.type == "cpu" for parameter in layers.parameters())
-    assert_moved(handle)
-    return handle
+    return check_step(layers, x, partial(step, run), reference=partial(step, reference or run), **options)
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 9])
-@pytest.mark.parametrize("block", ["decoder", "gpt", "conv", "encoder"])
+@pytest.mark.parametrize(
+    ("block", "num_slots"), [("decoder", 2), ("gpt", 3), ("conv", 2), ("conv", 9), ("encoder", 9), ("encoder", 3)]
+)
 def test_every_block(block: str, num_slots: int, device: torch.device) -> None:
     layers, x = build(block, LAYERS, device)
     stats = check(layers, x, num_slots=num_slots).stats()
@@ -82,8 +72,9 @@ def test_every_block(block: str, num_slots: int, device: torch.device) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
+@pytest.mark.parametrize(
+    ("block", "dtype"), [("decoder", torch.bfloat16), ("gpt", torch.float32), ("encoder", torch.bfloat16)]
+)
 def test_microbatches(block: str, dtype: torch.dtype, device: torch.device) -> None:
     layers, x = build(block, LAYERS, device)
     layers, x = layers.to(dtype), x.detach().to(dtype).requires_grad_()
@@ -92,40 +83,26 @@ def test_microbatches(block: str, dtype: torch.dtype, device: torch.device) -> N
     assert stats.loads == 6 * (2 * LAYERS - 2)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_gradients_in_float32(microbatches: int, device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
+@pytest.mark.parametrize(("shared", "microbatches"), [(False, 1), (False, 3), (True, 1), (True, 3)])
+def test_gradients_in_float32(shared: bool, microbatches: int, device: torch.device) -> None:
+    """Microbatches, and the uses of a shared weight in one backward, are added up as autograd does in float32."""
+    layers, x = build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3, device)
+    if shared:
+        layers[2] = nn.Sequential(layers[0][0], nn.Tanh())
     layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16)
-    leaves = list(layers.parameters())
-
-    def one(scale: int) -> None:
-        loss_of(plain(layers, x * scale)).backward()
-
-    parts = [gradients_of(leaves, lambda: one(scale + 1)) for scale in range(microbatches)]  # noqa: B023
-    expected = [sum((part.float() for part in column), torch.zeros(())) for column in zip(*parts, strict=True)]
-    with stream_weights(layers, device, grad_dtype=torch.float32) as handle:
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, lambda: [one(scale + 1) for scale in range(microbatches)]))
-        assert handle.stats().gradient_host_bytes >= 2 * sum(leaf.numel() * 2 for leaf in leaves)
-    assert_moved(handle)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_gradients_in_float32_of_a_shared_weight(microbatches: int, device: torch.device) -> None:
-    """What one backward gives is added up in float32, too, as autograd does where ``grad_dtype`` says so."""
-    torch.manual_seed(0)
-    shared = nn.Linear(WIDTH, WIDTH)
-    layers = nn.ModuleList(nn.Sequential(shared, nn.Tanh()) for _ in range(3))
-    layers, x = layers.to(torch.bfloat16), torch.randn(32, WIDTH).to(device, torch.bfloat16)
-    twin = copy.deepcopy(layers).to(device)
+    twin = copy.deepcopy(layers)
     for parameter in twin.parameters():
         parameter.grad_dtype = torch.float32
     with stream_weights(layers, device, grad_dtype=torch.float32) as handle:
-        for model in (twin, layers):
-            for scale in range(microbatches):
-                loss_of(plain(model, x * (scale + 1))).backward()
+        for _ in range(2):
+            for model in (twin, layers):
+                model.zero_grad()
+                for scale in range(microbatches):
+                    backward(model, x * (scale + 1))
+            assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
     assert_moved(handle)
-    assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
+    assert {parameter.grad.dtype for parameter in layers.parameters()} == {torch.float32}
+    assert handle.stats().gradient_host_bytes >= 2 * sum(parameter.nbytes for parameter in layers.parameters())
 
 
 def test_gradients_that_were_there_before(device: torch.device) -> None:
@@ -133,11 +110,10 @@ def test_gradients_that_were_there_before(device: torch.device) -> None:
     twin = copy.deepcopy(layers)
     for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
         one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
-    torch.manual_seed(1)
-    loss_of(plain(twin, x)).backward()
+    layers.eval(), twin.eval()
+    backward(twin, x)
     with stream_weights(layers, device) as handle:
-        torch.manual_seed(1)
-        loss_of(plain(layers, x)).backward()
+        backward(layers, x)
     assert_moved(handle)
     assert_same([p.grad.cpu() for p in twin.parameters()], [p.grad for p in layers.parameters()])
 
@@ -210,12 +186,6 @@ def test_checkpointed_layers(use_reentrant: bool, device: torch.device) -> None:
     assert stats.late_loads == 4
 
 
-@pytest.mark.parametrize("block", [InnerCheckpoint, InnerReentrantCheckpoint])
-def test_checkpoint_inside_a_layer(block: Callable[[], nn.Module], device: torch.device) -> None:
-    stats = check(*build(block, LAYERS, device)).stats()
-    assert stats.late_loads == 2
-
-
 class UsedTwice(nn.Module):
     """Uses a weight in two reentrant checkpoints and once more: three runs of autograd bring its gradient."""
 
@@ -229,51 +199,28 @@ class UsedTwice(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("block", ["decoder", "gpt", "encoder"])
+@pytest.mark.parametrize(("block", "weights_first"), [("decoder", True), ("gpt", False), ("encoder", True)])
 def test_with_offloaded_activations(block: str, weights_first: bool, device: torch.device) -> None:
     layers, x = build(block, LAYERS, device)
-    leaves = [x, *layers.parameters()]
 
-    def step() -> None:
-        for _ in range(2):
-            loss_of(plain(layers, x)).backward()
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        backward(layers, x)
+        backward(layers, x)
 
-    expected = gradients_of(leaves, step)
-    if weights_first:
-        streamed = stream_weights(layers, device)
-        offloaded = offload_layers(layers, 3, min_bytes=0)
-    else:
-        offloaded = offload_layers(layers, 3, min_bytes=0)
-        streamed = stream_weights(layers, device)
-    with streamed, offloaded:
+    expected = gradients(layers, x, step)
+    streamed = stream_weights(layers, device) if weights_first else None
+    offloaded = offload_layers(layers, 3, min_bytes=0)
+    with streamed or stream_weights(layers, device) as streamed, offloaded:
         for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
+            assert_same(expected, gradients(layers, x, step))
+        assert_moved(streamed)
         assert offloaded.stats().offloaded_bytes > 0
-        # No view of a slot went along.
-        slots = streamed.stats().slot_bytes
-        assert offloaded.stats().skipped["parameter"] > 0
-        assert slots > 0
-
-
-def test_with_an_offload_context_around_checkpoints(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    context, sync = get_cpu_offload_context(True, 3, LAYERS, min_bytes=0, device=device)
-
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        for layer in layers:
-            with context:
-                y = checkpoint(layer, x, use_reentrant=False)
-            x = sync(y)
-        return x
-
-    check(layers, x, forward, microbatches=2, reference=checkpointed(False))
-    assert context.stats().offloaded_bytes > 0
+        assert offloaded.stats().skipped["parameter"] > 0  # no view of a slot was offloaded
 
 
 def autocast(layers: Sequence[nn.Module], x: Any, **options: Any) -> Any:
     with torch.autocast(x.device.type, torch.bfloat16, **options):
-        return plain(layers, x)
+        return forward(layers, x)
 
 
 class Repeated(nn.Module):
@@ -308,50 +255,31 @@ def test_compiled_layers(device: torch.device) -> None:
 # Which gradients there are.
 
 
-def test_frozen_layers(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    layers[1].requires_grad_(False)
-    layers[3].mlp.requires_grad_(False)
-    stats = check(layers, x, microbatches=2).stats()
-    trainable = sum(p.numel() * 4 for p in layers.parameters() if p.requires_grad)
-    assert stats.gradient_bytes == 4 * trainable
-
-
 def test_frozen_from_the_bottom(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     layers[:3].requires_grad_(False)
-    leaves = list(layers.parameters())
-    x = x.detach()
-
-    def step() -> None:
-        loss_of(plain(layers, x)).backward()
-
-    expected = gradients_of(leaves, step)
-    with stream_weights(layers, device) as handle:
-        assert_same(expected, gradients_of(leaves, step))
-        # Backward ends where nothing needs a gradient; one layer was loaded ahead.
-        assert handle.stats().loads == LAYERS + 1
-    assert_moved(handle)
+    stats = check(layers, x.detach()).stats()
+    # Backward ends where nothing needs a gradient; one layer was loaded ahead.
+    assert stats.loads == 2 * (LAYERS + 1)
 
 
 def test_unfreezing_between_steps(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
+    layers.eval()
     twin = copy.deepcopy(layers)
     layers.requires_grad_(False)
     layers[4].requires_grad_()
     with stream_weights(layers, device) as handle:
-        loss_of(plain(layers, x)).backward()
-        loss_of(plain(layers, x)).backward()
+        backward(layers, x)
+        backward(layers, x)
         layers.requires_grad_()
-        leaves, twins = [x, *layers.parameters()], [x, *twin.parameters()]
         for microbatches in (1, 2):
 
-            def step(model: nn.ModuleList, microbatches: int = microbatches) -> None:
+            def step(model: nn.Module, x: torch.Tensor, microbatches: int = microbatches) -> None:
                 for _ in range(microbatches):
-                    loss_of(plain(model, x)).backward()
+                    backward(model, x)
 
-            expected = gradients_of(twins, lambda: step(twin))
-            assert_same(expected, gradients_of(leaves, lambda: step(layers)))
+            assert_same(gradients(twin, x, step), gradients(layers, x, step))
     assert_moved(handle)
 
 
@@ -393,8 +321,7 @@ def shared_layers(device: torch.device) -> tuple[nn.ModuleList, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_slots", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "num_slots"), [(torch.float32, 3), (torch.bfloat16, 2)])
 def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch.device) -> None:
     layers, x = shared_layers(device)
     layers, x = layers.to(dtype), x.detach().to(dtype).requires_grad_()
@@ -402,30 +329,6 @@ def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch
 
 
 # How layers are called.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [2, 0, 1], [0, 2], [1], [0, 1, 2, 1, 0]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_order_of_calls(order: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    layers, x = build("gpt", 3, device)
-    check(layers.to(dtype), x.detach().to(dtype).requires_grad_(), called(*order), microbatches=3)
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_several_microbatches_in_flight(together: bool, device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
-
-    def step() -> None:
-        losses = [loss_of(plain(layers, x * scale)) for scale in (1, 2, 3)]
-        if together:
-            sum(losses).backward()
-        else:
-            for loss in losses:
-                loss.backward()
-
-    assert_same_when_streamed(leaves, step, layers, device)
 
 
 class Passing(nn.Module):
@@ -445,35 +348,35 @@ class Passing(nn.Module):
 
 
 def passed_on(layers: Sequence[nn.Module], x: Any) -> Any:
-    state = plain(layers, {"x": x, "passed": None, "losses": ()})
+    state = forward(layers, {"x": x, "passed": None, "losses": ()})
     return state["x"] + sum(state["losses"])
 
 
 def called(*numbers: int) -> Forward:
-    return lambda layers, x: plain([layers[number] for number in numbers], x)
+    return lambda layers, x: forward([layers[number] for number in numbers], x)
 
 
 def skipped_at_random(layers: Sequence[nn.Module], x: Any) -> Any:
-    return plain([layer for layer in layers if torch.rand(()) < 0.6], x)
+    return forward([layer for layer in layers if torch.rand(()) < 0.6], x)
 
 
 def towers(layers: Sequence[nn.Module], x: Any) -> Any:
-    return plain(layers[:3], x) * plain(layers[3:], x)
+    return forward(layers[:3], x) * forward(layers[3:], x)
 
 
 def saved_on_cpu(layers: Sequence[nn.Module], x: Any) -> Any:
     with torch.autograd.graph.save_on_cpu():
-        return plain(layers, x)
+        return forward(layers, x)
 
 
 def checkpointed_pairs(layers: Sequence[nn.Module], x: Any, use_reentrant: bool) -> Any:
     for first in range(0, len(layers), 2):
-        x = checkpoint(plain, layers[first : first + 2], x, use_reentrant=use_reentrant)
+        x = checkpoint(forward, layers[first : first + 2], x, use_reentrant=use_reentrant)
     return x
 
 
 def checkpointed_twice(layers: Sequence[nn.Module], x: Any) -> Any:
-    return checkpoint(plain, layers, checkpoint(plain, layers, x, use_reentrant=True), use_reentrant=True)
+    return checkpoint(forward, layers, checkpoint(forward, layers, x, use_reentrant=True), use_reentrant=True)
 
 
 def checkpointed_at_last(layers: Sequence[nn.Module], x: Any) -> Any:
@@ -482,52 +385,75 @@ def checkpointed_at_last(layers: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("block", "number", "forward"),
-    [
-        pytest.param(partial(Recurrent, nn.LSTM), 4, plain, id="LSTM"),
-        pytest.param(partial(Recurrent, nn.GRU), 4, plain, id="GRU"),
-        pytest.param("gpt", 6, partial(checkpointed_pairs, use_reentrant=False), id="checkpointed pairs"),
-        pytest.param("gpt", 6, partial(checkpointed_pairs, use_reentrant=True), id="reentrant checkpoints of pairs"),
-        pytest.param("gpt", 3, checkpointed_twice, id="reentrant checkpoints of layers called twice"),
-        pytest.param("gpt", 3, checkpointed_at_last, id="reentrant checkpoint of a layer called in a row"),
-        pytest.param(
-            InnerReentrantCheckpoint, 3, called(0, 0, 0, 1, 1, 1, 2, 2), id="reentrant checkpoints inside, in a row"
-        ),
-        pytest.param(UsedTwice, 3, plain, id="reentrant checkpoints that share a weight of their layer"),
-        pytest.param("decoder", LAYERS, saved_on_cpu, id="saved-tensor hooks of the user's"),
-        pytest.param("decoder", LAYERS, autocast, id="autocast"),
-        pytest.param(TiedInside, LAYERS, plain, id="weights tied inside a layer"),
-        pytest.param("gpt", 8, skipped_at_random, id="skipped at random"),
-        pytest.param("gpt", 6, towers, id="two towers"),
-        pytest.param(Passing, LAYERS, passed_on, id="outputs passed on, and side losses"),
-    ],
-)
+WAYS: dict[str, tuple[Any, int, Forward]] = {
+    "LSTM": (partial(Recurrent, nn.LSTM), 4, forward),
+    "GRU": (partial(Recurrent, nn.GRU), 4, forward),
+    "checkpoints inside": (InnerCheckpoint, LAYERS, forward),
+    "checkpointed pairs": ("gpt", 6, partial(checkpointed_pairs, use_reentrant=False)),
+    "reentrant checkpoints of pairs": ("gpt", 6, partial(checkpointed_pairs, use_reentrant=True)),
+    "reentrant checkpoints of layers called twice": ("gpt", 3, checkpointed_twice),
+    "reentrant checkpoint of a layer called in a row": ("gpt", 3, checkpointed_at_last),
+    "reentrant checkpoints inside, in a row": (InnerReentrantCheckpoint, 3, called(0, 0, 0, 1, 1, 1, 2, 2)),
+    "reentrant checkpoints that share a weight of their layer": (UsedTwice, 3, forward),
+    "saved-tensor hooks of the program": ("decoder", LAYERS, saved_on_cpu),
+    "autocast": ("decoder", LAYERS, autocast),
+    "weights tied inside a layer": (TiedInside, LAYERS, forward),
+    "each layer twice in a row": ("gpt", 3, called(0, 0, 1, 1, 2, 2)),
+    "all layers twice": ("gpt", 3, called(0, 1, 2, 0, 1, 2)),
+    "another order, and back": ("gpt", 3, called(2, 0, 1, 1, 0)),
+    "one layer": ("gpt", 3, called(1)),
+    "skipped at random": ("gpt", 8, skipped_at_random),
+    "two towers": ("gpt", 6, towers),
+    "outputs passed on, and side losses": (Passing, LAYERS, passed_on),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part")
-def test_every_way_to_call_layers(
-    block: Any, number: int, forward: Forward, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_every_way_to_call_layers(way: str, dtype: torch.dtype, device: torch.device) -> None:
+    block, number, run = WAYS[way]
     layers, x = build(block, number, device)
-    check(layers.to(dtype), x.detach().to(dtype).requires_grad_(), forward, microbatches=3)
+    check(layers.to(dtype), x.detach().to(dtype).requires_grad_(), run, microbatches=3)
+
+
+def together(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    sum(loss_of(forward(layers, x * scale)) for scale in (1, 2, 3)).backward()
+
+
+def in_flight(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    for loss in [loss_of(forward(layers, x * scale)) for scale in (1, 2, 3)]:
+        loss.backward()
+
+
+def retained(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    loss = loss_of(forward(layers, x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_inference_mode(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    loss = loss_of(forward(layers, x))
+    with torch.inference_mode():
+        loss.backward()
+
+
+@pytest.mark.parametrize("step", [together, in_flight, retained, in_inference_mode])
+def test_every_way_to_call_backward(step: Step, device: torch.device) -> None:
+    check_step(*build("gpt", LAYERS, device), step)
 
 
 def test_modules_between_layers(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     between = nn.Linear(WIDTH, WIDTH).to(device)
 
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
+    def run(layers: Sequence[nn.Module], x: Any) -> Any:
         for layer in layers:
             x = between(torch.tanh(layer(x)))
         return x
 
-    leaves = [x, *layers.parameters(), *between.parameters()]
-
-    def step() -> None:
-        loss_of(forward(layers, x)).backward()
-
-    assert_same_when_streamed(leaves, step, layers, device)
-    assert all(parameter.device == device for parameter in between.parameters())
+    check(layers, x, run)
+    assert all(parameter.device == device and parameter.grad.any() for parameter in between.parameters())
 
 
 def test_embedding_and_head_as_layers(device: torch.device) -> None:
@@ -535,39 +461,32 @@ def test_embedding_and_head_as_layers(device: torch.device) -> None:
     embedding, head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50, bias=False)
     head.weight = embedding.weight
     layers = nn.ModuleList([embedding, GptBlock(), GptBlock(), head]).to(device)
-    tokens = torch.randint(50, (2, 8), device=device)
-    leaves = list(layers.parameters())
 
-    def step() -> None:
+    def step(layers: nn.ModuleList, tokens: torch.Tensor) -> None:
         for _ in range(2):
-            F.cross_entropy(plain(layers, tokens).flatten(0, 1), tokens.flatten()).backward()
+            F.cross_entropy(forward(layers, tokens).flatten(0, 1), tokens.flatten()).backward()
 
-    assert_same_when_streamed(leaves, step, layers, device)
+    check_step(layers, torch.randint(50, (2, 8), device=device), step)
 
 
-# Evaluation, buffers, and what goes on between steps.
+# Evaluation, buffers, and graphs.
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_forward_and_backward(mode: Callable[[], Any], device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
     layers.eval()
-    expected_output = plain(layers, x).detach()
-    expected = gradients_of(leaves, lambda: loss_of(plain(layers, x)).backward())
-    with stream_weights(layers, device) as handle:
+    expected = forward(layers, x).detach()
 
-        def step() -> None:
-            loss = loss_of(plain(layers, x))
-            with mode():
-                for _ in range(3):
-                    assert torch.equal(plain(layers, x), expected_output)
-                assert torch.equal(plain(layers[:2], x), plain(layers[:2], x))
-            loss.backward()
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        loss = loss_of(forward(layers, x))
+        with mode():
+            for _ in range(3):
+                assert torch.equal(forward(layers, x), expected)
+            assert torch.equal(forward(layers[:2], x), forward(layers[:2], x))
+        loss.backward()
 
-        for _ in range(2):
-            assert_same(expected, gradients_of(leaves, step))
-    assert_moved(handle)
+    check_step(layers, x, step)
 
 
 class Counting(nn.Module):
@@ -592,7 +511,7 @@ def test_buffers(device: torch.device) -> None:
     with stream_weights(layers, device) as handle:
         assert layers[0].calls.device == device
         assert layers[0].calls is layers[0].alias.calls
-        plain(layers, x.detach().to(device))
+        forward(layers, x.detach().to(device))
         assert handle.stats().loads == 3
         assert list(layers.state_dict()) == list(build(Counting, 3, torch.device("cpu"))[0].state_dict())
     assert layers[0].calls.device.type == "cpu"
@@ -600,75 +519,35 @@ def test_buffers(device: torch.device) -> None:
     assert [layer.calls.item() for layer in layers] == [1, 1, 1]
 
 
-def test_retained_graph(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
-
-    def step() -> None:
-        loss = loss_of(plain(layers, x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    assert_same_when_streamed(leaves, step, layers, device)
-
-
 def test_abandoned_graphs(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
-    expected = gradients_of(leaves, lambda: loss_of(plain(layers, x)).backward())
-
-    def step() -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
+        for some in (layers, layers[:2], layers[1:4]):
+            forward(some, x)
         torch.manual_seed(1)
-        loss_of(plain(layers, x)).backward()
+        backward(layers, x)
 
-    with stream_weights(layers, device) as handle:
-        plain(layers, x)
-        plain(layers[:2], x)
-        plain(layers[1:4], x)
-        assert_same(expected, gradients_of(leaves, step))
-    assert_moved(handle)
+    check_step(*build("gpt", LAYERS, device), step)
 
 
 def test_gradients_of_inputs_alone(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(loss_of(plain(layers, x)), x)
+    layers.eval()
+    (expected,) = torch.autograd.grad(loss_of(forward(layers, x)), x)
     with stream_weights(layers, device) as handle:
-        torch.manual_seed(1)
-        (found,) = torch.autograd.grad(loss_of(plain(layers, x)), x)
+        (found,) = torch.autograd.grad(loss_of(forward(layers, x)), x)
         assert torch.equal(expected, found)
         assert all(parameter.grad is None for parameter in layers.parameters())
         assert handle.stats().loads == 2 * LAYERS - 2
 
 
-def test_backward_in_inference_mode(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
-
-    def step() -> None:
-        loss = loss_of(plain(layers, x))
-        with torch.inference_mode():
-            loss.backward()
-
-    assert_same_when_streamed(leaves, step, layers, device)
-
-
 def test_graph_outlives_the_handle(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
-    leaves = [x, *layers.parameters()]
-    expected = gradients_of(leaves, lambda: loss_of(plain(layers, x)).backward())
+    expected = gradients(layers, x)
 
-    def step() -> None:
+    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
         with stream_weights(layers, device) as handle:
-            loss = loss_of(plain(layers, x))
+            loss = loss_of(forward(layers, x))
         loss.backward()
         assert_moved(handle)
 
-    assert_same(expected, gradients_of(leaves, step))
-
-
-def test_streamed_again_after_remove(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    check(layers, x)
-    stats = check(layers.to(device), x, num_slots=3).stats()
-    assert stats.loads == 2 * (2 * LAYERS - 3)
+    assert_same(expected, gradients(layers, x, step))
