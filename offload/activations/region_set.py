@@ -133,7 +133,7 @@ class RegionSet(ActivationSet):
         A mask is neither: all layers are given the same.
         """
         offloads = self._policies.source is not KEEP and (saved or tensor.grad_fn is not None)
-        if offloads and isinstance(decide(tensor, self._rules), type):
+        if offloads and not self._stays and isinstance(decide(tensor, self._rules), type):
             return self.pack(tensor)
         return KeptHandle(tensor, self.alive or self._new_token())
 
@@ -170,36 +170,40 @@ class RegionSet(ActivationSet):
         frame.nodes.append(node)
         if frame.strange:
             return self._keep(tensor)
-        if number < way.limit and node == way.nodes[number] and tensor.shape == way.shapes[number]:
-            policy = way.policies[number] if way.movable[number] else KEEP
-        elif number >= way.limit and way.trace.zone >= 0:
+        if number < way.limit:
+            expected_node, shape, policy = way.expected[number]
+            if node != expected_node or tensor.shape != shape:
+                return self._take_another_way(tensor)
+        elif way.trace.zone >= 0:
             policy = way.rest if isinstance(decide(tensor, self._rules), type) else KEEP
         else:
-            self._take_another_way()
-            return self._keep(tensor)
+            return self._take_another_way(tensor)
+        self.in_graph = True
+        token = self.alive or self._new_token()
         if policy is RECOMPUTE:
             frame.dropped[number] = tensor.shape, tensor.dtype
-            self.in_graph = True
-            return DroppedHandle(frame, number, self.alive or self._new_token())
-        handle = self._keep(tensor) if policy is KEEP else self.pack(tensor)
+            return DroppedHandle(frame, number, token)
+        handle = KeptHandle(tensor, token) if policy is KEEP or self._stays else self.pack(tensor)
         if number in frame.replay.numbers:
             frame.kept[number] = handle
         return handle
 
     def _pack_undropped(self, tensor: torch.Tensor, way: Way, number: int) -> SavedHandle:
         """The same where nothing is dropped: the layer is not run again."""
-        keeps = number < way.limit and tensor.shape == way.shapes[number] and way.policies[number] is KEEP
+        _, shape, policy = way.expected[number] if number < way.limit else (0, None, None)
+        keeps = self._stays or (policy is KEEP and tensor.shape == shape)
         return self._keep(tensor) if keeps else self.pack(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> SavedHandle:
         self.in_graph = True
         return KeptHandle(tensor, self.alive or self._new_token())
 
-    def _take_another_way(self) -> None:
+    def _take_another_way(self, tensor: torch.Tensor) -> SavedHandle:
         """This forward is not the one that was learned: what it saves from here on is kept, and the next is learned."""
         if self._frame is not None:
             self._frame.strange = True
         self._policies.forget(self._key)
+        return self._keep(tensor)
 
     # Learning.
 

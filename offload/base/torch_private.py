@@ -215,6 +215,11 @@ MODULE_CALL = nn.Module._call_impl.__code__
 OPERATOR = torch._ops.OpOverload
 
 
+def without_wrapper(function: Any) -> Any:
+    """What runs an operation, without the call in Python around it."""
+    return getattr(function, "_op", function) if type(function) is OPERATOR else function
+
+
 def counting_versions() -> AbstractContextManager[object]:
     """Let ``detach`` inside of a dispatch mode give a tensor that counts changes together with its origin.
 

@@ -89,9 +89,9 @@ class Way:
         self.policies: list[Policy] = []
         """Of each saved tensor."""
         self.replay: Replay = NOTHING
+        self.expected: list[tuple[int, torch.Size, Policy]] = []
+        """Of each saved tensor, how many autograd nodes the forward had made, its shape, and what happens to it."""
         self.nodes = [saved.node for saved in trace.saved]
-        self.shapes = [saved.shape for saved in trace.saved]
-        self.movable = [saved.movable for saved in trace.saved]
         self.limit = trace.dynamic_from
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
@@ -133,11 +133,15 @@ class Way:
             for number, policy in changes.items():
                 wanted[number] = policy
         self.policies = wanted
+        self.expected = [
+            (saved.node, saved.shape, policy if saved.movable else KEEP)
+            for saved, policy in zip(trace.saved, wanted, strict=True)
+        ]
         offloaded = {
             saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
         }
         self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
-        held = [policy for number, policy in enumerate(wanted) if number >= self.limit and self.movable[number]]
+        held = [policy for number, policy in enumerate(wanted) if number >= self.limit and trace.saved[number].movable]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
         self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
         self.proven = not self.replay.hands_over

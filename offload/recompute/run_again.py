@@ -28,6 +28,7 @@ from offload.base.torch_private import (
     next_node,
     pop_hooks,
     push_hooks,
+    without_wrapper,
 )
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.second_run import SecondRun
@@ -62,6 +63,8 @@ class Replay:
         self.trace = trace
         self.run = run
         self.functions = [step.operation.function for step in trace.steps]
+        self.calls = [without_wrapper(function) for function in self.functions]
+        """What runs each operation."""
         self.results: list[tuple[StepResult, ...] | None] = [
             None if not hands_over or time in run.executed or step.only_views else step.outputs
             for time, step in enumerate(trace.steps)
@@ -292,7 +295,8 @@ class HandOver(LayerMode):
         replay = frame.replay
         self._frame = frame
         self._storages = storages
-        self._functions, self._results, self._zone = replay.functions, replay.results, replay.zone
+        self._functions, self._calls = replay.functions, replay.calls
+        self._results, self._zone = replay.results, replay.zone
         self._suppliers = replay.suppliers
         self._time = 0
         self._empty: set[int] = set()
@@ -315,7 +319,7 @@ class HandOver(LayerMode):
             raise AnotherWayError
         outputs = self._results[time]
         if outputs is None:
-            return function(*args, **kwargs)
+            return self._calls[time](*args, **kwargs)
         results = [self._made(output, args) for output in outputs]
         container = self._frame.replay.trace.steps[time].container
         return results[0] if container is None else container(results)
