@@ -87,7 +87,7 @@ def test_a_forward_of_the_same_shapes_that_goes_another_way(
     function: Callable[[torch.Tensor, int], torch.Tensor], policies: dict[str, str], lab: Lab
 ) -> None:
     way = Way()
-    layers, x = functions(lambda x, w: function(x, way.now) * w.mean(), lab)
+    layers, x = functions(lambda x, w: function(x, way.now) * w.square().mean(), lab)
     expected = {}
     for way.now in (0, 1):
         expected[way.now] = step(layers, x)
@@ -790,7 +790,7 @@ def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: L
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         runs[0] += 1
-        y = x * w.mean()
+        y = x * w.square().mean()
         for _ in range(way[0] % 4):
             y = (y + 1).sin()
         return y.tanh()
