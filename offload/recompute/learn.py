@@ -8,6 +8,7 @@ the result of such a kernel is a storage that no operation made. Every later for
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -97,8 +98,8 @@ class Storage:
     """The operation at which it was seen for the first time."""
     unseen: bool = False
     """Whether it was made during forward by what the mode does not see."""
-    unfilled: bool = False
-    """Whether it was only allocated so far."""
+    unfilled_bytes: int = 0
+    """How much of it was only allocated so far."""
 
 
 @dataclass(slots=True)
@@ -206,6 +207,7 @@ class Learn(LayerMode):
         given = tensors_of([*args, *kwargs.values()])
         unseen = bool(types) or (operation.effect is OPAQUE and not isinstance(function, OPERATOR))
         reads: dict[int, None] = {}
+        written = self._written(operation, args, kwargs, time)
         final = operation.collective
         for tensor in given:
             if plain_memory(tensor) is None:
@@ -215,9 +217,8 @@ class Learn(LayerMode):
             number = self.number_of(tensor, time)
             reads[number] = None
             # Somebody has filled it meanwhile, whom the mode does not see.
-            if trace.storages[number].unfilled and operation.effect is not VIEW and not operation.written:
-                unseen = True
-        written = self._written(operation, args, kwargs, time)
+            if trace.storages[number].unfilled_bytes and operation.effect is not VIEW:
+                unseen = unseen or not (operation.overwrites and number in written)
         trace.generators.update(one for one in [*args, *kwargs.values()] if isinstance(one, torch.Generator))
         before = states_of(trace.generators, [tensor.device for tensor in given])
         for generator in trace.generators & set(before):
@@ -253,10 +254,11 @@ class Learn(LayerMode):
         )
         for number in makes:
             trace.storages[number].writers.append(time)
-            trace.storages[number].unfilled = operation.effect is EMPTY
-        for number in written:
+            if operation.effect is EMPTY:
+                trace.storages[number].unfilled_bytes = trace.storages[number].nbytes
+        for number, nbytes in written.items():
             storage = trace.storages[number]
-            storage.unfilled = False
+            storage.unfilled_bytes = max(0, storage.unfilled_bytes - nbytes)
             if storage.writers or storage.unseen:
                 storage.writers.append(time)
                 continue
@@ -293,8 +295,9 @@ class Learn(LayerMode):
         self._references.append(StorageWeakRef(memory))
         return number
 
-    def _written(self, operation: Operation, args: Any, kwargs: Any, time: int) -> list[int]:
-        numbers = []
+    def _written(self, operation: Operation, args: Any, kwargs: Any, time: int) -> dict[int, int]:
+        """How many bytes an operation writes into each storage."""
+        found: Counter[int] = Counter()
         for place in operation.written:
             given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
             for tensor in tensors_of(given):
@@ -306,8 +309,8 @@ class Learn(LayerMode):
                     self.unseen_writes[number] = tensor.untyped_storage()
                 elif not storage.writers and number not in self.trace.written:
                     self._before_write(tensor)
-                numbers.append(number)
-        return numbers
+                found[number] += tensor.nbytes
+        return found
 
     def _outputs(self, results: list[Any], args: Any, time: int) -> tuple[list[int], list[StepResult]]:
         makes: list[int] = []

@@ -51,6 +51,12 @@ _ALLOCATES = {
     "aten::new_empty", "aten::new_empty_strided", "aten::_empty_affine_quantized",
 }  # fmt: skip
 
+_OVERWRITES = {
+    "copy_", "fill_", "zero_",
+    "bernoulli_", "exponential_", "normal_", "random_", "uniform_",
+}  # fmt: skip
+"""They do not read what they write into; neither do operations with ``out=``."""
+
 
 @functools.cache
 def effect_of(function: Any) -> Effect:
@@ -97,13 +103,14 @@ class Operation:
         function: The operation, as a dispatch mode is given it.
     """
 
-    __slots__ = ("collective", "draws", "effect", "function", "tags", "written")
+    __slots__ = ("collective", "draws", "effect", "function", "overwrites", "tags", "written")
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.effect = effect_of(function)
         self.draws = draws(function)
         self.written = written_arguments(function)
+        self.overwrites = self.name in _OVERWRITES or any(isinstance(place, str) for place in self.written)
         self.tags = getattr(function, "tags", ())
         self.collective = getattr(function, "namespace", "") in _COLLECTIVES
 
