@@ -34,6 +34,7 @@ from offload.base.torch_private import (
     is_expired,
     keep_versions,
     weak_storage,
+    without_modes,
     without_torch_function,
 )
 from offload.device.backend import Event, Wait
@@ -196,7 +197,8 @@ class SavedStorage:
         # Who else saved this memory, at another version, holds the same object, which counts as one owner. Two hold it
         # otherwise: the variable here, and the function that counts.
         if backend.poison and memory is not None and sys.getrefcount(memory) <= 2:
-            backend.discard(tensors.whole(memory))
+            with without_modes():  # garbage may be collected while a layer runs again
+                backend.discard(tensors.whole(memory))
         self._uncount()
 
     def _give_host_back(self) -> None:
