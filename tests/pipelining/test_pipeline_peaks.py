@@ -1,4 +1,10 @@
-"""The measured peak of a rank falls as far as its plan predicts."""
+"""The measured peak of a rank falls as far as its plan predicts.
+
+A prediction counts activation sets alone. It leaves out backward's workspace: gradients and temporary tensors of the
+operation at work, and what is reloaded beside it. So the sets are a lower bound of a measured peak; and where the peaks
+with and without offloading are at different operations, they fall by more or less than predicted, by the difference of
+the two workspaces: at most two tensors of the MLP's inner width, its gradients before and after the activation.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import offload
 import offload.pipelining
 from benchmarks.workloads import NormMlpBlock, loss_of
-from offload.pipelining import PipelineOffload, PipelinePlan
+from offload.pipelining import PipelineOffload
 from offload.pipelining.plan import plan_pipeline
 from offload.planning.profile import Link
 
@@ -55,10 +61,6 @@ class Job:
         return offload.pipelining.attach(self.schedule, link=INSTANT, min_bytes=MIN_BYTES, **options)  # type: ignore[arg-type]
 
 
-def as_derived(plan: PipelinePlan) -> int:
-    return plan.peak_bytes_without - plan.peak_bytes
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.3, 0.6, 1.0])
 def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> None:
@@ -76,8 +78,12 @@ def test_the_peak_falls_as_derived(device: torch.device, fraction: float) -> Non
         offloading.plan = plan
         job.step()
         peak_bytes = job.peak_bytes()
-    assert peak_bytes < nothing_bytes
-    assert as_derived(plan) == pytest.approx(nothing_bytes - peak_bytes, abs=0.015 * nothing_bytes)
+    assert plan.peak_bytes_without <= nothing_bytes
+    assert plan.peak_bytes <= peak_bytes < nothing_bytes
+    inner_bytes = 4 * job.inputs.nbytes // MICROBATCHES  # 2.4% of the peak without offloading
+    predicted_bytes = plan.peak_bytes_without - plan.peak_bytes
+    left_out_bytes = (0.6 if device.type == "cpu" else 2.0) * inner_bytes  # the CPU's meter sees no kernel's memory
+    assert nothing_bytes - peak_bytes == pytest.approx(predicted_bytes, abs=left_out_bytes)
 
 
 def test_ranks_are_alone() -> None:

@@ -1,15 +1,15 @@
-"""A rank's memory by policy: the regions of its stages' layers are kept, offloaded or computed again."""
+"""A rank's memory by policy: the regions of its stages' layers are kept, offloaded or recomputed."""
 
 import pytest
 import torch
 from lab import late_copies
-from pipeline_worker import FAST_LINK, WIDTH, Block, loss_of
+from pipeline_worker import WIDTH, Block, attach, loss_of, same
+from pipeline_worker import one_step as step
 from ranks import group
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import offload
-import offload.pipelining
 from offload.pipelining.chunk import largest_list
 
 RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
@@ -46,23 +46,6 @@ def pipeline(kind=ScheduleGPipe, layers=3):
     schedule = kind(stage, 4, loss_fn=loss_of)
     step(schedule, stage)  # torch 2.11 runs the first forward once more, for its shapes, and so draws other numbers
     return schedule, stage
-
-
-def step(schedule, stage, seed=1):
-    torch.manual_seed(seed)
-    x, target = torch.randn(2, 64, WIDTH)
-    schedule.step(x, target=target)
-    found = [parameter.grad for parameter in stage.submod.parameters()]
-    stage.submod.zero_grad()
-    return found
-
-
-def same(found, expected):
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def attach(schedule, **options):
-    return offload.pipelining.attach(schedule, **{"link": FAST_LINK, "min_bytes": 1024} | options)
 
 
 @pytest.mark.slow
@@ -111,24 +94,17 @@ def test_what_is_recomputed_needs_no_memory():
     assert recomputed < 0.6 * kept
 
 
-def test_a_budget_counts_what_is_kept():
-    schedule, stage = pipeline()
-    with attach(schedule, policies=RECOMPUTE_MOST) as handle:
-        step(schedule, stage)
-        step(schedule, stage)
-    profile = handle.profile
-    assert handle.plan.peak_bytes >= 4 * profile[0].kept_bytes
-    assert handle.plan.parts == 3
-
-
-def test_regions_are_named_by_the_stages_modules():
+def test_a_budget_counts_what_is_kept_and_regions_have_names():
     schedule, stage = pipeline()
     with attach(schedule, policies=RECOMPUTE_MOST) as handle:
         assert handle.regions(0) == {}
         step(schedule, stage)
-        assert handle.regions(0, 2)["up: addmm"] == "offload"
-        assert handle.regions(0, 2)["gelu"] == "recompute"
-        assert handle.regions(1) == {}
+        step(schedule, stage)
+    assert handle.plan.peak_bytes >= 4 * handle.profile[0].kept_bytes
+    assert handle.plan.parts == 3
+    assert handle.regions(0, 2)["up: addmm"] == "offload"
+    assert handle.regions(0, 2)["gelu"] == "recompute"
+    assert handle.regions(1) == {}
 
 
 def test_layers_may_be_given():
