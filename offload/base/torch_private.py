@@ -60,6 +60,7 @@ _fx_traces = _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
 _count_modes = _find("_C._len_torch_dispatch_stack")
 _modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
+_exclude = _find("_C._ExcludeDispatchKeyGuard")
 _set_excluded = _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
 _uses = _find("_C._storage_Use_Count")
@@ -82,8 +83,6 @@ next_node = _find("_C._autograd._get_sequence_nr")
 """The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the backward that runs was called with ``retain_graph=True``."""
-node_number = operator.methodcaller("_sequence_nr")
-"""The number that :func:`next_node` was before autograd made a node; a leaf's node has the highest there is."""
 keep_versions = _find("autograd._unsafe_preserve_version_counter")
 """A context that undoes changes of a tensor's version."""
 CAST_NODE: Any = _take("_C._functions.ToCopyBackward0")
@@ -104,10 +103,7 @@ def in_checkpoint() -> bool:
 
 
 def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
-    """Take these hooks off, if they are there, also from below others.
-
-    An interrupt can leave hooks that the layer itself has put above ours: they are not ours to take off.
-    """
+    """Take these hooks off, if they are there, also from below those that an interrupt has left above them."""
     above = []
     while (hooks := _top_hooks(True)) and hooks[0] != pack:
         above.append(hooks)
@@ -127,7 +123,7 @@ def before_backward(output: Iterable[torch.Tensor], first_node: int, begin: Call
     nodes = {
         tensor.grad_fn: None
         for tensor in output
-        if tensor.grad_fn is not None and node_number(tensor.grad_fn) >= first_node
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node
     }
     for node in nodes:
         node.register_prehook(begin)
@@ -163,8 +159,6 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 """Whether a profiler runs."""
-exclude_keys = _find("_C._ExcludeDispatchKeyGuard")
-"""A context in which the dispatcher leaves parts of PyTorch out."""
 function_modes = _find("_C._len_torch_function_stack")
 """How many modes see calls of PyTorch's functions."""
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")
@@ -200,7 +194,7 @@ def leave_modes(kind: type[TorchDispatchMode]) -> None:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which no dispatch mode sees what is done."""
     keys, key = _take("_C.DispatchKeySet"), _take("_C.DispatchKey")
-    return exclude_keys(keys(key.Python) | keys(key.PythonTLSSnapshot))  # type: ignore[no-any-return]
+    return _exclude(keys(key.Python) | keys(key.PythonTLSSnapshot))  # type: ignore[no-any-return]
 
 
 def state_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -217,7 +211,7 @@ OPERATOR = torch._ops.OpOverload
 
 def without_wrapper(function: Any) -> Any:
     """What runs an operation, without the call in Python around it."""
-    return getattr(function, "_op", function) if type(function) is OPERATOR else function
+    return function._op if type(function) is OPERATOR else function
 
 
 def counting_versions() -> AbstractContextManager[object]:
@@ -329,10 +323,7 @@ def leave_to_interpreter() -> None:
 
 
 def forget_compiled() -> None:
-    """Let what was compiled be compiled again: the compiler does not look whether a module's hooks have changed.
-
-    The compiler keeps no record of which modules a piece of code has run through, so all code is affected.
-    """
+    """Let all code be compiled again: the compiler does not look whether a module's hooks have changed."""
     compiler: Any = sys.modules.get("torch._dynamo")
     if compiler is not None:
         compiler.reset_code_caches()
