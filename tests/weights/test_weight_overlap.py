@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import loss_of
+from streaming import backward
 from torch import nn
 
 import offload
@@ -38,28 +38,21 @@ def make(tokens: int, *, layers: int = LAYERS, side: int = SIDE) -> tuple[nn.Mod
         return model, torch.randn(tokens, side, dtype=torch.bfloat16, requires_grad=True)
 
 
-def run(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    y = x
-    for layer in layers:
-        y = layer(y)
-    loss_of(y).backward()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_peak_of_device_memory(num_slots: int) -> None:
     layers, x = make(16, layers=4, side=2 * SIDE)  # large against cuBLAS's workspace, some of which comes and goes
     layer_bytes = 4 * LAYER_BYTES
-    run(layers, x)
+    backward(layers, x)
     layers.zero_grad()
     workspace_bytes = torch.cuda.memory_allocated() - len(layers) * layer_bytes
     with stream_weights(layers, "cuda", num_slots=num_slots) as handle:
         assert handle.stats().slot_bytes == num_slots * layer_bytes
         torch.cuda.empty_cache()
-        run(layers, x)
+        backward(layers, x)
         layers.zero_grad()
         with offload.memory_meter("cuda") as meter:
-            run(layers, x)
+            backward(layers, x)
         # The gradients of the layer in backward, and those that are on their way.
         assert meter.peak_bytes < (num_slots + 0.5) * layer_bytes
         assert torch.cuda.memory_allocated() - workspace_bytes < (num_slots + 0.5) * layer_bytes
@@ -94,13 +87,13 @@ def test_copies_run_beside_compute(lab: Lab) -> None:
         seen.append(moves_while_held(lab, lab.d2h_stream))
 
     with stream_weights(layers, lab.device) as handle:
-        run(layers, x)
+        backward(layers, x)
         layers.zero_grad()
         lab.drain()
         loaded_bytes, gradient_bytes = handle.stats().loaded_bytes, handle.stats().gradient_bytes
         layers[2].up.register_forward_pre_hook(in_forward)  # layers 0 to 3 have been asked for
         layers[2].up.register_forward_hook(lambda *args: args[-1].register_hook(in_backward) and None)
-        run(layers, x)
+        backward(layers, x)
     assert seen == [True] * 4
 
 
@@ -117,7 +110,7 @@ def calls_before_the_end_of_backward(layers: nn.ModuleList, x: torch.Tensor) -> 
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        run(layers, x)
+        backward(layers, x)
     handle.remove()
     events: Any = profiler.events()
     end = min(event.time_range.start for event in events if event.name == "end of backward")
@@ -130,7 +123,7 @@ def test_nothing_blocks_before_the_end_of_backward() -> None:
     with stream_weights(layers, "cuda"):
         for _ in range(2):
             layers.zero_grad()
-            run(layers, x)
+            backward(layers, x)
         layers.zero_grad()
         assert calls_before_the_end_of_backward(layers, x) == []
 
@@ -139,30 +132,12 @@ def test_nothing_blocks_before_the_end_of_backward() -> None:
 def test_parameters_and_gradients_are_pinned() -> None:
     layers, x = make(64)
     with stream_weights(layers, "cuda") as handle:
-        run(layers, x)
+        backward(layers, x)
         assert all(parameter.is_pinned() for parameter in layers.parameters())
         assert all(parameter.grad.is_pinned() for parameter in layers.parameters())
         # As large as they are, not rounded up.
         stats = handle.stats()
         assert stats.weight_bytes == stats.gradient_host_bytes == LAYERS * LAYER_BYTES
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
-def test_backward_on_a_stream_of_the_users() -> None:
-    layers, x = make(64)
-    run(layers, x)
-    expected = [parameter.grad.cpu() for parameter in layers.parameters()]
-    layers.zero_grad()
-    with stream_weights(layers, "cuda"):
-        for _ in range(3):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            layers.zero_grad()
-            with torch.cuda.stream(stream):
-                run(layers, x)
-            torch.cuda.current_stream().wait_stream(stream)
-            assert all(map(torch.equal, expected, [parameter.grad for parameter in layers.parameters()]))
 
 
 def test_layers_of_different_sizes_share_slots(lab: Lab) -> None:

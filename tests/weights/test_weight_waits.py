@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab import Lab
-from models import WIDTH, build, loss_of
+from models import WIDTH, build
+from streaming import backward, forward, gradients
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,32 +42,16 @@ class Linear(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def step(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients as they are when backward returns."""
-    layers.zero_grad()
-    y = x
-    for layer in layers:
-        y = layer(y)
-    loss_of(y).backward()
-    return [parameter.grad.clone() for parameter in layers.parameters()]
-
-
 def expected_and_found(lab: Lab, microbatches: int = 1, **delays: float) -> bool:
     layers, x = build(Linear, LAYERS, lab.device)
-    expected = [microbatches * gradient.cpu() for gradient in step(layers, x)]
+    expected = [microbatches * gradient for gradient in gradients(layers, x)]
     with stream_weights(layers, lab.device):
-        step(layers, x)
+        gradients(layers, x)
         for parameter in layers.parameters():
             parameter.grad.fill_(float("nan"))  # the memory is used again
         lab.slow(**delays)
         lab.backend.poison = True
-        found = step(layers, x)
-        if microbatches == 2:
-            y = x
-            for layer in layers:
-                y = layer(y)
-            loss_of(y).backward()
-            found = [parameter.grad.clone() for parameter in layers.parameters()]
+        found = gradients(layers, x, lambda layers, x: [backward(layers, x) for _ in range(microbatches)])
         lab.slow()
         lab.drain()
     return all(map(torch.equal, expected, found))
@@ -116,37 +101,32 @@ def late_compute(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     layers, x = build(Late, LAYERS, lab.device)
     expected = [layer.weight.detach().cpu().clone() for layer in layers]
     with stream_weights(layers, lab.device), torch.no_grad():
-        for layer in layers:
-            x = layer(x)
+        forward(layers, x)
         lab.drain()
     return all(torch.equal(one, other.cpu()) for one, other in zip(expected, seen, strict=True))
 
 
 def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Compute writes a gradient only when its copy could have begun."""
-    layers, x = build(Linear, LAYERS, lab.device)
-    with stream_weights(layers, lab.device):
 
-        def write(gradient: torch.Tensor) -> torch.Tensor:
+    class WrittenLate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.view_as(weight)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             late = torch.zeros_like(gradient)
             lab.write_late(late, 7.0, LATE_S)
             return late
 
-        class Hooked(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-                return weight.view_as(weight)
+    class Late(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ WrittenLate.apply(self.weight))
 
-            @staticmethod
-            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-                return write(gradient)
-
-        y = x
-        for layer in layers:
-            layer.forward = lambda x, layer=layer: torch.tanh(x @ Hooked.apply(layer.weight))
-            y = layer(y)
-        loss_of(y).backward()
-        found = [parameter.grad.clone() for parameter in layers.parameters()]
+    layers, x = build(Late, LAYERS, lab.device)
+    with stream_weights(layers, lab.device):
+        found = gradients(layers, x)
         lab.drain()
     return all(bool((gradient == 7.0).all()) for gradient in found)
 
@@ -170,8 +150,7 @@ def optimizer_in_a_hurry(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
         for parameter in layers.parameters():
             parameter.grad = torch.ones_like(parameter)
         lab.slow(h2d_s=LATE_S)
-        for layer in layers:
-            x = layer(x)
+        forward(layers, x)
         optimizer.step()
         lab.slow()
         lab.drain()
@@ -215,10 +194,10 @@ def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
         return Late(numbers) if numbers.is_floating_point() else all_reduce(numbers, *options, **named)
 
     layers, x = build(Linear, LAYERS, lab.device)
-    expected = [gradient.cpu() for gradient in step(layers, x)]
+    expected = gradients(layers, x)
     with two_ranks() as group, stream_weights(layers, lab.device, process_group=group), monkeypatch.context() as patch:
         patch.setattr(dist, "all_reduce", late)
-        found = step(layers, x)
+        found = gradients(layers, x)
         lab.drain()
     return all(map(torch.equal, expected, found))
 
@@ -226,15 +205,12 @@ def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
 def averaged_with_sums(lab: Lab, prepare: Callable[[], object]) -> bool:
     """The second microbatch's backward brings up what the first has left."""
     layers, x = build(Linear, LAYERS, lab.device)
-    expected = [(gradient / 2 + gradient).cpu() / 2 for gradient in step(layers, x)]
+    expected = [(gradient / 2 + gradient) / 2 for gradient in gradients(layers, x)]
     with two_ranks() as group, stream_weights(layers, lab.device, process_group=group):
-        step(layers, x)
+        gradients(layers, x)
         before = [parameter.grad for parameter in layers.parameters()]
         prepare()
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss_of(y).backward()
+        backward(layers, x)
         lab.slow()
         lab.drain()
     found = [parameter.grad for parameter in layers.parameters()]
@@ -305,32 +281,27 @@ def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatc
         wait_on_host(event, why)
 
     with stream_weights(layers, lab.device) as handle:
-        step(layers, x)
+        gradients(layers, x)
         monkeypatch.setattr(lab.backend, "wait_on_host", recording)
         lab.slow(d2h_s=0.005)
         x.register_hook(lambda _: events.append("end of backward"))
-        step(layers, x)
-        assert "end of backward" in events
-        assert events.index("end of backward") == 0
+        gradients(layers, x)
+        assert events[0] == "end of backward"
         assert handle.stats().staging_waits == 0
 
 
 def test_staging_is_bounded(lab: Lab) -> None:
     layers, x = build(Linear, 8, lab.device)
-    expected = step(layers, x)
+    expected = gradients(layers, x)
     with stream_weights(layers, lab.device, num_staging=1) as handle:
-        step(layers, x)
+        layers.zero_grad()
         lab.slow(d2h_s=0.005)
         for _ in range(2):
-            y = x
-            for layer in layers:
-                y = layer(y)
-            loss_of(y).backward()
+            backward(layers, x)
         stats = handle.stats()
         assert stats.staging_bytes == WIDTH * WIDTH * 4
         assert stats.staging_waits > 0
-    found = [parameter.grad / 3 for parameter in layers.parameters()]
-    torch.testing.assert_close([gradient.cpu() for gradient in expected], found)
+    assert all(torch.equal(2 * one, layer.weight.grad) for one, layer in zip(expected, layers, strict=True))
 
 
 # What the program may rely on as soon as a forward has failed, or backward has returned or failed.
@@ -372,9 +343,9 @@ def test_backward_waits_for_loads_that_nobody_needed(lab: Lab) -> None:
     layers, x = build(Linear, 4, lab.device)
     layers[2].__class__ = Cut
     with stream_weights(layers, lab.device) as handle:
-        y = layers[3](layers[2](layers[1](layers[0](x))))
+        loss = forward(layers, x).sum()
         lab.slow(h2d_s=10 * LATE_S)
-        y.sum().backward()
+        loss.backward()
         assert handle.stats().loads == 5
         assert load_is_over(lab), "a load still reads the weights"
 
@@ -396,12 +367,9 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
     found: list[str] = []
     copy = lab.backend.copy
 
-    def microbatch() -> None:
-        loss_of(layers[3](layers[2](layers[1](layers[0](x))))).backward()
-
     def failing_microbatch() -> None:
         try:
-            microbatch()
+            backward(layers, x)
         except RuntimeError as error:
             found.append(str(error))
 
@@ -412,7 +380,7 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
             copy(stream, target, source)
 
     with stream_weights(layers, lab.device, num_staging=1) as handle:
-        step(layers, x)
+        gradients(layers, x)
         with monkeypatch.context() as patch:
             if what == "addition":
                 for layer in layers:  # memory that cannot be added to
@@ -427,8 +395,8 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
             assert not thread.is_alive(), "backward waits for a buffer"
         assert len(found) == 1
         assert ("single memory location" if what == "addition" else "a copy has failed: ZeroDivision") in found[0]
-        expected = step(layers, x)
-        microbatch()
+        expected = gradients(layers, x)
+        backward(layers, x)
         assert handle.stats().added_bytes > 0
         assert all(torch.equal(layer.weight.grad, 2 * one) for layer, one in zip(layers, expected, strict=True))
 
@@ -437,7 +405,7 @@ def test_an_idle_worker_holds_no_gradients(lab: Lab) -> None:
     layers, x = build(Linear, 2, lab.device)
     with stream_weights(layers, lab.device) as handle:
         for _ in range(2):
-            loss_of(layers[1](layers[0](x))).backward()
+            backward(layers, x)
         assert handle.stats().added_bytes > 0
         held = [weakref.ref(layer.weight.grad) for layer in layers]
         layers.zero_grad()
