@@ -57,7 +57,7 @@ class GradientWriter:
         self._staging: LifoQueue[torch.Tensor] = LifoQueue()
         self._fill_staging()
         self._worker = Worker("host")
-        self._errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
+        self.errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
 
     def write_back(self, layer: WeightLayer, held: Iterable[torch.Tensor] = ()) -> None:
         """Queue the copies of a layer's gradients, which compute has been told to write, and clear the layer's list.
@@ -95,12 +95,7 @@ class GradientWriter:
             finally:
                 cleanup()
 
-        self._worker.submit(when_arrived, self._errors)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a job of this backward has raised."""
-        return bool(self._errors)
+        self._worker.submit(when_arrived, self.errors)
 
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``, at the end of backward. Raises the first error of the worker."""
@@ -116,8 +111,8 @@ class GradientWriter:
                 for host in layer.parameters:
                     host.give_back_gradient()
             self._fill_staging()
-            errors = list(self._errors)
-            self._errors.clear()
+            errors = list(self.errors)
+            self.errors.clear()
         if errors:
             raise errors[0]
 

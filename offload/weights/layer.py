@@ -108,9 +108,8 @@ class WeightLayer:
         flat = slot.flat[: self.nbytes]
         targets = flat.split([len(source) for source in self._sources])
         self.copies = [pair for pair in zip(targets, self._sources, strict=True) if len(pair[0])]
-        for stand_in, part in zip(
-            self.stand_ins, flat.split([len(host.flat) for host in self.parameters]), strict=True
-        ):
+        sizes = [len(host.flat) for host in self.parameters]
+        for stand_in, part in zip(self.stand_ins, flat.split(sizes), strict=True):
             stand_in.bind(part)
 
     def version(self) -> int:
@@ -123,9 +122,8 @@ class WeightLayer:
         If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         """
         wrapper = running_ddp()
-        reduced = set() if wrapper is None else set(ddp_parameters(wrapper))
-        own = (host.parameter for host in self.parameters)
-        if wrapper is not None and not (averaged and reduced.isdisjoint(own)):
+        reduced = () if wrapper is None else set(ddp_parameters(wrapper))
+        if wrapper is not None and not (averaged and all(host.parameter not in reduced for host in self.parameters)):
             raise RuntimeError(
                 f"{self} must be left alone by DistributedDataParallel, which reduces gradients before they have "
                 "arrived; write streamed = stream_weights(layers, device, process_group=torch.distributed.group.WORLD) "
@@ -161,7 +159,7 @@ class WeightLayer:
 
 
 class WeightSlots:
-    """All slots of a device, and the h2d stream that fills them; ``layers`` are in the order of forward."""
+    """The slots of all layers, and the h2d stream that fills them; ``layers`` are in the order of forward."""
 
     def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, counters: Counter[str]) -> None:
         self._backend = backend
@@ -260,9 +258,8 @@ class InPlace:
                 continue
             what = made.dtype if made.dtype is not dtype else "memory that processes share" if on_cpu else made.device
             raise RuntimeError(
-                f"{self._name} must stay what and where it is while its weights are streamed to {self._device}, but is "
-                f"to become {what} (by .to(), .half() or share_memory() for example); call remove(), change the model, "
-                "then stream again."
+                f"{self._name} must remain as it is while its weights are streamed to {self._device}, but is to become "
+                f"{what} (by .to() for example); call remove(), change the model, then stream again."
             )
         return self._module()
 
@@ -276,8 +273,11 @@ def check_parameters(modules: list[nn.Module]) -> None:
     for number, module in enumerate(modules):
         for key, parameter in module.named_parameters():
             name = f"layer {number}'s {key}"
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise ValueError(f"{name} must have a shape, got a lazy parameter; run one forward before streaming.")
+            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+                raise ValueError(
+                    f"{name} must have values, got a lazy parameter or a meta tensor; run one forward, or materialise "
+                    "the model on the CPU, before streaming."
+                )
             kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
             if kind is not torch.Tensor:
                 raise TypeError(
@@ -285,8 +285,6 @@ def check_parameters(modules: list[nn.Module]) -> None:
                     "fully_shard keep DTensors on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
                     "stream the layers of a model that is not sharded, with process_group for data parallelism."
                 )
-            if parameter.is_meta:
-                raise ValueError(f"{name} must have values, got a meta tensor; materialise the model on the CPU first.")
             if parameter.layout is not torch.strided:
                 raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")
             if parameter.numel() and seen.setdefault(parameter.data_ptr(), parameter) is not parameter:

@@ -105,24 +105,19 @@ class GradientReducer:
                 average.copy_(found[0]) if found else average.zero_()
                 for gradient in found[1:]:
                     average.add_(gradient)
-                before = self._begin(host, used=bool(found))
-                if before is not None:
-                    sums.append((average, before, host.over(self._backend.empty(len(memory)), dtype)))
+                host.hold_gradient()
+                first = host not in self._used  # later averages of one backward are added on the host
+                if first and host.before is not None:
+                    host.total, host.before = host.before, None
+                host.replaces = first and host.total is not None
+                self._used[host] = bool(found) or host.replaces or self._used.get(host, False)
+                host.undecided = not self._used[host]
+                if host.replaces and host.total is not None:
+                    sums.append((average, host.total, host.over(self._backend.empty(len(memory)), dtype)))
             self._start(layer, flat.view(dtype), sums)
             held += [landed for *_, landed in sums]
         layer.gradients[:] = [averages]
         return held
-
-    def _begin(self, host: HostParameter, *, used: bool) -> torch.Tensor | None:
-        """What is averaged with a gradient: ``parameter.grad`` of before this backward. Later averages are added."""
-        host.hold_gradient()
-        first = host not in self._used
-        if first and host.before is not None:
-            host.total, host.before = host.before, None
-        host.replaces = first and host.total is not None
-        self._used[host] = used or host.replaces or self._used.get(host, False)
-        host.undecided = not self._used[host]
-        return host.total if first else None
 
     def _start(
         self, layer: WeightLayer, numbers: torch.Tensor, sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -112,7 +112,7 @@ class LayerSteps:
 
     def _step(self, layer: WeightLayer) -> None:
         optimizer, hosts = self._of[layer]
-        if self._writer.failed:
+        if self._writer.errors:
             return  # a gradient may be wrong; backward raises
         for host in hosts:
             if not host.undecided:

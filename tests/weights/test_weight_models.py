@@ -175,7 +175,7 @@ def test_other_changes_are_refused_at_once(said: str, device: torch.device) -> N
     expected = gradients(model, x, once)
     with stream_weights(model.layers, device):
         with pytest.raises(
-            RuntimeError, match=rf"^layer 0 \(GptBlock\) must stay .* {device}, but {said} .*remove\(\)"
+            RuntimeError, match=rf"^layer 0 \(GptBlock\) must remain .* {device}, but {said} .*remove\(\)"
         ):
             CHANGES[said](model.layers)
         assert_same(expected, gradients(model, x, once))
@@ -189,6 +189,6 @@ def test_a_copy_moves_as_any_module(copied: Callable[[Model], Model], device: to
         twin.double()
         assert {parameter.dtype for parameter in twin.parameters()} == {torch.float64}
         assert model.layers[0].norm1.weight.dtype is torch.float32
-        with stream_weights(twin.layers, device), pytest.raises(RuntimeError, match="must stay what and where it is"):
+        with stream_weights(twin.layers, device), pytest.raises(RuntimeError, match="must remain as it is"):
             twin.float()
     twin.float()
