@@ -306,6 +306,10 @@ class RegionSet(ActivationSet):
         policies.add(self._key, way)
         for name in way.names_of(way.forced):
             self._say(f"{name} comes out with other bits when it is recomputed: it is not")
+        if way.impossible:
+            names = ", ".join(sorted(way.names_of(way.impossible)))
+            reason = "they depend on a collective, which must run once, or on a tensor that does not count its changes"
+            self._say(f"layer {self.layer} does not recompute {names}: {reason}")
         frame.replay = way.replay
         frame.readings = state.readings(frame.before) + way.constants()
         self._prove(frame, way, originals)

@@ -74,6 +74,8 @@ class Way:
         """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
         self.differing: set[int] = set()
         """Numbers of saved tensors that come out with other bits when all operations run again."""
+        self.impossible: set[int] = set()
+        """Numbers of saved tensors that depend on what must not run twice."""
         self.hands_over = True
         """Whether a second run may skip operations: where it gave other bits, all of them run."""
         self.reason: str | None = None
@@ -127,6 +129,7 @@ class Way:
         while True:
             dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
             run = second_run(trace, dropped, draws=draws)
+            self.impossible |= run.impossible
             changes = dict.fromkeys(run.impossible, self.instead) or self._instead(run, policies)
             if not changes:
                 break

@@ -280,16 +280,18 @@ def _modes() -> int:
 # Ranks wait for each other.
 
 
-def test_collectives_run_once(lab: Lab) -> None:
-    """A second run that goes another way would communicate again, alone."""
+def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """What depends on them is not recomputed, and a second run that goes another way would communicate, alone."""
+    caplog.set_level(logging.INFO, "offload")
     way = Way()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if way.now:
             x.detach() + 1
         y = (x * 2).sin()
-        torch.distributed.all_reduce(y.detach().mean())
-        return y * w.mean() - (x + 1).sin()
+        total = y.detach().mean()
+        torch.distributed.all_reduce(total)
+        return (y * total).tanh() * w.mean() - (x + 1).sin()
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(
@@ -301,7 +303,9 @@ def test_collectives_run_once(lab: Lab) -> None:
         with offloaded(layers, lab) as handle:
             for _ in range(3):
                 assert_same(expected, step(layers, x))
-            assert "recompute" in handle.regions(0).values()
+            assert handle.regions(0)["mean"] == "offload"
+            assert handle.regions(0)["tanh"] == "recompute"
+            assert len([line for line in caplog.messages if "layer 1 does not recompute mean:" in line]) == 1
             with pytest.raises(RuntimeError, match="would communicate once more"):
                 step(layers, x, way.turn)
     finally:
