@@ -1,4 +1,7 @@
-"""The complete runs: all operations, all architectures, the long soak. Each writes its record into ``results/``."""
+"""The complete runs: all operations, architectures, random programs, the long soak.
+
+Each writes its record into ``results/``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from . import soak
 from .architectures import architectures as find_architectures
 from .operations import DTYPES, KINDS, differentiable
 from .programs import check as check_program
+from .programs import draw as draw_program
 from .workers import run_cases
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -45,6 +50,7 @@ def main() -> None:
     programs = commands.add_parser("programs", help="random layers, policies and training loops")
     programs.add_argument("--first", type=int, default=0, help="the first seed")
     programs.add_argument("--number", type=int, default=2000, help="how many seeds")
+    programs.add_argument("--record", type=Path, default=RESULTS / "outside_programs.json")
     programs.set_defaults(run=run_programs)
     soaked = commands.add_parser("soak", help="many small steps")
     soaked.add_argument("--device", default="cpu")
@@ -92,14 +98,26 @@ def run_architectures(options: argparse.Namespace) -> None:
 
 
 def run_programs(options: argparse.Namespace) -> None:
-    """Random programs, one per seed: print those that differ from plain PyTorch or fail where it works."""
-    skipped = 0
-    for seed in range(options.first, options.first + options.number):
-        wrong = check_program(seed)
-        skipped += bool(wrong and wrong.startswith("skipped"))
-        if wrong and not wrong.startswith("skipped"):
-            print(f"{seed}: {wrong}", flush=True)
-    print(f"{options.number} programs, of which {skipped} fail in plain PyTorch")
+    """Random programs, one per seed: those that differ from plain PyTorch or fail where it works are recorded."""
+    origin = origin_now(first_seed=options.first)
+    counts: Counter[str] = Counter()
+    decided: Counter[str] = Counter()
+    wrong: dict[str, str] = {}
+    for number in range(options.number):
+        seed = options.first + number
+        found, program = check_program(seed), draw_program(seed)
+        kind = (found or "same").partition(":")[0]
+        kind = kind if kind in ("same", "skipped", "refused") else "wrong"
+        counts[kind] += 1
+        if kind == "same":
+            decided[program["decided"]] += 1
+            decided["streamed weights"] += bool(program["stream"])
+        if kind == "wrong":
+            wrong[str(seed)] = str(found)
+            print(f"{seed}: {found}", flush=True)
+        if number % 100 == 99 or number == options.number - 1:
+            print(dict(counts), flush=True)
+            write(origin | {"programs": number + 1, **counts, "same_by": decided, "wrong_seeds": wrong}, options.record)
 
 
 def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:

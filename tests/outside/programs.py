@@ -1,10 +1,13 @@
-"""Random programs: layers of random parts under random policies, with every gradient compared with plain PyTorch's."""
+"""Random programs: layers of random parts, under random policies, plans, budgets and streams of weights.
+
+Every gradient, buffer and generator of each program is compared with plain PyTorch's.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from offload import offload_layers
+from offload import Link, offload_layers, plan, profile_layers, stream_weights
 
 WIDTH = 6
 
@@ -72,6 +75,8 @@ class Part(nn.Module):
         self.kind = kind
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.calls = 0
+        self.cached = True
+        """Whether autocast keeps the casts of weights: streamed weights are cast at each use."""
         self.last: torch.Tensor | None = None
         if kind in ("batch norm", "checkpointed"):
             self.norm = nn.BatchNorm1d(WIDTH)
@@ -129,7 +134,7 @@ class Part(nn.Module):
         return self.last.sigmoid() * self.last * scale
 
     def autocast(self, x: torch.Tensor, scale: float) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cached):
             return (self.linear(x).tanh() + self.linear(x.cos())).float() * scale
 
     def attention(self, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -191,6 +196,8 @@ class Model(nn.Module):
 
 
 AROUND = ("plain", "microbatches", "retain", "partial", "grad", "evaluation", "shapes", "error", "scales", "double")
+STREAMED_AROUND = ("plain", "microbatches", "evaluation", "shapes", "error", "scales")
+LINK = Link(1e9, 1e9, 1.5e9)
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -206,30 +213,72 @@ def draw(seed: int) -> dict[str, Any]:
     policies = {pattern: rng.choice(["keep", "offload", "recompute"]) for pattern in patterns}
     policies["*"] = rng.choice(["recompute", "recompute", "offload", "keep"])
     settings: dict[str, Any] = {"min_bytes": rng.choice([0, 1])}
-    if rng.random() < 0.2:
-        settings["memory_budget"] = rng.choice([1 << 12, 1 << 14, 1 << 30])
-    else:
+    decided = rng.choices(["policies", "budget", "auto", "plan"], [10, 4, 1, 3])[0]
+    if decided == "policies":
         settings |= {"policies": policies, "num_layers": rng.randint(0, len(layers) - 1)}
+    elif decided == "auto":
+        settings["num_layers"] = "auto"
+    else:
+        settings["memory_budget"] = rng.choice([1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 30])
+    if rng.random() < 0.1:
+        settings["max_host_bytes"] = rng.choice([0, 1 << 10])
+    stream = rng.choice([2, 2, 3]) if rng.random() < 0.25 else 0
     return {
         "layers": layers,
         "settings": settings,
-        "around": rng.choice(AROUND),
+        "decided": decided,
+        "around": rng.choice(STREAMED_AROUND if stream else AROUND),
         "twice": rng.random() < 0.3,
         "share": rng.random() < 0.15,
         "autocast": rng.random() < 0.1,
+        "stream": stream,
+        "steps": 4 if decided == "policies" else 6,
     }
 
 
-def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Run four steps of a program: every gradient, buffer and generator's state."""
+def make(seed: int, program: dict[str, Any]) -> Model:
+    """The model of a program."""
     torch.manual_seed(seed)
     model = Model([Layer(kinds, style) for kinds, style in program["layers"]])
     if program["share"]:
         model.layers[-1].parts[0].linear = model.layers[0].parts[0].linear
-    around, optimizer = program["around"], torch.optim.SGD(model.parameters(), lr=0.01)
+    for module in model.modules():
+        if isinstance(module, Part):
+            module.cached = not program["stream"]
+    return model
+
+
+def planned(seed: int, program: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a program, with a plan that is made of another instance of its model."""
+    settings = dict(program["settings"])
+    if program["decided"] != "plan":
+        return settings
+    model = make(seed, program)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=program["autocast"]):
+            out = model(torch.randn(5, WIDTH, requires_grad=True), program["twice"], 1.0)
+        out.square().sum().backward()
+
+    profile = profile_layers(model.layers, step, min_bytes=settings["min_bytes"], device="cpu", steps=1, regions=True)
+    host_bytes, budget = settings.pop("max_host_bytes", None), settings.pop("memory_budget")
+    return settings | {"plan": plan(profile, budget, LINK, max_host_bytes=host_bytes)}
+
+
+def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Run the steps of a program: every gradient, buffer and generator's state."""
+    settings = {} if plain else planned(seed, program)
+    model = make(seed, program)
+    around = program["around"]
     parameters = [one for one in model.parameters() if one.requires_grad]
-    with nullcontext() if plain else offload_layers(model.layers, device="cpu", **program["settings"]):
-        for step in range(4):
+    with ExitStack() as stack:
+        if not plain and program["stream"]:
+            stack.enter_context(stream_weights(model.layers, "cpu", num_slots=program["stream"]))
+        if not plain:
+            stack.enter_context(offload_layers(model.layers, device="cpu", **settings))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        torch.manual_seed(seed + 1)
+        for step in range(program["steps"]):
             rows = 5 + step % 2 if around == "shapes" else 5
             batches = [
                 torch.randn(rows, WIDTH, requires_grad=True) for _ in range(3 if around == "microbatches" else 1)
@@ -237,7 +286,8 @@ def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tupl
             scale = 1.0 + step if around == "scales" else 1.0
 
             def forward(x: torch.Tensor, scale: float = scale) -> torch.Tensor:
-                with torch.autocast("cpu", torch.bfloat16, enabled=program["autocast"]):
+                cached = not program["stream"]
+                with torch.autocast("cpu", torch.bfloat16, enabled=program["autocast"], cache_enabled=cached):
                     return model(x, program["twice"], scale)
 
             if around == "evaluation" and step % 2:
@@ -279,8 +329,19 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+REFUSALS = (
+    "the plan must be for these layers",
+    "memory_budget must be at least",
+    "no layer saved at least min_bytes",
+)
+"""What the messages of errors begin with that say that there is no such plan."""
+
+
 def check(seed: int) -> str | None:
-    """What goes wrong in program ``seed``; ``None`` if nothing does, or ``"skipped: ..."`` if plain PyTorch fails."""
+    """What goes wrong in program ``seed``; ``None`` if nothing does.
+
+    Or ``"skipped: ..."`` if plain PyTorch fails, and ``"refused: ..."`` if there is no such plan.
+    """
     program = draw(seed)
     try:
         wanted = list(results(seed, program, plain=True))
@@ -289,7 +350,8 @@ def check(seed: int) -> str | None:
     try:
         found = list(results(seed, program, plain=False))
     except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
-        return f"{type(error).__name__}: {error}"
+        refused = isinstance(error, ValueError) and str(error).startswith(REFUSALS)
+        return f"{'refused' if refused else type(error).__name__}: {error}"
     if [name for name, _ in wanted] != [name for name, _ in found]:
         return "other gradients are there"
     for (name, one), (_, other) in zip(wanted, found, strict=True):
