@@ -136,6 +136,36 @@ def offload_layers(
             not fit their number, or arguments exclude each other.
     """
     modules = check_layers(layers, OffloadListener, "offloaded", "cannot be offloaded")
+    schedule = check_choice(num_layers, schedule, plan, policies, memory_budget)
+    measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
+    if device is None:
+        device = _device_of(modules)
+    if schedule is None:
+        default = min(DEFAULT_NUM_LAYERS, len(modules) - 1) if num_layers is None else num_layers
+        schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
+    if schedule.model_layers != len(modules):
+        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
+    host = HostMemory(max_host_bytes, when_host_full)
+    if memory_budget is not None:
+        return OffloadedLayers(BudgetedLayers(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
+    if measured:
+        return OffloadedLayers(FreeLayers(modules, min_bytes=min_bytes, device=device, host=host))
+    regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
+    if policies is not None:
+        patterns = parse_policies(policies)
+        regions = [LayerPolicies(patterns, layer) for layer in modules]
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, policies=regions)
+    return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
+
+
+def check_choice(
+    num_layers: int | str | None = None,
+    schedule: Schedule | None = None,
+    plan: HasSchedule | None = None,
+    policies: Mapping[str, Policy | str] | None = None,
+    memory_budget: int | str | None = None,
+) -> Schedule | None:
+    """Check the arguments of :func:`offload_layers` that decide what is offloaded; returns the schedule among them."""
     if schedule is not None:
         check_schedule(schedule)
     if isinstance(num_layers, str) and num_layers != "auto":
@@ -158,28 +188,15 @@ def offload_layers(
         for name, value in (("schedule", schedule), ("policies", policies)):
             if value is not None:
                 raise ValueError(f"{name} and plan exclude each other; give one.")
-        schedule = schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
-    measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
+        return schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
     if num_layers == "auto" and policies is not None:
-        raise ValueError('num_layers="auto" offloads whole layers, so policies need a number; or give memory_budget.')
-    if device is None:
-        device = _device_of(modules)
-    if schedule is None:
-        default = min(DEFAULT_NUM_LAYERS, len(modules) - 1) if num_layers is None else num_layers
-        schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
-    if schedule.model_layers != len(modules):
-        raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
-    host = HostMemory(max_host_bytes, when_host_full)
-    if memory_budget is not None:
-        return OffloadedLayers(BudgetedLayers(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
-    if measured:
-        return OffloadedLayers(FreeLayers(modules, min_bytes=min_bytes, device=device, host=host))
-    regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
+        raise ValueError(
+            'num_layers="auto" excludes policies, as it offloads whole layers; write a number of layers, or give '
+            "memory_budget alone, which chooses policies."
+        )
     if policies is not None:
-        patterns = parse_policies(policies)
-        regions = [LayerPolicies(patterns, layer) for layer in modules]
-    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, policies=regions)
-    return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
+        parse_policies(policies)
+    return schedule
 
 
 def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:

@@ -29,7 +29,7 @@ from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
-from offload.recompute.policies import LayerPolicies
+from offload.recompute.policies import LayerPolicies, warn_of_unmatched
 from offload.schedule.schedule import Schedule
 
 LayerOutput = TypeVar("LayerOutput")
@@ -205,6 +205,7 @@ class OffloadContext(ContextDecorator):
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
                     self._warn_if_nothing_moved()
+                    self._warn_of_patterns()
         except BaseException:
             self._give_up_round()
             raise
@@ -345,6 +346,12 @@ class OffloadContext(ContextDecorator):
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
             f"the context's device {self._transfers.backend.device}; see context.stats().skipped.",
         )
+
+    def _warn_of_patterns(self) -> None:
+        learned = any(one is not None and one.last is not None for one in self.policies)
+        if learned and "patterns" not in self._warned and len(self._round.sets) == self.model_layers:
+            self._warned.add("patterns")
+            warn_of_unmatched(self.policies)
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:

@@ -12,6 +12,7 @@ from torch import nn
 import offload
 from offload.base.checks import is_int, parse_bytes
 from offload.base.layer_events import Handle
+from offload.offload_layers import check_choice
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
 
@@ -32,7 +33,7 @@ class WhileTraining(Handle):
 
     Raises:
         TypeError: ``offload_layers`` has no such argument.
-        ValueError: ``num_layers`` is not a number of layers, or a size is not one.
+        ValueError: ``num_layers`` is not a number of layers, a size is not one, or arguments exclude each other.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class WhileTraining(Handle):
                 f"num_layers must be an int of at least 0 or 'auto', got {num_layers!r}; write num_layers=4, or "
                 "memory_budget='40GiB' to give a size."
             )
-        for name in ("memory_budget", "min_bytes", "max_host_bytes"):
-            if options.get(name) not in (None, "auto"):
+        deciding = ("schedule", "plan", "policies", "memory_budget")
+        check_choice(num_layers, **{name: options[name] for name in deciding if name in options})
+        for name in ("min_bytes", "max_host_bytes"):
+            if options.get(name) is not None:
                 parse_bytes(options[name], name)
 
     def attach(self, model: nn.Module) -> None:

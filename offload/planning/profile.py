@@ -86,6 +86,7 @@ class LayerProfile:
             if left out. The saved regions are its activation set, and its tensors.
 
     Raises:
+        TypeError: A value is no number, or ``tensors`` is no sequence.
         ValueError: A value is negative or not finite, the tensors or the saved regions do not add up to
             ``saved_bytes``, or a region reads one that is not before it.
     """
@@ -102,6 +103,8 @@ class LayerProfile:
             check_number(name, getattr(self, name))
         if self.regions:
             self._check_regions()
+        if not isinstance(self.tensors, list | tuple):
+            raise TypeError(f"tensors must hold the bytes of each tensor, such as (4096, 4096), got {self.tensors!r}")
         for nbytes in self.tensors:
             check_number("each of tensors", nbytes)
         if self.tensors and sum(self.tensors) != self.saved_bytes:

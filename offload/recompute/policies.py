@@ -7,6 +7,7 @@ tensor that is computed from it is kept in its place.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.base.checks import warn_caller
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import Trace
 from offload.recompute.operations import EMPTY
@@ -251,7 +253,7 @@ class LayerPolicies:
         """What each region costs, where that was asked for."""
         self.last: Way | None = None
         """The way that was learned last."""
-        self._patterns = patterns
+        self.patterns = patterns
         self._known: dict[str, Policy] = {}
         self._parameters: list[nn.Parameter] | None = None
         self.source = _held(policy_of(SOURCE, patterns))
@@ -274,7 +276,7 @@ class LayerPolicies:
         """The policy of a region."""
         known = self._known.get(name)
         if known is None:
-            known = self._known[name] = KEEP if self.numbered is not None else policy_of(name, self._patterns)
+            known = self._known[name] = KEEP if self.numbered is not None else policy_of(name, self.patterns)
         return known
 
     def add(self, key: Hashable, way: Way) -> None:
@@ -296,7 +298,7 @@ class LayerPolicies:
     @property
     def wants_proof(self) -> bool:
         """Whether anything may be recomputed."""
-        return self.measures or self.planned is not None or RECOMPUTE in self._patterns.values()
+        return self.measures or self.planned is not None or RECOMPUTE in self.patterns.values()
 
     def held(self) -> Iterator[tuple[int, Policy]]:
         """The bytes and the policy of each storage that the last learned forward has saved, and not dropped."""
@@ -307,6 +309,10 @@ class LayerPolicies:
             if saved.movable and saved.storage is not None and saved.storage not in seen and policy is not RECOMPUTE:
                 seen.add(saved.storage)
                 yield way.trace.storages[saved.storage].nbytes, policy
+
+    def names(self) -> list[str]:
+        """The names of the regions of all ways that were learned."""
+        return [name for way in self.ways.values() for name in way.names.values()]
 
     def by_name(self) -> dict[str, str]:
         """What happens to each region, by its name."""
@@ -364,6 +370,10 @@ def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:
             'policies must map patterns of regions to policies, such as {"*dot_product*": "offload", "*": '
             f'"recompute"}}, got {policies!r}'
         )
+    if not policies:
+        raise ValueError(
+            'policies must hold a pattern, such as {"*": "recompute"}, got none; leave it out to keep all.'
+        )
     try:
         return {pattern: Policy(policy) for pattern, policy in policies.items()}
     except ValueError as error:
@@ -373,8 +383,21 @@ def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:
 
 def policy_of(name: str, patterns: Mapping[str, Policy]) -> Policy:
     """What the first pattern that matches a region's name, or its part after the module, says; else it is kept."""
-    operation = name.rpartition(": ")[2]
-    for pattern, policy in patterns.items():
-        if fnmatchcase(name, pattern) or fnmatchcase(operation, pattern):
-            return policy
-    return KEEP
+    return next((policy for pattern, policy in patterns.items() if _matches(name, pattern)), KEEP)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(": ")[2], pattern)
+
+
+def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:
+    """Warn of patterns that match no region of any layer, once the layers have run."""
+    known = [one for one in layers if one is not None and one.last is not None]
+    names = dict.fromkeys([*itertools.chain.from_iterable(one.names() for one in known), SOURCE])
+    patterns = dict.fromkeys(itertools.chain.from_iterable(one.patterns for one in known))
+    unmatched = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in names)]
+    if unmatched:
+        warn_caller(
+            f"policies has patterns that match no region: {', '.join(map(repr, unmatched))}. The layers have these "
+            f"regions: {', '.join(map(repr, names))}. Write one of these names, or a pattern of them such as '*mm*'."
+        )

@@ -12,6 +12,7 @@ from torch import nn
 import offload
 import offload.pipelining
 from offload import LayerProfile, Link, Profile, Schedule
+from offload.callbacks.base import WhileTraining
 from offload.device.select import resolve_device
 from offload.pipelining.plan import PipelinePlan
 from offload.pipelining.rank_step import StageProfile
@@ -88,6 +89,15 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: offload.offload_layers(layers(), 1, max_host_bytes=-1), ValueError, "max_host_bytes must be at least 0"),
     (lambda: budget_of(-1), ValueError, "memory_budget must be at least 0 bytes, got -1"),
     (lambda: budget_of(1e9), TypeError, r"memory_budget must be an int \(bytes\) or a text"),
+    (lambda: offload.offload_layers(layers(), policies={}), ValueError, "policies must hold a pattern"),
+    (
+        lambda: offload.offload_layers(layers(), "auto", policies={"*": "keep"}),
+        ValueError,
+        "num_layers=.auto. excludes",
+    ),
+    (lambda: WhileTraining(2, memory_budget="1GiB"), ValueError, "memory_budget excludes num_layers"),
+    (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be more than 0 bytes"),
+    (lambda: WhileTraining(policies={"*": "drop"}), ValueError, "a policy must be one of 'keep'"),
     (lambda: offload.stream_weights(3), TypeError, LAYERS_WANTED + "3"),
     (lambda: offload.get_cpu_offload_context(True, 1, 4, schedule={}), TypeError, SCHEDULE_WANTED),
     (lambda: Schedule(4, ((0, 1),)), TypeError, "each of moves must be a Move"),
@@ -95,6 +105,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Profile(layers()), TypeError, "layers must hold a LayerProfile for each layer, got a Linear"),
     (lambda: Profile(3), TypeError, "layers must hold a LayerProfile for each layer, got 3"),
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
+    (lambda: LayerProfile(1, 2, 3, 3), TypeError, "tensors must hold the bytes of each tensor, .* got 3"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
     (lambda: offload.pipelining.plan_pipeline(3), TypeError, "actions must be the actions of a rank in order"),
     (

@@ -23,6 +23,8 @@ from offload.activations.copies import Transfers
 from offload.recompute.operations import Effect, effect_of, written_arguments
 
 LAYERS = 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:policies has patterns that match no region")  # one list for all blocks
 ALL = {"*": "recompute"}
 PRODUCTS = {"*mm": "offload", "*attention*": "offload", "convolution": "offload", "*": "recompute"}
 MIXED = {
@@ -319,6 +321,17 @@ def test_what_no_pattern_names_is_kept(lab: Lab) -> None:
         assert set(handle.regions(0).values()) == {"keep", "recompute"}
     assert found["silu"] == LAYERS
     assert found["mm"] == without["mm"]
+
+
+def test_patterns_that_match_no_region_are_named_once(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, {"*mlp*": "keep", "silu": "keep", "up_proj: mm": "offload", "*": "recompute"}):
+        with pytest.warns(UserWarning, match=r"match no region: '\*mlp\*', 'up_proj: mm'\. .*'up: mm'") as told:
+            step_gradients(layers, x)
+        assert len(told) == 1
+        step_gradients(layers, x)
+    with offloaded(layers, lab, {"input": "offload", "*": "recompute"}):
+        step_gradients(layers, x)
 
 
 @pytest.mark.filterwarnings("ignore:a whole round of")
