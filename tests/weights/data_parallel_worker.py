@@ -25,8 +25,8 @@ make_sgd = functools.partial(torch.optim.SGD, lr=2**-6)
 make_momentum = functools.partial(make_sgd, momentum=0.5, weight_decay=2**-6)
 
 
-def parameters_of(optimizer):
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def gradients_of(model):
+    return [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
 
 
 class Block(nn.Module):
@@ -100,11 +100,11 @@ class Setting:
         make=make_sgd,
         in_backward=False,
         told=lambda step, rank, number: {},
-        dtype=torch.float32,
     ):
         """The losses, the gradients that each step leaves, and what the parameters are in the end, all on the CPU."""
-        stepped = set() if streamed is None else {p for each in streamed.optimizers for p in parameters_of(each)}
+        stepped = set(model.module.layers.parameters()) if in_backward and streamed is not None else set()
         optimizer = make([p for p in model.parameters() if p not in stepped])
+        dtype = next(model.parameters()).dtype
         found = []
         for step in range(STEPS):
             for number, x in enumerate(self.batches(microbatches, dtype)):
@@ -118,7 +118,7 @@ class Setting:
                     loss.backward()
                 found.append(loss.item())
             if not in_backward:
-                found += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
+                found += gradients_of(model)
             optimizer.step()
             optimizer.zero_grad()
         return found + [p.detach().cpu().clone() for p in model.parameters()]
@@ -126,14 +126,13 @@ class Setting:
     def compare(self, *, stream=None, build=None, **options):
         """What training gives with plain DDP, and with streamed weights."""
         stream, build = stream or {}, build or {}
-        dtype = build.get("dtype", torch.float32)
         plain = self.wrap(self.build(**build), static=stream.get("static", False))
-        expected = self.train(plain, dtype=dtype, **options)
+        expected = self.train(plain, **options)
         if options.get("in_backward"):
             stream = {**stream, "step_in_backward": options.get("make", make_sgd)}
         streamed, model = self.stream(self.build(**build), **stream)
         with streamed:
-            found = self.train(model, streamed, dtype=dtype, **options)
+            found = self.train(model, streamed, **options)
             stats = streamed.stats()
         return {"expected": expected, "found": found, "stats": stats}
 
@@ -143,27 +142,22 @@ def skipping(step, rank, number):
     return {"skipped": [3 if rank == 0 else 1, *([0] if step == STEPS - 1 else [])]}
 
 
+def other_experts(step, rank, number):
+    return {"expert": (rank + step // 2) % 3}
+
+
+def expert_of_the_microbatch(step, rank, number):
+    return {"expert": number}
+
+
 CASES = {
-    "one microbatch": {},
-    "momentum": {"make": make_momentum},
-    "bfloat16": {"build": {"dtype": torch.bfloat16}},
+    "one microbatch": {"make": make_momentum},
     "no_sync": {"microbatches": 3},
     "no_sync in bfloat16": {"microbatches": 3, "build": {"dtype": torch.bfloat16}},
-    "every microbatch": {"microbatches": 3, "syncs": "each"},
-    "three slots": {"microbatches": 2, "stream": {"num_slots": 3}},
-    "step in backward": {"microbatches": 2, "in_backward": True},
-    "momentum in backward": {"in_backward": True, "make": make_momentum},
-    "experts": {
-        "build": {"experts": 3},
-        "make": make_momentum,
-        "told": lambda step, rank, number: {"expert": (rank + step // 2) % 3},
-    },
-    "experts, none of a rank's own": {"build": {"experts": 3}, "told": lambda step, rank, number: {"expert": step % 2}},
-    "experts of each microbatch": {
-        "build": {"experts": 3},
-        "microbatches": 2,
-        "told": lambda step, rank, number: {"expert": number},
-    },
+    "every microbatch": {"microbatches": 3, "syncs": "each", "stream": {"num_slots": 3}},
+    "step in backward": {"microbatches": 2, "in_backward": True, "make": make_momentum},
+    "experts": {"build": {"experts": 3}, "make": make_momentum, "told": other_experts},
+    "experts of each microbatch": {"build": {"experts": 3}, "microbatches": 2, "told": expert_of_the_microbatch},
     "skipped layers": {"told": skipping, "microbatches": 2, "stream": {"own_group": True}},
     "checkpoints": {"build": {"checkpoints": False}, "microbatches": 2},
     "reentrant checkpoints": {"build": {"checkpoints": True}, "stream": {"static": True}},
@@ -189,11 +183,11 @@ def without_wrapper(setting):
         one, other = setting.batches(2)
         with streamed.no_sync():
             backward(layers, one)
-        local = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+        local = gradients_of(layers)
         inside = len(reduced)
         backward(layers, other)
         dist.all_reduce = all_reduce
-        both = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+        both = gradients_of(layers)
     return {"weights": weights, "local": local, "both": both, "inside": inside, "outside": len(reduced) - inside}
 
 
@@ -206,13 +200,13 @@ def in_float32(setting):
     for x in batches:
         layers.zero_grad()
         backward(layers, x)
-        own.append([None if p.grad is None else p.grad.cpu() for p in layers.parameters()])
+        own.append(gradients_of(layers))
     layers.zero_grad()
     with stream_weights(layers, setting.device, grad_dtype=torch.float32, process_group=dist.group.WORLD) as streamed:
         with streamed.no_sync():
             backward(layers, batches[0])
         backward(layers, batches[1])
-        return {"own": own, "found": [p.grad for p in layers.parameters()]}
+        return {"own": own, "found": gradients_of(layers)}
 
 
 def other_layers(setting):
@@ -244,7 +238,7 @@ def from_outside(setting):
             layers.zero_grad()
             backward([layer for layer in layers if layer is not layers[3 - setting.rank]], x)
             errors.append(str(error))
-    found = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+    found = gradients_of(layers)
     layers[1].out.weight.square().sum().backward()
     return errors, found
 

@@ -10,9 +10,10 @@ import data_parallel_worker
 import pytest
 import torch
 import torch.distributed as dist
-from data_parallel_worker import CASES, LAYERS, ROUNDED
+from data_parallel_worker import CASES, LAYERS, ROUNDED, STEPS, Model
 from models import WIDTH, build, loss_of
 from ranks import run_ranks
+from streaming import assert_same, gradients
 from torch import nn
 
 from offload import stream_weights
@@ -28,13 +29,10 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def differing(expected: list[Any], found: list[Any]) -> list[int]:
-    assert len(expected) == len(found)
-    return [
-        number
-        for number, (one, other) in enumerate(zip(expected, found, strict=True))
-        if type(one) is not type(other)
-        or (not torch.equal(one, other) if isinstance(one, torch.Tensor) else one != other)
-    ]
+    def same(one: Any, other: Any) -> bool:
+        return torch.equal(one, other) if isinstance(one, torch.Tensor) and other is not None else one == other
+
+    return [number for number, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -58,9 +56,9 @@ def test_sums_come_up_once_per_step_and_are_not_added_on_the_host(ranks: Found) 
         once, sums = (rank[case]["stats"] for case in ("one microbatch", "no_sync"))
         assert once.added_bytes == 0
         # Two microbatches of three go as ever: the first lands, the second is added.
-        weights = sum(p.nbytes for p in data_parallel_worker.Model().layers.parameters() if len(p) != 3)
-        assert sums.added_bytes == data_parallel_worker.STEPS * weights
-        assert rank["step in backward"]["stats"].early_steps == data_parallel_worker.STEPS * LAYERS
+        weights = sum(p.nbytes for p in Model().layers.parameters() if len(p) != 3)
+        assert sums.added_bytes == STEPS * weights
+        assert rank["step in backward"]["stats"].early_steps == STEPS * LAYERS
 
 
 def test_layers_without_a_wrapper(ranks: Found) -> None:
@@ -107,18 +105,15 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_one_rank(group: dist.ProcessGroup) -> None:
     layers, x = build("gpt", LAYERS, torch.device("cpu"))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
-    expected = step(model, x)
+    expected = gradients(model, x, step)
     with stream_weights(layers, "cpu", process_group=group) as streamed:
         wrapped = nn.parallel.DistributedDataParallel(streamed.prepare_ddp(model))
         with streamed.no_sync():
-            assert not differing(expected, step(wrapped, x))
+            assert_same(expected, gradients(wrapped, x, step))
 
 
-def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
-    model.zero_grad()
-    torch.manual_seed(1)
+def step(model: nn.Module, x: torch.Tensor) -> None:
     loss_of(model(x)).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def test_wrong_groups(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -179,16 +177,3 @@ def test_other_changes_are_refused_at_once(said: str, device: torch.device) -> N
         ):
             CHANGES[said](model.layers)
         assert_same(expected, gradients(model, x, once))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_moves_as_any_module(copied: Callable[[Model], Model], device: torch.device) -> None:
-    model, _ = make(device)
-    with stream_weights(model.layers, device):
-        twin = copied(copied(model))
-        twin.double()
-        assert {parameter.dtype for parameter in twin.parameters()} == {torch.float64}
-        assert model.layers[0].norm1.weight.dtype is torch.float32
-        with stream_weights(twin.layers, device), pytest.raises(RuntimeError, match="must remain as it is"):
-            twin.float()
-    twin.float()
