@@ -8,7 +8,6 @@ gradients of parameters) are made in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from offload.base.checks import check_int, describe
 from offload.base.layer_events import Handle, as_modules, replace_attribute
 from offload.base.torch_private import interpreted, leave_to_interpreter
-from offload.recompute.random import RandomState, default_generator
+from offload.recompute.random import drawn_again, states_of
+from offload.recompute.state import Settings
 
 
 class Undoable(Handle):
@@ -262,8 +262,7 @@ def _in_tiles(label: str, mlp: nn.Module, whole: Callable[[Tensor], Tensor], tok
     saved: Any = _Save.apply(x.new_empty(0, requires_grad=True), [x, *parameters.values()])
     trained = {get_gradient_edge(one).node: name for name, one in parameters.items() if one.requires_grad}
     ends = {*trained, *([get_gradient_edge(x).node] if x.requires_grad else [])}
-    state, generators, x_needed, kind = _state(mlp), _Generators(x.device), x.requires_grad, x.device.type
-    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+    state, settings, generators, x_needed = _state(mlp), Settings.now(x.device), _Generators(x.device), x.requires_grad
     parts, reached = list[Tensor](), set[Any]()
     # A tile's graph saves nothing: if the loss uses another tensor than the output, its backward raises an error.
     with generators, saved_tensors_hooks(lambda _: label, _refuse_gradient):
@@ -292,11 +291,9 @@ def _in_tiles(label: str, mlp: nn.Module, whole: Callable[[Tensor], Tensor], tok
         found = dict(zip(names, values, strict=True))
         leaves = {name: _leaf(found[name]) for name in used}
         shown = {f"mlp.{name}": one for name, one in (found | special | leaves).items()}
-        pieces, run = gradient.tensor_split(tiles, -2), autocast(whole)
-        compute = partial(_gradients, run, x, pieces, list(leaves.values()), x_needed=x_needed)
-        with ExitStack() as stack:
-            for generator in generators.states.values():
-                stack.enter_context(generator)
+        pieces = gradient.tensor_split(tiles, -2)
+        compute = partial(_gradients, whole, x, pieces, list(leaves.values()), x_needed=x_needed)
+        with settings.again(), drawn_again(generators.states):
             gradients = torch.func.functional_call(_Caller(mlp), shown, (compute,))
         for name, one in zip(used, gradients[1:], strict=True):
             if one is None:
@@ -353,13 +350,12 @@ class _Generators(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        defaults = {default_generator(one) for one in (torch.device("cpu"), device)}
-        self.states = {generator: RandomState(generator) for generator in defaults}
+        self.states = states_of((), [device])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.Generator) and value not in self.states:
-                self.states[value] = RandomState(value)
+                self.states[value] = value.get_state()
         return func(*args, **(kwargs or {}))
 
 
@@ -369,11 +365,8 @@ def _refuse_gradient(label: str) -> Tensor:
 
 
 def _state(mlp: nn.Module) -> dict[str, object]:
-    """What decides about a forward beside parameters and random numbers, each with a name for errors."""
-    found: dict[str, object] = {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-    }
+    """Attributes and buffers of an MLP, which decide about its forward, each with a name for errors."""
+    found: dict[str, object] = {}
     for name, module in mlp.named_modules():
         found |= {f"{name}.{key}".lstrip("."): value for key, value in vars(module).items()}
     found.pop("forward", None)  # the tiles themselves: they may be removed before backward

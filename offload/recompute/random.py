@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 
-class RandomState(AbstractContextManager[None]):
-    """The state of a generator as it is now; while entered, the generator has it again."""
-
-    __slots__ = ("_generator", "_present", "_state")
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._state = generator.get_state()
-
-    def __enter__(self) -> None:
-        self._present = self._generator.get_state()
-        self._generator.set_state(self._state)
-
-    def __exit__(self, *_: object) -> None:
-        self._generator.set_state(self._present)
+@contextmanager
+def drawn_again(states: Mapping[torch.Generator, torch.Tensor]) -> Iterator[None]:
+    """The generators draw what they drew from these states on; afterwards each goes on from where it is now."""
+    with ExitStack() as stack:
+        for generator, state in states.items():
+            stack.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
+        yield
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -31,6 +31,7 @@ from offload.base.torch_private import (
     without_wrapper,
 )
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
+from offload.recompute.random import drawn_again
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import LayerState, Settings
 
@@ -221,9 +222,7 @@ class Frame:
                 stack.enter_context(without_listeners())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.settings.again())
-            for generator, state in self.random.items():
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
+            stack.enter_context(drawn_again(self.random))
             stack.enter_context(self.state.as_in(self.before))
             stack.enter_context(mode if mode is not None else nullcontext())
             stack.callback(pop_hooks, check.pack)  # first: an interrupt may come before the next line

@@ -470,39 +470,45 @@ def test_flags_and_buffers_that_change_before_backward_are_named() -> None:
     layer = Layer(nn.Dropout())
     layer.mlp.register_buffer("scale", torch.ones(1))
 
-    def double_default() -> None:
-        torch.set_default_dtype(torch.float64)
-
     changes: dict[str, Callable[[], object]] = {
         r"2\.training": layer.mlp[2].eval,
         r"2\.p": lambda: setattr(layer.mlp[2], "p", 0.1),
         r"scale \(in place\)": lambda: layer.mlp.scale.mul_(2),
         "scale": lambda: setattr(layer.mlp, "scale", torch.zeros(1)),
-        r"torch\.get_default_dtype": double_default,
     }
     for name, change in changes.items():
         layer.train()
         with tile_mlp([layer], 16):
             y = layer(torch.randn(1, 64, 8))
-        try:
-            change()
-            with pytest.raises(RuntimeError, match=rf"^{name}.* of 'mlp' of layer 0 \(Sequential\) has changed since"):
-                y.sum().backward()
-        finally:
-            torch.set_default_dtype(torch.float32)
+        change()
+        with pytest.raises(RuntimeError, match=rf"^{name}.* of 'mlp' of layer 0 \(Sequential\) has changed since"):
+            y.sum().backward()
 
 
-def test_flags_may_change_and_come_back_before_backward() -> None:
+def test_flags_may_change_and_come_back_before_backward_and_settings_are_those_of_forward() -> None:
+    class MakesItsMask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dtypes.append(torch.ones(1).dtype)
+            return x * torch.ones(1)
+
+    dtypes: list[torch.dtype] = []
+
     def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         y = layer(x)
         layer.eval()
         with torch.no_grad():
             layer(x)
         layer.train()
-        y.square().sum().backward()
+        torch.set_default_dtype(torch.float64)
+        try:
+            y.square().sum().backward()
+            assert torch.get_default_dtype() == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
         return y.detach()
 
-    tiled_and_whole(Layer(), step)
+    tiled_and_whole(Layer(MakesItsMask()), step)
+    assert set(dtypes) == {torch.float32}
 
 
 def test_a_generator_of_the_programs_draws_the_same_again() -> None:
