@@ -35,10 +35,9 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Their loss is rounded to float32."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -53,21 +52,15 @@ def test_the_loss_and_its_gradients_are_the_models_own(options: dict[str, Any]) 
         assert output.logits is None
         assert "logits" not in output
         found = gradients(model, output.loss)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    near(found, expected)
 
 
-def test_labels_that_are_shifted_already_stay() -> None:
+def test_labels_may_be_shifted_already_and_another_one_ignored() -> None:
+    """The last token has no label: it is padded with the one that is ignored."""
     model, batch = model_and_batch()
     shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     with use_chunked_loss(model):
         assert model(**batch).loss == model(**batch, shift_labels=shifted).loss
-
-
-def test_another_label_can_be_ignored() -> None:
-    """The last token has no label: it is padded with the one that is ignored."""
-    model, batch = model_and_batch()
     batch["labels"] = batch["labels"].clamp(min=7)
     expected = model(**batch, ignore_index=7).loss
     with use_chunked_loss(model):
@@ -89,17 +82,12 @@ def test_without_labels_and_after_remove_logits_are_there() -> None:
     assert torch.equal(model(**batch).logits, expected.logits)
 
 
-def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+def test_a_forward_that_fails_leaves_nothing_behind_and_a_copy_has_a_loss_of_its_own() -> None:
     model, batch = model_and_batch()
     with use_chunked_loss(model):
         with pytest.raises(ValueError, match="labels must have shape"):
             model(input_ids=batch["input_ids"], labels=batch["labels"][:, 1:])
         assert model.lm_head(torch.zeros(3, 32, dtype=torch.float64)).shape == (3, 64)
-
-
-def test_a_copy_has_a_loss_of_its_own() -> None:
-    model, batch = model_and_batch()
-    with use_chunked_loss(model):
         other = copy.deepcopy(model)
         nn.init.zeros_(other.lm_head.weight)
         assert other(**batch).loss.item() == pytest.approx(4.1588831)  # the logarithm of 64
@@ -113,8 +101,7 @@ def test_with_offloaded_and_checkpointed_layers() -> None:
         with offload.offload_layers(model.model.layers, LAYERS - 2, min_bytes=1) as handle:
             found = gradients(model, model(**batch).loss)
             assert handle.stats().offloaded_bytes
-    same(found, expected)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Qwen3", "GPTJ"])
@@ -143,10 +130,8 @@ def test_adapters_of_peft() -> None:
         output = wrapped(**batch)
         found = gradients(wrapped, output.loss)
     assert output.logits is None
-    assert found.keys() == expected.keys()
     assert not [name for name in found if "lora" not in name]
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    near(found, expected)
 
 
 def test_models_that_do_more_with_logits_are_refused() -> None:

@@ -89,6 +89,8 @@ def test_nothing_between_is_longer_than_a_tile() -> None:
     assert rows_of(model, step) == [TOKENS] * LAYERS
     with tile_mlp(model.model.layers, 8):
         assert rows_of(model, step) == [8] * 3 * LAYERS * 2  # three tiles, forward and once more
+        enable_checkpointing(model, reentrant=False)
+        assert rows_of(model, step) == [8] * 3 * LAYERS * 2  # and no third time
 
 
 def test_the_input_is_saved_and_nothing_between() -> None:
@@ -105,13 +107,6 @@ def test_the_input_is_saved_and_nothing_between() -> None:
         y = mlp(x)
     assert saved == [x.data_ptr(), *(parameter.data_ptr() for parameter in mlp.parameters())]
     y.sum().backward()
-
-
-def test_checkpointed_layers_run_no_mlp_a_third_time() -> None:
-    model, step = model_and_step()
-    enable_checkpointing(model, reentrant=False)
-    with tile_mlp(model.model.layers, 8):
-        assert rows_of(model, step) == [8] * 3 * LAYERS * 2
 
 
 def test_the_input_goes_when_its_backward_has_run() -> None:
@@ -217,7 +212,7 @@ def test_autocast_holds_in_backward() -> None:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "offloaded": lambda layers: offload.offload_layers(layers, LAYERS - 2, min_bytes=1),
-    "treated": lambda layers: offload.offload_layers(
+    "regions": lambda layers: offload.offload_layers(
         layers, LAYERS - 2, min_bytes=1, policies={"*attention*": "offload", "*": "recompute"}
     ),
     "recomputed": lambda layers: offload.offload_layers(layers, 0, min_bytes=1, policies={"*": "recompute"}),
@@ -228,20 +223,20 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ways",
+    ("ways", "checkpointing", "first"),
     [
-        ["offloaded"],
-        ["treated"],
-        ["recomputed"],
-        ["budget"],
-        ["streamed"],
-        ["streamed", "offloaded"],
-        ["streamed", "treated"],
+        (["offloaded"], True, False),
+        (["regions"], False, True),
+        (["regions"], True, False),
+        (["recomputed"], False, False),
+        (["recomputed"], True, True),
+        (["budget"], True, True),
+        (["budget"], False, False),
+        (["streamed"], False, True),
+        (["streamed", "offloaded"], False, False),
+        (["streamed", "regions"], True, True),
     ],
-    ids="+".join,
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("first", [False, True])
 def test_together_with_what_moves(ways: list[str], checkpointing: bool, first: bool) -> None:
     """Beside tiles alone no bit changes, whoever came first."""
     model, step = model_and_step()
@@ -352,23 +347,14 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         tile_mlp(model.model.layers, 0)
     layer = nn.Module()
-    layer.mlp = nn.LSTM(3, 3)
-    with (
-        tile_mlp([layer], 4),
-        pytest.raises(TypeError, match=r"'mlp' of layer 0 \(LSTM\) .* must return one tensor .*, got a tuple"),
+    two = torch.rand(8, 3), (torch.rand(1, 3), torch.rand(1, 3))
+    for layer.mlp, given, said in (
+        (nn.LSTM(3, 3), two[:1], r"'mlp' of layer 0 \(LSTM\) .* must return one tensor .*, got a tuple"),
+        (nn.LSTM(3, 3), two, "it must be called with one tensor, got a Tensor, a tuple"),
+        (nn.Flatten(), (torch.rand(1, 8, 3),), r"its input's tokens \(1, 4\), got the shape \(1, 12\)"),
     ):
-        layer.mlp(torch.rand(8, 3))
-    with (
-        tile_mlp([layer], 4),
-        pytest.raises(TypeError, match="it must be called with one tensor, got a Tensor, a tuple"),
-    ):
-        layer.mlp(torch.rand(8, 3), (torch.rand(1, 3), torch.rand(1, 3)))
-    layer.mlp = nn.Flatten()
-    with (
-        tile_mlp([layer], 4),
-        pytest.raises(TypeError, match=r"its input's tokens \(1, 4\), got the shape \(1, 12\)"),
-    ):
-        layer.mlp(torch.rand(1, 8, 3))
+        with tile_mlp([layer], 4), pytest.raises(TypeError, match=said):
+            layer.mlp(*given)
     with pytest.raises(TypeError, match=r"layers must be a list of modules, such as model\.layers, got None"):
         tile_mlp(None)  # type: ignore[arg-type]  # wrong on purpose
     with tile_mlp(model.model.layers), pytest.raises(ValueError, match="'mlp' of layer 0 is tiled already"):

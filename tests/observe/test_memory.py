@@ -19,14 +19,21 @@ def kib(count: float, device: torch.device) -> torch.Tensor:
     return torch.zeros(int(count * KIB), dtype=torch.uint8, device=device)
 
 
-def test_peak_not_sum(device: torch.device) -> None:
+def test_peak_not_sum_and_final_when_the_block_is_left(device: torch.device) -> None:
     with memory_meter(device) as meter:
         first = kib(64, device)
         del first
         second = kib(32, device)
         third = kib(16, device)
+    kib(128, device)
     assert meter.peak_bytes == 64 * KIB
     assert len(second) + len(third) == 48 * KIB
+    with memory_meter(device) as meter:
+        pass
+    assert meter.peak_bytes == 0
+    with pytest.raises(RuntimeError, match="shape"), memory_meter(device) as meter:
+        kib(16, device).view(3, -1)
+    assert meter.peak_bytes == 16 * KIB
 
 
 def test_what_was_there_before_does_not_count(device: torch.device) -> None:
@@ -38,21 +45,16 @@ def test_what_was_there_before_does_not_count(device: torch.device) -> None:
     assert len(after) == 16 * KIB
 
 
-def test_views_and_changes_in_place_take_nothing(device: torch.device) -> None:
+def test_views_changes_in_place_and_memory_of_another_tensor_take_nothing(device: torch.device) -> None:
+    before = kib(64, device)
     with memory_meter(device) as meter:
         tensor = kib(64, device)
         tensor.add_(1)
         tensor.view(2, -1).t()[3:].expand(2, -1, -1)
         tensor[::2].zero_()
-    assert meter.peak_bytes == 64 * KIB
-
-
-def test_memory_put_under_another_tensor_is_not_new(device: torch.device) -> None:
-    before = kib(64, device)
-    with memory_meter(device) as meter:
         other = torch.empty(0, dtype=torch.uint8, device=device)
         other.set_(before.untyped_storage(), 0, before.size(), before.stride())
-    assert meter.peak_bytes == 0
+    assert meter.peak_bytes == 64 * KIB
     assert other.data_ptr() == before.data_ptr()
 
 
@@ -67,25 +69,6 @@ def test_saved_activations_count_until_backward_is_done(device: torch.device) ->
     assert dropped.peak_bytes == 2 * 64 * KIB
     # Three results, and a gradient or two on their way.
     assert 4 * 64 * KIB <= kept.peak_bytes <= 6 * 64 * KIB
-
-
-def test_reading_is_final_when_the_block_is_left(device: torch.device) -> None:
-    with memory_meter(device) as meter:
-        kib(16, device)
-    kib(64, device)
-    assert meter.peak_bytes == 16 * KIB
-
-
-def test_error_inside(device: torch.device) -> None:
-    with pytest.raises(RuntimeError, match="shape"), memory_meter(device) as meter:
-        kib(16, device).view(3, -1)
-    assert meter.peak_bytes == 16 * KIB
-
-
-def test_nothing(device: torch.device) -> None:
-    with memory_meter(device) as meter:
-        pass
-    assert meter.peak_bytes == 0
 
 
 def test_memory_freed_in_another_thread(device: torch.device) -> None:
@@ -103,9 +86,6 @@ def test_default_device() -> None:
     with memory_meter() as meter:
         kib(16, device)
     assert meter.peak_bytes == 16 * KIB
-
-
-def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device must be on this machine"), memory_meter("meta"):
         pass
 

@@ -14,8 +14,6 @@ from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
-PAGES = {"light": "#ffffff", "dark": "#131416"}
-
 
 @pytest.fixture
 def timeline() -> Timeline:
@@ -49,19 +47,14 @@ class TestFigures:
         assert timeline.overlap == pytest.approx(4 / 6)  # 2 of 4 s out, 2 of 2 s back
         assert timeline.peak_bytes == 400
 
-    def test_spans_are_sorted(self, timeline):
+    def test_spans_are_sorted_and_overlapping_ones_count_once(self, timeline):
         starts = [span.start_s for span in timeline.spans]
         assert starts == sorted(starts)
         assert [span.label for span in timeline.lane("compute")] == ["F0", "wait for offload 0", "B0"]
-
-    def test_overlapping_spans_count_once(self):
         spans = (Span("d2h", "offload", 0.0, 2.0), Span("d2h", "offload", 1.0, 3.0), Span("d2h", "offload", 1.0, 2.0))
         assert Timeline(spans).busy_s("d2h") == 3.0
-
-    def test_start_need_not_be_zero(self):
         recorded = Timeline((Span("compute", "forward", 100.0, 101.0), Span("compute", "backward", 102.0, 104.0)))
-        assert recorded.start_s == 100.0
-        assert recorded.duration_s == 4.0
+        assert (recorded.start_s, recorded.duration_s) == (100.0, 4.0)
 
     def test_empty(self):
         empty = Timeline(())
@@ -94,39 +87,31 @@ class TestFigures:
             Span(*arguments)
 
 
-class TestText:
-    def test_table(self, timeline):
-        assert str(timeline).splitlines() == [
-            "one of one",
-            "stream        busy  of step      copied    GB/s",
-            "compute     8.00 s      80%",
-            "d2h         4.00 s      40%       400 B     0.0",
-            "h2d         2.00 s      20%       400 B     0.0",
-            "step 10.0 s, stalled 2.00 s, 67% of the copies beside compute, peak 400 B",
+def test_table(timeline):
+    assert str(timeline).splitlines() == [
+        "one of one",
+        "stream        busy  of step      copied    GB/s",
+        "compute     8.00 s      80%",
+        "d2h         4.00 s      40%       400 B     0.0",
+        "h2d         2.00 s      20%       400 B     0.0",
+        "step 10.0 s, stalled 2.00 s, 67% of the copies beside compute, peak 400 B",
+    ]
+    assert repr(timeline) == "<Timeline 'one of one': 10.0 s, stalled 2.00 s, overlap 67%, peak 400 B>"
+
+
+def test_chrome_trace(timeline, tmp_path):
+    events = timeline.chrome_trace()["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(names.values()) == ["compute", "d2h", "h2d"]
+    by_thread = {lane: [e for e in events if e["ph"] == "X" and names[e["tid"]] == lane] for lane in LANES}
+    for lane, spans in by_thread.items():
+        assert [(e["ts"], e["dur"], e["args"]["bytes"]) for e in spans] == [
+            (span.start_s * 1e6, span.duration_s * 1e6, span.nbytes) for span in timeline.lane(lane)
         ]
-
-    def test_repr_is_one_short_line(self, timeline):
-        assert repr(timeline) == "<Timeline 'one of one': 10.0 s, stalled 2.00 s, overlap 67%, peak 400 B>"
-
-
-class TestChromeTrace:
-    def test_one_thread_per_stream(self, timeline):
-        events = timeline.chrome_trace()["traceEvents"]
-        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        assert list(names.values()) == ["compute", "d2h", "h2d"]
-        by_thread = {lane: [e for e in events if e["ph"] == "X" and names[e["tid"]] == lane] for lane in LANES}
-        for lane, spans in by_thread.items():
-            assert [(e["ts"], e["dur"], e["args"]["bytes"]) for e in spans] == [
-                (span.start_s * 1e6, span.duration_s * 1e6, span.nbytes) for span in timeline.lane(lane)
-            ]
-
-    def test_memory_is_a_counter(self, timeline):
-        counters = [event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "C"]
-        assert [(event["ts"] / 1e6, event["args"]["bytes"]) for event in counters] == list(timeline.memory)
-
-    def test_saved_file_is_the_trace(self, timeline, tmp_path):
-        timeline.save_chrome_trace(tmp_path / "trace.json")
-        assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == timeline.chrome_trace()
+    counters = [event for event in events if event["ph"] == "C"]
+    assert [(event["ts"] / 1e6, event["args"]["bytes"]) for event in counters] == list(timeline.memory)
+    timeline.save_chrome_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == timeline.chrome_trace()
 
 
 def contrast(a: str, b: str) -> float:
@@ -141,24 +126,25 @@ def luminance(color: str) -> float:
     return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
+def test_colours_are_readable_on_light_and_dark_and_labels_on_their_boxes():
+    for page in ("#ffffff", "#131416"):
+        assert all(contrast(color, page) >= 3 for color in COLORS.values())
+        assert contrast(INK, page) >= 4.2
+    assert all(contrast(text_color(color), color) >= 4.5 for color in COLORS.values())
+
+
 @pytest.mark.slow
 class TestPlot:
     @pytest.fixture(autouse=True)
     def _matplotlib(self):
         pytest.importorskip("matplotlib")
 
-    @pytest.mark.parametrize("page", PAGES)
-    def test_colours_are_readable_on_light_and_dark(self, page):
-        for color in COLORS.values():
-            assert contrast(color, PAGES[page]) >= 3
-        assert contrast(INK, PAGES[page]) >= 4.2
+    def test_background_is_transparent_and_no_figure_is_left_open(self, timeline):
+        import matplotlib.pyplot as plt
 
-    def test_labels_are_readable_on_their_boxes(self):
-        for color in COLORS.values():
-            assert contrast(text_color(color), color) >= 4.5
-
-    def test_background_is_transparent(self, timeline):
+        before = plt.get_fignums()
         figure = timeline.plot()
+        assert plt.get_fignums() == before
         assert figure.get_facecolor()[3] == 0
         assert all(ax.get_facecolor()[3] == 0 for ax in figure.axes)
 
@@ -190,11 +176,9 @@ class TestPlot:
         assert [text.get_text() for text in streams.texts if text.get_window_extent().height > high] == []
         assert any(text.get_text() == "rest of the step" for text in streams.texts) is (rest_s == 0.5)
 
-    def test_memory_curve_below(self, timeline):
+    def test_memory_curve_below_if_there_is_memory(self, timeline):
         _, memory = timeline.plot().axes
         assert [text.get_text() for text in memory.texts] == ["peak 400 B"]
-
-    def test_no_memory_no_curve(self, timeline):
         assert len(Timeline(timeline.spans).plot().axes) == 1
 
     def test_draws_into_given_axes(self, timeline):
@@ -207,13 +191,6 @@ class TestPlot:
         assert axes[1].get_title(loc="left") == "mine"
         plt.close(figure)
 
-    def test_leaves_no_figure_open(self, timeline):
-        import matplotlib.pyplot as plt
-
-        before = plt.get_fignums()
-        timeline.plot()
-        assert plt.get_fignums() == before
-
     def test_recording_that_does_not_start_at_zero(self, timeline):
         later = Timeline(
             tuple(Span(s.lane, s.kind, s.start_s + 1e3, s.end_s + 1e3, s.label, s.layer) for s in timeline.spans)
@@ -221,23 +198,12 @@ class TestPlot:
         assert later.plot().axes[0].get_xlim() == (0.0, 10.0)
 
 
-class TestUnits:
-    def test_format(self):
-        assert [format_bytes(n) for n in (0, 1023, 1 << 10, 3 << 29, 200 << 30)] == [
-            "0 B",
-            "1023 B",
-            "1.00 KiB",
-            "1.50 GiB",
-            "200.0 GiB",
-        ]
-        assert [format_s(t) for t in (0, 1.5e-8, 2e-5, 0.0123, 1.5)] == [
-            "0 s",
-            "0.01 µs",
-            "20.0 µs",
-            "12.3 ms",
-            "1.50 s",
-        ]
+def test_units():
+    assert [format_bytes(n) for n in (0, 1023, 1 << 10, 3 << 29)] == ["0 B", "1023 B", "1.00 KiB", "1.50 GiB"]
+    assert format_bytes(200 << 30) == "200.0 GiB"
+    assert [format_s(t) for t in (0, 1.5e-8, 2e-5, 0.0123, 1.5)] == ["0 s", "0.01 µs", "20.0 µs", "12.3 ms", "1.50 s"]
 
-    @given(st.integers(0, 10**15))
-    def test_format_parses_back_within_a_hundredth(self, nbytes):
-        assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
+
+@given(st.integers(0, 10**15))
+def test_a_size_parses_back_within_a_hundredth(nbytes):
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
