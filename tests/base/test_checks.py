@@ -10,7 +10,7 @@ from torch import nn
 
 import offload
 import offload.pipelining
-from offload.base.checks import check_int, is_int, parse_bytes
+from offload.base.checks import is_int, parse_bytes
 
 
 class TestBytes:
@@ -47,21 +47,11 @@ class TestBytes:
             parse_bytes(-1, "budget")
 
 
-class TestInts:
-    @pytest.mark.parametrize(
-        ("value", "fits"), [(0, False), (1, True), (3, True), (4, False), (True, False), (2.0, False), (None, False)]
-    )
-    def test_bounds(self, value, fits):
-        assert is_int(value, 1, 3) is fits
-
-    @pytest.mark.parametrize("value", [None, True, "1", 1.0])
-    def test_refuses_type(self, value):
-        with pytest.raises(TypeError, match=r"^steps must be an int, got "):
-            check_int("steps", value, least=1)
-
-    def test_refuses_less(self):
-        with pytest.raises(ValueError, match=r"^steps must be at least 1, got 0$"):
-            check_int("steps", 0, least=1)
+@pytest.mark.parametrize(
+    ("value", "fits"), [(0, False), (1, True), (3, True), (4, False), (True, False), (2.0, False), (None, False)]
+)
+def test_ints_within_bounds(value, fits):
+    assert is_int(value, 1, 3) is fits
 
 
 def linears() -> nn.ModuleList:
@@ -101,16 +91,9 @@ def profiled(min_bytes: object) -> int:
 
 
 @pytest.mark.parametrize("moved_bytes", [drop_in, by_hooks, profiled])
-class TestMinBytes:
-    def test_is_bytes_or_a_text(self, moved_bytes: Callable[[object], int]) -> None:
-        assert moved_bytes("8KiB") == moved_bytes(8192) == 32 * 64 * 4
-
-    @pytest.mark.parametrize("value", [None, True, 0.5])
-    def test_refuses_other_types(self, moved_bytes: Callable[[object], int], value: object) -> None:
-        with pytest.raises(TypeError, match=r"^min_bytes must be an int \(bytes\) or a text such as '40GiB', got "):
-            moved_bytes(value)
-
-    @pytest.mark.parametrize("value", [-1, "1 apple"])
-    def test_refuses_other_values(self, moved_bytes: Callable[[object], int], value: object) -> None:
-        with pytest.raises(ValueError, match=r"^min_bytes must be "):
-            moved_bytes(value)
+def test_min_bytes(moved_bytes: Callable[[object], int]) -> None:
+    assert moved_bytes("8KiB") == moved_bytes(8192) == 32 * 64 * 4
+    with pytest.raises(TypeError, match=r"^min_bytes must be an int \(bytes\) or a text such as '40GiB', got None"):
+        moved_bytes(None)
+    with pytest.raises(ValueError, match=r"^min_bytes must be a number and a unit"):
+        moved_bytes("1 apple")
