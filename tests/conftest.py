@@ -58,7 +58,6 @@ LONG_FILES = (
     "test_planner.py",
     "test_compiled.py",
     "test_results.py",
-    "test_groups.py",
     "test_types.py",
     "test_pipeline_benchmark.py",
     "test_policy_schedules.py",
@@ -67,7 +66,6 @@ LONG_FILES = (
     "test_operations.py",
     "test_data_parallel_policies.py",
     "test_suite.py",
-    "test_joined_layers.py",
     "test_data_parallel.py",
     "test_interrupts.py",
     "test_hugging_face_policies.py",
@@ -77,8 +75,18 @@ LONG_FILES = (
 )
 
 
-FORKED = ("test_docs.py", "test_examples.py", "test_huggingface.py")
-"""Whose scripts are forked from processes that have imported the trainers: one process, if one worker runs them all."""
+FORKED = (
+    "test_docs.py",
+    "test_examples.py",
+    "test_huggingface.py",
+    "test_subclasses.py",
+    "test_pipelining.py",
+    "test_pipeline_benchmark.py",
+    "test_data_parallel.py",
+    "test_data_parallel_policies.py",
+    "test_types.py",
+)
+"""Whose scripts are forked from a process that has imported PyTorch and the trainers: one, as one worker runs them."""
 
 
 @pytest.hookimpl(optionalhook=True)

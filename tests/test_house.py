@@ -21,23 +21,6 @@ FILES = sorted(LIBRARY.rglob("*.py"))
 ROOMS = sorted(path.parent for path in LIBRARY.glob("*/__init__.py"))
 
 LINES_OF_A_FILE = 450
-LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-
-
-def lines_of(*files: Path) -> int:
-    return sum(len(path.read_text("utf-8").splitlines()) for path in files)
-
-
-def test_every_import_points_downwards_and_none_in_a_circle() -> None:
-    """The contracts stand in ``pyproject.toml``; what is printed says which arrow is wrong, and in which line it is."""
-    done = subprocess.run(
-        [sys.executable, "-c", LINT_IMPORTS, "--no-cache", "--no-logo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_room_is_in_a_contract() -> None:
@@ -49,9 +32,8 @@ def test_every_room_is_in_a_contract() -> None:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(LIBRARY).as_posix())
-def test_a_file_is_read_in_one_sitting(path: Path) -> None:
-    assert lines_of(path) <= LINES_OF_A_FILE
+def test_a_file_is_read_in_one_sitting() -> None:
+    assert not [path for path in FILES if len(path.read_text("utf-8").splitlines()) > LINES_OF_A_FILE]
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)

@@ -8,6 +8,7 @@ import functools
 import http.server
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,9 @@ SMALLEST_PX = 9
 SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 PAGES = sorted(path.relative_to(ROOT).with_suffix(".html").as_posix() for path in SOURCES)
 PAGES += ["genindex.html", "py-modindex.html", "search.html"]
+ONE_MORE_OF_A_KIND = re.compile(
+    r"docs/reference/(?!activations)|notebooks/0[2-9]|genindex|py-modindex|CHANGELOG"  # made by the same templates
+)
 
 # Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the
 # smallest in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels.
@@ -209,7 +213,9 @@ def axe() -> str:
     return (Path(axe_package.__file__).parent / "axe.min.js").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if ONE_MORE_OF_A_KIND.match(name) else ()) for name in PAGES]
+)
 def test_page(reader, axe, name):
     reader.widen(WIDTHS[0])
     reader.open(name)
@@ -284,7 +290,7 @@ MOVE_SLIDER = """async name => {
 }"""
 
 
-@pytest.mark.parametrize("preset", ["decoder", "llama_8b"])
+@pytest.mark.parametrize("preset", ["decoder", pytest.param("llama_8b", marks=pytest.mark.nightly)])
 def test_the_planner_answers_each_move_of_a_slider(reader, preset):
     """With 32 layers. How long that takes is for people: ``pytest --log-cli-level=INFO`` shows it."""
     reader.open(f"index.html?{preset}#planner?preset={preset}&layers=32")  # another address loads the page anew

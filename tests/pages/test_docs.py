@@ -127,15 +127,19 @@ def has_code(page: Path) -> bool:
     return re.search(r"^ *(`{3,}|~{3,})\S*py", page.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
-PAGES_WITH_CODE = [page for page in PAGES if has_code(page)]
+def with_trainers(page: Path) -> bool:
+    return "from transformers" in page.read_text("utf-8")
+
+
+# The process that has imported the trainers serves the other pages, too.
+PAGES_WITH_CODE = sorted(filter(has_code, PAGES), key=with_trainers, reverse=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, tmp_path):
     environment = os.environ | NO_GPU | {"MPLBACKEND": "agg"}
-    code = "".join(block.code for block in read_blocks(page.read_text("utf-8")) if block.run)
-    imported = (*TORCH, *TRAINERS) if "from transformers" in code else TORCH
+    imported = (*TORCH, *TRAINERS) if with_trainers(page) else TORCH
     # In a folder of its own: a block may write files.
     [done] = run_scripts([[__file__, str(page)]], tmp_path, environment, imported=imported, strict=True)
     assert done.code == 0, done.output

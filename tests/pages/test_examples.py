@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-RANKS = {"ddp", "fsdp2", "pipeline", "weights_ddp"}  # they use two GPUs, or none
+RANKS = ("ddp", "fsdp2", "pipeline", "weights_ddp")  # they use two GPUs, or none
 TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "peft_lora", "trl_sft"}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -37,17 +37,21 @@ def run(example: Path, folder: Path, variables: dict[str, str], imported: Sequen
     assert done.code == 0, done.output
 
 
-ON_THE_CPU = [path for path in EXAMPLES if not needs_cuda(path) and path.stem not in RANKS - {"pipeline"}]
+ON_THE_CPU = [
+    pytest.param(path, id=path.name, marks=pytest.mark.nightly if path.stem == "pipeline" else ())  # starts its ranks
+    for path in EXAMPLES
+    if not needs_cuda(path) and path.stem not in set(RANKS) - {"pipeline"}
+]
 
 
-@pytest.mark.parametrize("example", ON_THE_CPU, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", ON_THE_CPU)
 def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
     run(example, tmp_path, NO_GPU, (*TORCH, *TRAINERS) if example.stem in TRAINED else TORCH)
 
 
-@pytest.mark.parametrize("name", sorted(RANKS - {"pipeline"}))
+@pytest.mark.parametrize("name", RANKS)
 def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
-    """As torchrun starts them; that the script can do so itself is what the example of a pipeline shows."""
+    """As torchrun starts them; that the script can do so itself is shown by the example of a pipeline, nightly."""
     example = ROOT / "docs" / "examples" / f"{name}.py"
     for done in run_scripts([[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2)):
         assert done.code == 0, done.output

@@ -28,8 +28,8 @@ def errors(notebook):
 @pytest.mark.parametrize(
     "path",
     [
-        # The basics and streamed weights; what the others teach is in the code of the pages, too.
-        pytest.param(path, id=path.name, marks=() if path.name[:2] in {"01", "05"} else pytest.mark.nightly)
+        # The tutorial; what the others teach is in the code of the pages, too.
+        pytest.param(path, id=path.name, marks=() if path.name[:2] == "01" else pytest.mark.nightly)
         for path in NOTEBOOKS
     ],
 )
