@@ -14,7 +14,7 @@ from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes, parse_bytes
 from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
-from offload.measuring.follow_plan import BudgetedLayers, FreeLayers, PlannedLayers
+from offload.measuring.follow_plan import FollowPlan
 from offload.planning.plan import Plan
 from offload.recompute.policies import LayerPolicies, Policy, parse_policies
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
@@ -37,14 +37,14 @@ class OffloadedLayers(Handle):
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed; ``None`` while layers are measured, and where there is none."""
-        return self._hooks.plan if isinstance(self._hooks, PlannedLayers) else self._plan
+        return self._hooks.plan if isinstance(self._hooks, FollowPlan) else self._plan
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
         """Whether the layers are still measured for a plan, follow their plan or schedule, or were removed."""
         if not self._hooks.active:
             return "removed"
-        return "measuring" if isinstance(self._hooks, PlannedLayers) and self._hooks.measures else "following"
+        return "measuring" if isinstance(self._hooks, FollowPlan) and self._hooks.measures else "following"
 
     @property
     def schedule(self) -> Schedule | None:
@@ -146,10 +146,8 @@ def offload_layers(
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     host = HostMemory(max_host_bytes, when_host_full)
-    if memory_budget is not None:
-        return OffloadedLayers(BudgetedLayers(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
     if measured:
-        return OffloadedLayers(FreeLayers(modules, min_bytes=min_bytes, device=device, host=host))
+        return OffloadedLayers(FollowPlan(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
     if policies is not None:
         patterns = parse_policies(policies)

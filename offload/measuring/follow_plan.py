@@ -1,20 +1,18 @@
 """Layers that are measured in their first microbatches, and follow a plan from then on.
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
-runs in the same way, and the layers are timed as a whole. Then a plan is made. It is made anew where the size of the
-inputs changes much.
+microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
+plan's schedule and policies are followed. Where the size of the inputs changes much, all of it is done again.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
-from typing import Any
+from typing import Literal
 
 import torch
+from torch import nn
 
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
@@ -23,7 +21,6 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import is_plain, tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.capture import CaptureError
-from offload.device.select import get_backend
 from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
@@ -50,17 +47,15 @@ CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
 
-class _Stage(Enum):
-    LEARNING = auto()
-    TIMING = auto()
-    FOLLOWING = auto()
-
-
-class PlannedLayers(HookedLayers, ABC):
+class FollowPlan(HookedLayers):
     """Layers that follow a plan as soon as there is one; undone by ``remove()``.
+
+    Where an accelerator tells its peak, a plan for a budget leaves room for what no profile knows, and is made again
+    with less if a microbatch breaks the budget.
 
     Args:
         layers: The layers, in call order.
+        memory_budget: Bytes, a text, or ``"auto"``. ``None`` offloads as many whole layers as make the step no longer.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers compute.
         host: How much host memory there is; a capacity of the plan.
@@ -68,7 +63,8 @@ class PlannedLayers(HookedLayers, ABC):
 
     def __init__(
         self,
-        layers: list[torch.nn.Module],
+        layers: list[nn.Module],
+        memory_budget: int | str | None,
         *,
         min_bytes: int | str,
         device: torch.device | str | int | None,
@@ -77,6 +73,14 @@ class PlannedLayers(HookedLayers, ABC):
         context = OffloadContext(Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, host=host)
         self._backend = context.backend
         self._has_peak = self._backend.device.type != "cpu"
+        if memory_budget == "auto" and not self._has_peak:
+            raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
+        self._makes_plan = self._free_plan if memory_budget is None else self._first_plan
+        self._budget = 0 if memory_budget in (None, "auto") else parse_bytes(memory_budget, "memory_budget")
+        """Bytes; 0 if there is none, or until the device has said what it has left."""
+        self._missing_bytes = 0
+        """What of the budget is needed outside of the layers."""
+        self._corrections_left = 0
         self._max_host_bytes = host.max_bytes
         super().__init__(layers, context)
         self._layers = layers
@@ -92,15 +96,7 @@ class PlannedLayers(HookedLayers, ABC):
     @property
     def measures(self) -> bool:
         """Whether the layers are still measured, and follow no plan."""
-        return self._stage is not _Stage.FOLLOWING
-
-    @abstractmethod
-    def _first_plan(self, profile: Profile) -> Plan | None:
-        """The plan for layers that cost this; ``None`` goes on with everything recomputed."""
-
-    def _next_plan(self, followed: Plan) -> Plan | None:
-        """The plan to follow in place of the last one after a microbatch; ``None`` goes on with the last one."""
-        return None
+        return self._stage != "following"
 
     def remove(self) -> None:
         super().remove()
@@ -109,7 +105,8 @@ class PlannedLayers(HookedLayers, ABC):
 
     def _restart(self, elements: int) -> None:
         """Recompute everything, and learn what the regions cost with inputs of so many elements."""
-        self._stage = _Stage.LEARNING
+        self._stage: Literal["learning", "timing", "following"] = "learning"
+        self.plan = None
         self._elements = elements
         self._start_bytes = 0
         self._input_bytes = 0
@@ -124,7 +121,7 @@ class PlannedLayers(HookedLayers, ABC):
         """A microbatch is about to enter the first layer, which is given these."""
         if self._backend.capturing:
             # Nothing can be measured while a CUDA graph is captured, nor may it see two plans.
-            if self._stage is not _Stage.FOLLOWING:
+            if self.measures:
                 raise CaptureError(
                     "a step that is still measured for a plan was to be captured; warm up with three steps before the "
                     "capture, of which the third follows the plan."
@@ -133,20 +130,21 @@ class PlannedLayers(HookedLayers, ABC):
         elements = sum(tensor.numel() for tensor in inputs)
         if self._elements and not self._elements / OTHER_SIZE <= elements <= self._elements * OTHER_SIZE:
             self._restart(elements)
-        elif self._stage is _Stage.LEARNING:
+        elif self._stage == "learning":
             self._elements = elements
             if all(one.costs and one.proven for one in self._policies):
-                self._stage = _Stage.TIMING
+                self._stage = "timing"
                 self._times.start(reads_memory=self._has_peak)
-        elif self._stage is _Stage.TIMING and self._times.complete:
+        elif self._stage == "timing" and self._times.complete:
             self._times.remove()
-            self._stage = _Stage.FOLLOWING
-            self.plan = None
-            self._follow(self._first_plan(learned_profile(self._policies, self._times)))
-        elif self._stage is _Stage.FOLLOWING and self.plan is not None:
-            self._follow(self._next_plan(self.plan))
+            self._stage = "following"
+            self._follow(self._makes_plan(learned_profile(self._policies, self._times)))
+        elif self.plan is not None and self._peak_bytes > self._budget and self._corrections_left:
+            self._corrections_left -= 1
+            self._missing_bytes += self._peak_bytes - self._budget
+            self._follow(self._plan_within(self.plan.profile, "the plan is followed that has broken it"))
         self._input_bytes = _bytes_of(inputs, self._backend.device)
-        if self._has_peak and self._stage is _Stage.FOLLOWING:
+        if self._has_peak and not self.measures:
             torch.accelerator.reset_peak_memory_stats(self._backend.device)
             self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
 
@@ -154,7 +152,7 @@ class PlannedLayers(HookedLayers, ABC):
         """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
         if self._backend.capturing or not self._has_peak:
             return
-        if self._stage is _Stage.TIMING:
+        if self._stage == "timing":
             most_bytes = self._times.most_bytes()
         else:
             most_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
@@ -172,86 +170,43 @@ class PlannedLayers(HookedLayers, ABC):
             followed.append(None if policy is None else learned)
         self.context.follow(plan.schedule, followed)
 
-
-class BudgetedLayers(PlannedLayers):
-    """Layers that are kept, offloaded and recomputed as a memory budget asks for.
-
-    Where an accelerator tells its peak, a plan leaves room for what no profile knows, and is made again with less if a
-    microbatch breaks the budget.
-
-    Args:
-        layers: The layers, in call order.
-        budget: Bytes, a text, or ``"auto"``.
-        options: As :class:`PlannedLayers` takes them.
-    """
-
-    def __init__(self, layers: list[torch.nn.Module], budget: int | str, **options: Any) -> None:
-        self._budget = None if budget == "auto" else parse_bytes(budget, "memory_budget")
-        self._missing_bytes = 0
-        """What of the budget is needed outside of the layers."""
-        self._corrections = 0
-        if self._budget is None and get_backend(options["device"]).device.type == "cpu":
-            raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
-        super().__init__(layers, **options)
-
-    def _memory(self) -> int:
-        """The budget."""
-        if self._budget is None:
-            self._budget = int(AUTO_SHARE * _left_bytes(self._backend.device))
-        return self._budget
-
-    def _first_plan(self, profile: Profile) -> Plan | None:
-        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
-        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
-        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
-        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._memory())
-        self._corrections = 0
-        return self._planned(profile, "everything is recomputed and inputs are offloaded")
-
-    def _next_plan(self, followed: Plan) -> Plan | None:
-        over = self._peak_bytes - self._memory()
-        if over <= 0 or self._corrections == CORRECTIONS:
-            return None
-        self._corrections += 1
-        self._missing_bytes += over
-        return self._planned(followed.profile, "the plan is followed that has broken it")
-
-    def _planned(self, profile: Profile, otherwise: str) -> Plan | None:
-        """A plan that fits; if there is none, say so, and what is done then."""
-        begin = time.perf_counter()
-        budget = max(0, self._memory() - self._missing_bytes)
-        try:
-            made = make_plan(profile, budget, self._link, max_host_bytes=self._max_host_bytes)
-        except ValueError as error:
-            warn_caller(
-                f"memory_budget = {format_bytes(self._memory())} cannot be met, so {otherwise}: {error} Of the budget, "
-                f"{format_bytes(self._missing_bytes)} are needed outside of the layers."
-            )
-            self._corrections = CORRECTIONS
-            return None
-        _logger.info(
-            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step of the layers %s, peak "
-            "%s, and %s outside of them; planned in %s",
-            format_bytes(self._memory()),
-            made.num_layers,
-            len(profile.layers),
-            format_s(made.recompute_s),
-            format_s(made.step_s),
-            format_bytes(made.peak_bytes),
-            format_bytes(self._missing_bytes),
-            format_s(time.perf_counter() - begin),
-        )
-        return made
-
-
-class FreeLayers(PlannedLayers):
-    """Layers of which as many are offloaded as make the step no longer."""
-
-    def _first_plan(self, profile: Profile) -> Plan:
+    def _free_plan(self, profile: Profile) -> Plan:
+        """As many layers offloaded as make the step no longer."""
         made = free_plan(profile, self._link, max_host_bytes=self._max_host_bytes)
         peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)
         amounts = made.num_layers, len(profile.layers), *peaks
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
+        return made
+
+    def _first_plan(self, profile: Profile) -> Plan | None:
+        """The plan for the budget, less what was needed outside of the layers while they were measured."""
+        self._budget = self._budget or int(AUTO_SHARE * _left_bytes(self._backend.device))
+        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
+        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
+        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
+        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._budget)
+        self._corrections_left = CORRECTIONS
+        return self._plan_within(profile, "everything is recomputed and inputs are offloaded")
+
+    def _plan_within(self, profile: Profile, otherwise: str) -> Plan | None:
+        """A plan that fits; if there is none, say so, and what is done then."""
+        budget, missing = format_bytes(self._budget), format_bytes(self._missing_bytes)
+        most_bytes = max(0, self._budget - self._missing_bytes)
+        try:
+            made = make_plan(profile, most_bytes, self._link, max_host_bytes=self._max_host_bytes)
+        except ValueError as error:
+            warn_caller(
+                f"memory_budget = {budget} cannot be met, so {otherwise}: {error} Of the budget, {missing} are needed "
+                "outside of the layers."
+            )
+            self._corrections_left = 0
+            return None
+        _logger.info(
+            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step of the layers %s, peak "
+            "%s, and %s outside of them",
+            *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
+            *(format_bytes(made.peak_bytes), missing),
+        )
         return made
 
 
@@ -276,7 +231,7 @@ class _Begins(LayerListener):
 
     turn = Turn.WEIGHTS
 
-    def __init__(self, planned: PlannedLayers) -> None:
+    def __init__(self, planned: FollowPlan) -> None:
         self._planned = planned
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
@@ -289,7 +244,7 @@ class _Backwards(LayerListener):
 
     turn = Turn.MEASURING
 
-    def __init__(self, planned: PlannedLayers) -> None:
+    def __init__(self, planned: FollowPlan) -> None:
         self._planned = planned
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
