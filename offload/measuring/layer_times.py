@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,11 @@ from offload.planning.profile import LayerProfile
 
 
 @dataclass
-class Pass:
+class Marks:
     """The marks of one microbatch in one layer."""
 
     ends_with_input: bool
+    """Whether backward ends once the gradient of the layer's first input is known."""
     forward_start: Any = None
     forward_end: Any = None
     backward_start: Any = None
@@ -48,17 +49,14 @@ class LayerTimes(Attachment):
         self.hooks = ExitStack()
         """Takes the hooks on inputs and parameters off."""
         self.running: MeasuredLayer | None = None
-        """Whose forward runs now."""
-        self.counts = False
-        """Whether this is the step in which bytes are counted."""
+        """The layer whose first forward since :meth:`start` runs now."""
         self.reads_memory = False
-        """Whether this is the step in which an accelerator is asked what is allocated."""
+        """Whether an accelerator is asked what is allocated."""
         self.start_bytes = 0
-        """What the allocator said when the step began."""
+        """What was allocated when the step began."""
         self.between_bytes = 0
         """The most that was allocated between the last forward and its backward, above that at the step's start."""
         self._most_bytes = 0
-        """The most of all that was allocated."""
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -68,7 +66,7 @@ class LayerTimes(Attachment):
     def start(self, *, reads_memory: bool = False) -> None:
         """Forget what was timed so far; from now on, ask an accelerator what is allocated only if that is wanted."""
         for layer in self.layers:
-            layer.passes.clear()
+            layer.rounds.clear()
         self.reads_memory = reads_memory
         if reads_memory:
             torch.accelerator.reset_peak_memory_stats(self.backend.device)  # what was before may have needed more
@@ -77,27 +75,35 @@ class LayerTimes(Attachment):
     @property
     def complete(self) -> bool:
         """Whether each layer has run forward and backward."""
-        return all(layer.passes and layer.passes[0].backward_end is not None for layer in self.layers)
-
-    @property
-    def rounds(self) -> int:
-        """How many microbatches have come by."""
-        return len(self.layers[-1].passes)
+        return all(layer.rounds and layer.rounds[0].backward_end is not None for layer in self.layers)
 
     def seconds(self) -> list[tuple[float, float]]:
-        """Of each layer, the median of those of its forwards, and of its backwards."""
+        """Of each layer, the median seconds of forward and of backward."""
         return [layer.seconds() for layer in self.layers]
 
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
         return statistics.median(
-            self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_passes())
+            self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_rounds())
         )
 
+    def time(self, step: Callable[[], object], steps: int, *, reads_memory: bool = False) -> None:
+        """Run steps of one or several microbatches, and time them."""
+        self.start(reads_memory=reads_memory)
+        self._marks = [self.backend.mark()]
+        for _ in range(steps):
+            step()
+            self._marks.append(self.backend.mark())
+
+    def other_s(self) -> float:
+        """Seconds of a microbatch of these steps beside layers and loss."""
+        steps_s = statistics.median(self.backend.seconds(pairwise(self._marks))) * (len(self._marks) - 1)
+        known_s = sum(map(sum, self.seconds())) + self.loss_s()
+        return max(0.0, steps_s / len(self.layers[-1].rounds) - known_s)
+
     def peaks(self) -> Peaks:
-        """The most that was allocated while each layer ran, and between the passes; zeros where nobody can tell."""
-        layers = self.layers
-        forward, backward = [one.forward_bytes for one in layers], [one.backward_bytes for one in layers]
+        """The most that was allocated in each part of a step; zeros where nobody can tell."""
+        forward, backward = ([one.peaks[phase] for one in self.layers] for phase in ("forward", "backward"))
         return Peaks(forward, self.between_bytes, backward)
 
     def most_bytes(self) -> int:
@@ -118,9 +124,9 @@ class LayerTimes(Attachment):
         """Nothing is copied."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The pack hook of that step."""
+        """A pack hook that counts what each layer saves."""
         layer = self.running
-        if layer is not None and not layer.counted:
+        if layer is not None:
             for storage in (moving.untyped_storage() for moving in travellers(tensor, self.rules)):
                 for earlier in self.layers[: layer.number]:
                     if earlier.tensors.pop(address_of(storage), None) is not None:
@@ -138,24 +144,23 @@ class MeasuredLayer(LayerListener):
 
     def __init__(self, recorder: LayerTimes, number: int, module: torch.nn.Module) -> None:
         self.number = number
-        self.passes: list[Pass] = []
+        self.rounds: list[Marks] = []
+        """One for each microbatch."""
         self.tensors: dict[int, int] = {}
         """The bytes of each storage that it saves, by the storage's address, in order."""
-        self.counted = False
-        """Whether all of them are there."""
-        self.forward_bytes = self.backward_bytes = 0
+        self.peaks = {"forward": 0, "backward": 0}
         """The most device memory while it ran, above that at the step's start."""
         self._recorder = recorder
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
-        self._passing: Pass | None = None
+        self._running: Marks | None = None
 
     def seconds(self) -> tuple[float, float]:
-        """The medians of those of its forwards and backwards."""
-        seconds, passes = self._recorder.backend.seconds, self.complete_passes()
+        """The median seconds of forward and of backward."""
+        seconds, rounds = self._recorder.backend.seconds, self.complete_rounds()
         return (
-            statistics.median(seconds((one.forward_start, one.forward_end) for one in passes)),
-            statistics.median(seconds((one.backward_start, one.backward_end) for one in passes)),
+            statistics.median(seconds((one.forward_start, one.forward_end) for one in rounds)),
+            statistics.median(seconds((one.backward_start, one.backward_end) for one in rounds)),
         )
 
     def profile(self) -> LayerProfile:
@@ -165,7 +170,7 @@ class MeasuredLayer(LayerListener):
             ValueError: Its forward or its backward did not run.
         """
         for what in ("forward", "backward"):
-            if not self.passes or any(getattr(one, f"{what}_end") is None for one in self.passes):
+            if not self.rounds or any(getattr(one, f"{what}_end") is None for one in self.rounds):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
                     "the modules that the model calls, and let step call backward()."
@@ -173,45 +178,43 @@ class MeasuredLayer(LayerListener):
         tensors = tuple(self.tensors.values())
         return LayerProfile(*self.seconds(), sum(tensors), tensors)
 
-    def complete_passes(self) -> list[Pass]:
+    def complete_rounds(self) -> list[Marks]:
         """Those whose backward has ended."""
-        return [one for one in self.passes if one.backward_end is not None]
+        return [one for one in self.rounds if one.backward_end is not None]
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        self._passing = None
+        self._running = None
         if call.recomputes or not torch.is_grad_enabled():
             return
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
-        self._passing = passing = Pass(ends_with_input=first is not None)
+        self._running = marks = Marks(ends_with_input=first is not None)
         if first is not None:
-            hook = first.register_hook(lambda _: self._end_backward(passing))
+            hook = first.register_hook(lambda _: self._end_backward(marks))
             self._recorder.hooks.callback(hook.remove)
-        self.passes.append(passing)
-        self._recorder.running = self
-        passing.forward_start, _ = self._recorder.mark()
+        self.rounds.append(marks)
+        self._recorder.running = self if len(self.rounds) == 1 else None
+        marks.forward_start, _ = self._recorder.mark()
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
-        if self._passing is not None:
+        if self._running is not None:
             self._recorder.running = None
-            self.counted = self._recorder.counts
-            self._passing.forward_end, most_bytes = self._recorder.mark()
-            self.forward_bytes = max(self.forward_bytes, most_bytes)
+            self._running.forward_end = self._mark("forward")
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        if self._passing is not None:
-            before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, self._passing))
+        if self._running is not None:
+            before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, self._running))
 
-    def _begin_backward(self, passing: Pass, _: object) -> None:
-        if passing.backward_start is not None:
+    def _begin_backward(self, marks: Marks, _: object) -> None:
+        if marks.backward_start is not None:
             return  # another output had its gradient first
-        passing.backward_start, between_bytes = self._recorder.mark()
-        if self._recorder.reads_memory and self is self._recorder.layers[-1]:
+        marks.backward_start, between_bytes = self._recorder.mark()
+        if self is self._recorder.layers[-1]:
             self._recorder.between_bytes = max(self._recorder.between_bytes, between_bytes)
-        if passing.ends_with_input:
+        if marks.ends_with_input:
             return
 
         def one_more(_: object) -> None:
-            self._mark_backward(passing)
+            marks.backward_end = self._mark("backward")
 
         hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
         for hook in hooks:
@@ -220,21 +223,16 @@ class MeasuredLayer(LayerListener):
         def finish() -> None:
             for hook in hooks:
                 hook.remove()
-            self._end_backward(passing)
+            self._end_backward(marks)
 
         when_backward_ends(finish)
 
-    def _end_backward(self, passing: Pass) -> None:
-        # A leaf that is the input of several passes tells each of them of each gradient.
-        if passing.backward_start is not None and passing.backward_end is None:
-            self._mark_backward(passing)
+    def _end_backward(self, marks: Marks) -> None:
+        # A leaf that is the input of several microbatches tells each of them of each gradient.
+        if marks.backward_start is not None and marks.backward_end is None:
+            marks.backward_end = self._mark("backward")
 
-    def _mark_backward(self, passing: Pass) -> None:
-        passing.backward_end, most_bytes = self._recorder.mark()
-        self.backward_bytes = max(self.backward_bytes, most_bytes)
-
-
-def rest_s(backend: Backend, marks: Sequence[Event], rounds: int, known_s: float) -> float:
-    """Seconds of a microbatch beside the known ones, in steps between marks with ``rounds`` microbatches in all."""
-    microbatch_s = statistics.median(backend.seconds(pairwise(marks))) * (len(marks) - 1) / rounds
-    return max(0.0, microbatch_s - known_s)
+    def _mark(self, phase: str) -> Event:
+        mark, most_bytes = self._recorder.mark()
+        self.peaks[phase] = max(self.peaks[phase], most_bytes)
+        return mark

@@ -17,9 +17,9 @@ from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.base.progress import progress_bar
-from offload.device.backend import Backend, Event
+from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.measuring.layer_times import LayerTimes, MeasuredLayer, rest_s
+from offload.measuring.layer_times import LayerTimes, MeasuredLayer
 from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.region_costs import LayerPolicy, region_costs
@@ -69,7 +69,12 @@ def profile_layers(
     check_int("steps", steps, least=1)
     check_callable("step", step)
     modules = check_layers(layers, MeasuredLayer, "measured", "cannot be measured")
-    _check_not_offloaded(modules)
+    for number, layer in enumerate(modules):
+        if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
+            raise ValueError(
+                f"layers must not be offloaded while they are profiled, but layer {number} is, and saves less than it "
+                "would; call remove() on its handle first."
+            )
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(device)
     begin_s = time.perf_counter()
@@ -94,52 +99,28 @@ def profile_layers(
 
 
 def _measure(
-    modules: list[nn.Module],
-    step: Callable[[], object],
-    min_bytes: int,
-    backend: Backend,
-    steps: int,
-    *,
-    regions: bool,
+    modules: list[nn.Module], step: Callable[[], object], min_bytes: int, backend: Backend, steps: int, *, regions: bool
 ) -> Profile:
     """A profile of layers as they are."""
     with LayerTimes(modules, backend, min_bytes) as times:
-        times.counts = True
         with torch.autograd.graph.saved_tensors_hooks(times.pack, lambda tensor: tensor), selective.sees(times):
             step()
-        times.counts = False
         times.start(reads_memory=backend.device.type != "cpu")
         step()  # without hooks, under which some tensors live longer
-        times.start()
-        marks = [backend.mark()]
-        for _ in range(steps):
-            step()
-            marks.append(backend.mark())
+        times.time(step, steps)
     profiles = tuple(layer.profile() for layer in times.layers)
     if not any(profile.saved_bytes for profile in profiles):
         raise ValueError(
             f"no layer saved at least min_bytes = {min_bytes} bytes at once on {backend.device}; lower min_bytes, or "
             "profile the layers before they are offloaded."
         )
-    loss_s = times.loss_s()
-    known_s = sum(profile.forward_s + profile.backward_s for profile in profiles) + loss_s
-    other_s = rest_s(backend, marks, times.rounds, known_s)
-    profile = with_workspace(Profile(profiles, loss_s, other_s), times.peaks())
+    profile = with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
     if not regions:
         return profile
-    policies, times, _ = _recomputing(modules, step, Schedule(len(modules)), min_bytes, backend.device, steps)
+    policies, times = _recomputing(modules, step, Schedule(len(modules)), min_bytes, backend.device, steps)
     backwards = [backward_s for _, backward_s in times.seconds()]
     found = [learned.costs for learned in policies]
     return replace(profile, layers=with_regions(profile.layers, found, backwards))
-
-
-def _check_not_offloaded(layers: Iterable[torch.nn.Module]) -> None:
-    for number, layer in enumerate(layers):
-        if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
-            raise ValueError(
-                f"layers must not be offloaded while they are profiled, but layer {number} is, and saves less than it "
-                "would; call remove() on its handle first."
-            )
 
 
 def _recomputing(
@@ -149,25 +130,19 @@ def _recomputing(
     min_bytes: int | str,
     device: torch.device | str | int | None,
     steps: int,
-) -> tuple[list[LayerPolicies], LayerTimes, list[Event]]:
+) -> tuple[list[LayerPolicies], LayerTimes]:
     """Run a step in which each operation is run once more, compared and timed, and steps with everything recomputed.
 
     Returns:
-        Of each layer the policies, which have learned its regions; the times of the other steps; and a mark before,
-        between and after them.
+        Of each layer the policies, which have learned its regions; and the times of the other steps.
     """
     policies = learning_policies(layers)
     context = OffloadContext(schedule, len(layers), min_bytes=min_bytes, device=device, policies=policies)
     with HookedLayers(list(layers), context):
         step()
-        times = LayerTimes(layers, context.backend)
-        times.start(reads_memory=context.backend.device.type != "cpu")
-        marks = [context.backend.mark()]
-        for _ in range(steps):
-            step()
-            marks.append(context.backend.mark())
-        times.remove()
-    return policies, times, marks
+        with LayerTimes(layers, context.backend) as times:
+            times.time(step, steps, reads_memory=context.backend.device.type != "cpu")
+    return policies, times
 
 
 def with_regions(
@@ -208,10 +183,8 @@ def measure_recomputed(
 
     ``step`` is called ``steps + 1`` times; the first learns the regions.
     """
-    policies, times, marks = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps)
-    profile = learned_profile(policies, times)
-    known_s = sum(map(sum, times.seconds())) + profile.loss_s
-    return replace(profile, other_s=rest_s(times.backend, marks, times.rounds, known_s))
+    policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps)
+    return replace(learned_profile(policies, times), other_s=times.other_s())
 
 
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
