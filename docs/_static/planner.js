@@ -228,12 +228,12 @@
     const plans = Object.fromEntries(ways.filter((way) => way.plan).map((way) => [way.name, way.plan]));
     if (beside?.profile !== profile) {
       beside = {
-        profile, free: planner.freePlan(profile, link), whole: planner.wholeLayers(profile, link),
-        checkpoints: [false, true].map((travels) => planner.checkpointing(profile, link, travels)),
+        profile, whole: planner.wholeLayers(profile, link),
+        checkpoints: [false, true].map((offloads) => planner.checkpointing(profile, link, offloads)),
       };
     }
-    const { free, whole, checkpoints } = beside, [checkpointed] = checkpoints;
-    plans.checkpointing = { ...checkpointed, host_bytes: 0, num_layers: 0 };
+    const { whole, checkpoints } = beside, [checkpointed] = checkpoints, free = planner.freePlan(whole);
+    plans.checkpointing = checkpointed;
     const misfit = checkpointed.peak_bytes > left_bytes ? `activations take ${formatBytes(checkpointed.peak_bytes)}` : "";
     const rows = [...ways, { name: "checkpointing", misfit, ...plans.checkpointing }];
     const kept = plans["keep all"];
@@ -261,13 +261,13 @@
 
   /** The curve of plans, budget by budget, so that the sliders never wait for it. */
   function fillCurve({ search }, filling) {
-    const least = planner.leastBytes(search), most = filling.kept.peak_bytes, points = 14;
+    const least = planner.plan(search, 0).least_bytes, most = filling.kept.peak_bytes, points = 14;
     const next = (number) => {
       if (filling !== curve) return; // asked anew meanwhile
       const begin = performance.now();
       while (number < points && performance.now() - begin < 30) {
-        const found = planner.outline(search, Math.ceil(least + (most - least) * (number / (points - 1)) ** 1.8));
-        if (found) filling.plan.push(found);
+        const { step_s, peak_bytes } = planner.plan(search, Math.ceil(least + (most - least) * (number / (points - 1)) ** 1.8));
+        if (step_s) filling.plan.push({ step_s, peak_bytes });
         number += 1;
       }
       drawCurve();
@@ -283,7 +283,7 @@
   }
 
   const ADVICE = {
-    "keep all": "All fits", "whole layers": "Let whole layers travel", regions: "Plan by region", "streamed weights": "Stream the weights",
+    "keep all": "All fits", "whole layers": "Offload whole layers", regions: "Plan by region", "streamed weights": "Stream the weights",
   };
 
   function showSummary(chosen, kept, free, left) {
@@ -291,7 +291,7 @@
     const has = left > 0
       ? `${formatBytes(left)} are left for activations, which take ${formatBytes(kept.peak_bytes)} if all are kept.`
       : `What is fixed takes ${formatBytes(answer.fixed_bytes)}: more than can be used.${logits}`;
-    const bytes = answer.profile.layers[0].saved_bytes * free.num_layers;
+    const bytes = answer.profile.layer.saved_bytes * free.num_layers;
     const freely = `Free on this link: ${free.num_layers} of ${answer.shape.layers} whole layers${bytes ? `, ${formatBytes(bytes)}` : ""}.`;
     let does = "Nothing fits: fewer tokens, or more memory.";
     if (chosen) {
@@ -435,26 +435,43 @@
     parts.legend.replaceChildren(...keys.map(([shape, kind, words]) => key(marker(shape, 8, 7, 4, { class: kind }), words)));
   }
 
-  const LANES = [["compute", "compute"], ["d2h", "to host"], ["h2d", "back"]];
+  const LANES = [["compute", "compute"], ["d2h", "offload"], ["h2d", "reload"]];
   const KINDS = [
-    ["forward", "forward"], ["backward", "backward"], ["recompute", "computed again"], ["other", "loss"], ["stall", "waits"],
-    ["offload", "to the host"], ["reload", "back"],
+    ["forward", "forward"], ["backward", "backward"], ["recompute", "recompute"], ["other", "loss"], ["stall", "stall"],
+    ["offload", "offload"], ["reload", "reload"],
   ];
 
-  /** Neighbours of one kind, closer than a hair, are one box. */
-  function boxes(spans, hair) {
-    const found = [];
-    for (const span of spans) {
-      const before = found[found.length - 1];
-      const same = before && before.kind === span.kind && before.layer === span.layer;
-      if (same && span.start_s - before.end_s <= hair) before.end_s = Math.max(before.end_s, span.end_s);
-      else found.push({ ...span });
+  /** What each stream does, layer by layer, and the most that is on the device meanwhile. A layer's copies are one box. */
+  function drawnOf({ times, layers, peaks, loss_s, other_s, num_layers }) {
+    const spans = [], memory = [];
+    const put = (lane, kind, layer, start_s, seconds) => {
+      if (seconds > 0) spans.push({ lane, kind, layer, start_s, end_s: start_s + seconds });
+    };
+    let idle = 0;
+    layers.forEach(({ forward_s, offload_s }, number) => {
+      put("compute", "stall", number, idle, times.forward[number] - idle);
+      put("compute", "forward", number, times.forward[number], forward_s);
+      if (number < num_layers) put("d2h", "offload", number, times.offloaded[number] - offload_s, offload_s);
+      idle = times.forward[number] + forward_s;
+      memory.push([times.forward[number], peaks.forward[number]]);
+    });
+    put("compute", "other", null, times.loss, loss_s);
+    memory.push([times.loss, peaks.loss]);
+    for (let number = layers.length - 1; number >= 0; number--) {
+      const { backward_s, recompute_s, reload_s } = layers[number], [begin, end] = [times.backward[number], times.ended[number]];
+      const waits = end - begin - backward_s > 1e-9 * end ? end - begin - backward_s : 0;
+      put("compute", "stall", number, begin, waits);
+      put("compute", "recompute", number, begin + waits, recompute_s);
+      put("compute", "backward", number, begin + waits + recompute_s, backward_s - recompute_s);
+      if (number < num_layers) put("h2d", "reload", number, times.reload[number], reload_s);
+      memory.push([begin, peaks.backward[number]]);
     }
-    return found;
+    put("compute", "other", null, times.end, other_s);
+    return { spans, memory: [...memory, [times.end, 0]] };
   }
 
   function drawStreams(shown, title, left) {
-    const { spans, memory, step_s, peak_bytes, stall_s } = shown;
+    const { step_s, peak_bytes, stall_s } = shown, { spans, memory } = drawnOf(shown);
     const width = Math.max(240, parts.streams.clientWidth), row = 26, lower = 92;
     const frame = { left: 56, right: 12, top: 3 * row + 46, bottom: 34 }, height = frame.top + lower + frame.bottom;
     const most = 1.12 * Math.max(peak_bytes, left > 0 && left < 1.6 * peak_bytes ? left : 0);
@@ -467,7 +484,7 @@
     LANES.forEach(([lane, words], number) => {
       const top = 22 + number * row;
       picture.append(text(2, top + 15, words));
-      const found = boxes(spans.filter((span) => span.lane === lane), 0.002 * step_s);
+      const found = spans.filter((span) => span.lane === lane);
       const widthOf = (box) => Math.max(x(box.end_s) - x(box.start_s) - 0.4, 0.4);
       const letters = { forward: "F", backward: "B" };
       const labelOf = (box) => (box.layer === null || box.kind === "stall" ? "" : `${letters[box.kind] ?? ""}${box.layer}`);

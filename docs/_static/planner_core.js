@@ -1,44 +1,27 @@
-// The planner of the start page: the cost of layers, the closed form and the search of offload/planning, for a browser.
-// planner_plans.js makes plans of them, and planner.js is the page.
+// The planner of the start page, for a model of equal layers: a port of offload/planning. planner_plans.js counts a model
+// and compares ways to train it; planner.js is the page.
 //
-// A port, function by function: tests/pages/test_planner.py compares plans and numbers with Python's. Names of data are
-// Python's, so that a profile's JSON is read as it is. Schedules are the default one, k of N, which is what plans use.
+// tests/pages/test_planner.py compares plans and numbers with Python's. Names of data are Python's, so that the JSON of a
+// layer's profile is read as it is. A profile here is one layer and a count. Schedules are the default one, k of N.
 "use strict";
 
 globalThis.offloadPlanner = (() => {
   const FEW = 2000, STEPS = 4, COUNTS = 16, SWEPT = 96, SWEEPS = 3, ROUNDING = 1e-8; // search.py
-  const UNLISTED_PIECES = 8; // profile.py
+  const FREE = 1e-3, GIB = 2 ** 30; // plan.py
 
   const range = (end) => Array.from({ length: end }, (_, index) => index);
   const sum = (values) => values.reduce((total, value) => total + value, 0); // of bytes, which are whole
   const last = (values) => values[values.length - 1];
-  const ascending = (a, b) => a - b;
 
-  /** math.fsum: the sum, rounded once. */
+  /** A sum of seconds, compensated: Python's math.fsum but for rare last bits. */
   function fsum(values) {
-    const parts = []; // they do not overlap, the smallest first
-    for (let x of values) {
-      let kept = 0;
-      for (let y of parts) {
-        if (Math.abs(x) < Math.abs(y)) [x, y] = [y, x];
-        const high = x + y, low = y - (high - x);
-        if (low) parts[kept++] = low;
-        x = high;
-      }
-      parts.length = kept;
-      parts.push(x);
+    let total = 0, rest = 0;
+    for (const value of values) {
+      const next = total + value;
+      rest += Math.abs(total) >= Math.abs(value) ? total - next + value : value - next + total;
+      total = next;
     }
-    let high = parts.pop() ?? 0, low = 0;
-    while (parts.length && !low) {
-      const x = high, y = parts.pop();
-      high = x + y;
-      low = y - (high - x);
-    }
-    if (parts.length && low < 0 === last(parts) < 0) { // what is left decides how a half is rounded
-      const twice = low * 2, other = high + twice;
-      if (twice === other - high) high = other;
-    }
-    return high;
+    return total + rest;
   }
 
   /** f"{value:.2f}": a half is rounded to even. */
@@ -46,7 +29,6 @@ globalThis.offloadPlanner = (() => {
     const text = value.toFixed(digits), exact = value.toFixed(60), end = exact.indexOf(".") + digits + (digits ? 1 : 0);
     return /^\.?50*$/.test(exact.slice(end)) && Number(last(text)) % 2 ? exact.slice(0, end) : text;
   }
-  const nineDigits = (value) => Number(value.toExponential(8));
 
   function formatBytes(nbytes) {
     for (const [power, unit] of [[4, "TiB"], [3, "GiB"], [2, "MiB"], [1, "KiB"]]) {
@@ -64,18 +46,18 @@ globalThis.offloadPlanner = (() => {
     return seconds ? `${fixed(seconds * 1e6, 2)} µs` : "0 s";
   }
 
-  // --- region_costs.py and kinds.py ---------------------------------------------------------------------------------
+  // --- region_costs.py ----------------------------------------------------------------------------------------------
 
   const operationOf = (regions, number) => regions[number].another_of ?? number;
   const savedOf = (regions) => new Set(range(regions.length).filter((number) => regions[number].saved));
 
   function regionCosts(regions, keep) {
-    const there = new Set(), kept = new Set(), inputs = [], dropped = new Set(), rerun = new Set();
+    const available = new Set(), kept = new Set(), inputs = [], dropped = new Set(), rerun = new Set();
     regions.forEach((region, number) => {
-      const can = region.recomputable && region.reads.every((read) => there.has(read));
+      const can = region.recomputable && region.reads.every((read) => available.has(read));
       const input = !region.recomputable && !region.reads.length;
       if (input) inputs.push(number);
-      if (can || region.saved || input) there.add(number);
+      if (can || region.saved || input) available.add(number);
       if (region.saved) (can && !keep.has(number) ? dropped : kept).add(number);
     });
     if (dropped.size) inputs.forEach((number) => kept.add(number));
@@ -86,304 +68,242 @@ globalThis.offloadPlanner = (() => {
       waiting.push(...regions[number].reads);
     }
     const operations = new Set([...rerun].map((number) => operationOf(regions, number)));
-    return {
-      kept, dropped, rerun: [...rerun].sort(ascending), kept_bytes: sum([...kept].map((number) => regions[number].nbytes)),
-      recompute_s: fsum([...operations].map((first) => regions[first].seconds)),
-    };
+    const recompute_s = fsum([...operations].map((first) => regions[first].seconds));
+    return { kept, dropped, rerun, recompute_s, kept_bytes: sum([...kept].map((number) => regions[number].nbytes)) };
   }
 
+  const gain = (before, after) =>
+    (before.recompute_s - after.recompute_s) / Math.max(1, after.kept_bytes - before.kept_bytes);
+
   function waysOf(regions) {
-    const found = [regionCosts(regions, new Set())];
+    const everything = regionCosts(regions, savedOf(regions)), found = [regionCosts(regions, new Set())], ways = [];
     while (last(found).recompute_s > 0) {
       const before = last(found), results = new Map();
-      for (const number of [...before.dropped].sort(ascending)) {
+      for (const number of [...before.dropped].sort((a, b) => a - b)) {
         const first = operationOf(regions, number);
         results.set(first, [...(results.get(first) ?? []), number]);
       }
-      let best = null, most = -Infinity;
-      for (const made of results.values()) {
-        const after = regionCosts(regions, new Set([...before.kept, ...made]));
-        const gain = (before.recompute_s - after.recompute_s) / Math.max(1, after.kept_bytes - before.kept_bytes);
-        if (gain > most) [best, most] = [after, gain];
-      }
-      found.push(best);
+      const more = [...results.values()].map((made) => regionCosts(regions, new Set([...before.kept, ...made])));
+      found.push(more.reduce((best, one) => (gain(before, one) > gain(before, best) ? one : best)));
     }
-    const saved = savedOf(regions), ways = [];
-    found.push(regionCosts(regions, saved));
+    found.push(everything);
     found.sort((a, b) => a.kept_bytes - b.kept_bytes || a.recompute_s - b.recompute_s);
     for (const way of found) if (!ways.length || way.recompute_s < last(ways).recompute_s) ways.push(way);
-    const { kept } = last(ways), all = kept.size === saved.size && [...kept].every((number) => saved.has(number));
-    return all ? ways : [...ways, regionCosts(regions, saved)];
+    const { kept } = last(ways), all = kept.size === everything.kept.size && [...kept].every((one) => everything.kept.has(one));
+    return all ? ways : [...ways, everything];
   }
 
-  function kindsOf(profile) {
-    const members = new Map(), names = new Map();
-    profile.layers.forEach(({ regions }, number) => {
-      if (!names.has(regions)) names.set(regions, JSON.stringify(regions.map((one) => ({ ...one, seconds: 0 }))));
-      const name = names.get(regions);
-      members.set(name, [...(members.get(name) ?? []), number]);
-    });
-    const ofLayers = [], ways = [], steps = [];
-    [...members.values()].forEach((numbers, kind) => {
-      for (const number of numbers) ofLayers[number] = kind;
-      const layers = numbers.map((number) => profile.layers[number]);
-      const mean = (at) => fsum(layers.map((layer) => layer.regions[at].seconds)) / layers.length;
-      const regions = layers[0].regions.map((one, at) => ({ ...one, seconds: mean(at) }));
-      const found = regions.length ? waysOf(regions) : [];
-      ways.push([...found.slice(0, -1).map(({ kept }) => ({ kept, offloaded: kept })), null]);
-      for (let way = 0; way < found.length - 1; ) {
-        const from = found[way];
-        let most = -Infinity;
-        for (let number = way + 1; number < found.length; number++) {
-          const { recompute_s, kept_bytes } = found[number];
-          const gain = (from.recompute_s - recompute_s) / Math.max(1, kept_bytes - from.kept_bytes);
-          if (gain >= most) [most, way] = [gain, number];
-        }
-        steps.push({ gain: most, kind, way });
-      }
-    });
-    const level = ways.map(() => 0), levels = [[...level]];
-    for (const { kind, way } of steps.sort((a, b) => b.gain - a.gain)) {
-      level[kind] = way;
-      levels.push([...level]);
-    }
-    return { ways: ofLayers.map((kind) => ways[kind]), levels: levels.map((of) => ofLayers.map((kind) => of[kind])) };
-  }
+  // --- layer_costs.py -----------------------------------------------------------------------------------------------
 
-  // --- layer_passes.py and closed_form.py ---------------------------------------------------------------------------
-
-  const piece = (seconds, taken = 0, freed = 0, awaits = null, offloads = false) => ({ seconds, taken, freed, awaits, offloads });
-
-  function layerPasses(layer, policy, offloads) {
-    const { regions, forward_s, backward_s, workspace_bytes } = layer;
-    if (!regions.length) {
-      const edge = (index) => Math.floor((layer.saved_bytes * index) / UNLISTED_PIECES), { tensors } = layer;
-      const unlisted = !tensors.length && layer.saved_bytes ? range(UNLISTED_PIECES) : [];
-      const found = unlisted.length ? unlisted.map((index) => edge(index + 1) - edge(index)) : tensors;
-      const parts = found.length ? found : [0], n = parts.length, moves = offloads && found.length > 0;
-      const forward = parts.map((nbytes) => piece(forward_s / n, nbytes, 0, null, moves));
-      const backward = parts.map((nbytes, at) => piece(backward_s / n, 0, nbytes, moves ? at : null)).reverse();
-      return { forward, recompute: null, backward, offloaded: moves ? found : [], workspace_bytes };
-    }
-    const saved = savedOf(regions), { kept, offloaded } = policy ?? { kept: saved, offloaded: saved };
-    const costs = regionCosts(regions, kept), total_s = fsum(regions.map((region) => region.seconds));
-    const share = (number) => (total_s ? regions[number].seconds / total_s : 1 / regions.length);
-    const moves = (number) => offloads && offloaded.has(number) && costs.kept.has(number) && regions[number].nbytes > 0;
-    const moving = range(regions.length).filter(moves), places = new Map(moving.map((number, place) => [number, place]));
-    const here = (number) => costs.kept.has(number) || costs.dropped.has(number);
-    const reader = range(regions.length), freed = regions.map(() => 0);
-    regions.forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
-    for (const number of costs.dropped) freed[reader[number]] += regions[number].nbytes;
-    const forward = regions.map(({ nbytes }, number) =>
-      piece(share(number) * forward_s, here(number) ? nbytes : 0, freed[number], null, places.has(number)));
-    const backward = regions.map((region, number) => {
-      const awaits = region.saved ? places.get(number) ?? null : null;
-      return piece(share(number) * backward_s, 0, here(number) && region.saved ? region.nbytes : 0, awaits);
-    });
-    const recompute = costs.dropped.size ? recomputePiece(regions, costs, places) : null;
-    const sizes = moving.map((number) => regions[number].nbytes);
-    return { forward, recompute, backward: backward.reverse(), offloaded: sizes, workspace_bytes };
-  }
-
-  function recomputePiece(regions, { kept, dropped, rerun, recompute_s }, places) {
-    const end = last(rerun), reader = range(regions.length), freed = regions.map(() => 0);
-    const operations = new Set(rerun.map((number) => operationOf(regions, number)));
-    const made = (number) => !kept.has(number) || operations.has(operationOf(regions, number));
-    regions.slice(0, end + 1).forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
-    range(end + 1).forEach((number) => { if (made(number) && !dropped.has(number)) freed[reader[number]] += regions[number].nbytes; });
-    let held = 0, most = 0;
-    for (const number of range(end + 1)) {
-      if (made(number)) held += regions[number].nbytes;
-      most = Math.max(most, held);
-      held -= freed[number];
-    }
-    const inputs = sum([...kept].filter((number) => !regions[number].saved).map((number) => regions[number].nbytes));
-    const awaited = [...places].filter(([number]) => number < end).map(([, place]) => place);
-    return piece(recompute_s, most, most - held + inputs, awaited.length ? Math.min(...awaited) : null);
-  }
-
-  function layerCosts({ forward, recompute, backward, offloaded, workspace_bytes }, link) {
-    const pieces = recompute ? [recompute, ...backward] : backward, sent = [], reloaded_s = [];
-    const peak = (of, held) => workspace_bytes + of.reduce((most, { taken, freed }) => {
+  const piece = (kind, seconds, taken = 0, freed = 0, awaits = null, offloads = false) =>
+    ({ kind, seconds, taken, freed, awaits, offloads });
+  const heldBytes = (pieces) => sum(pieces.map(({ taken, freed }) => taken - freed));
+  function mostBytes(pieces, held = 0) {
+    return pieces.reduce((most, { taken, freed }) => {
       most = Math.max(most, held + taken);
       held += taken - freed;
       return most;
     }, held);
-    let ready_s = null, offload_s = 0, reload_s = 0, rest_s = 0, offloaded_after_s = -Infinity, backward_after_s = -Infinity;
-    for (const { seconds, offloads, taken } of forward) {
-      ready_s = ready_s === null ? seconds : ready_s + seconds;
-      if (offloads) sent.unshift([ready_s, taken]);
+  }
+
+  function freedAfter(regions, numbers) {
+    const reader = range(regions.length), freed = regions.map(() => 0);
+    regions.forEach((region, number) => region.reads.forEach((read) => { reader[read] = number; }));
+    for (const number of numbers) freed[reader[number]] += regions[number].nbytes;
+    return freed;
+  }
+
+  /** Forward and backward of a layer in pieces. Without a policy, everything saved is kept, or offloaded. */
+  function layerPieces({ regions, forward_s, backward_s }, policy, offloads) {
+    const { kept, offloaded } = policy ?? { kept: savedOf(regions), offloaded: savedOf(regions) };
+    const costs = regionCosts(regions, kept), total_s = fsum(regions.map((region) => region.seconds));
+    const share = (number) => (total_s ? regions[number].seconds / total_s : 1 / regions.length);
+    const moves = (number) => offloads && offloaded.has(number) && costs.kept.has(number) && regions[number].nbytes > 0;
+    const moving = range(regions.length).filter(moves), places = new Map(moving.map((number, place) => [number, place]));
+    const freed = freedAfter(regions, costs.dropped);
+    const forward = regions.map(({ nbytes }, number) => {
+      const held = costs.kept.has(number) || costs.dropped.has(number);
+      return piece("forward", share(number) * forward_s, held ? nbytes : 0, freed[number], null, places.has(number));
+    });
+    const backward = regions.map(({ nbytes, saved }, number) =>
+      piece("backward", share(number) * backward_s, 0, saved ? nbytes : 0, saved ? places.get(number) ?? null : null));
+    if (costs.dropped.size) backward.push(secondRun(regions, costs, places));
+    return { forward, backward: backward.reverse(), offloaded: moving.map((number) => regions[number].nbytes) };
+  }
+
+  function secondRun(regions, { kept, dropped, rerun, recompute_s }, places) {
+    const end = Math.max(...rerun), operations = new Set([...rerun].map((number) => operationOf(regions, number)));
+    const made = range(end + 1).filter((number) => !kept.has(number) || operations.has(operationOf(regions, number)));
+    const freed = freedAfter(regions.slice(0, end + 1), made.filter((number) => !dropped.has(number)));
+    const run = freed.map((bytes, number) => piece("", 0, made.includes(number) ? regions[number].nbytes : 0, bytes));
+    const inputs = sum([...kept].filter((number) => !regions[number].saved).map((number) => regions[number].nbytes));
+    const awaited = [...places].filter(([number]) => number < end).map(([, place]) => place), most = mostBytes(run);
+    return piece("recompute", recompute_s, most, most - heldBytes(run) + inputs, awaited.length ? Math.min(...awaited) : null);
+  }
+
+  function layerCosts(layer, policy, link, offloads) {
+    const { forward, backward, offloaded } = layerPieces(layer, policy, offloads), sent = [], reloaded_s = [];
+    const secondsOf = (pieces) => fsum(pieces.map((one) => one.seconds)), held_bytes = heldBytes(forward);
+    let ready_s = 0, offload_s = 0, reload_s = 0, rest_s = 0, offloaded_after_s = -Infinity, backward_after_s = -Infinity;
+    for (const one of forward) {
+      ready_s += one.seconds;
+      if (one.offloads) sent.unshift([ready_s, one.taken]);
     }
     for (const [ready, nbytes] of sent) {
       offload_s += nbytes / link.d2h_bytes_per_s;
       offloaded_after_s = Math.max(offloaded_after_s, ready + offload_s);
     }
     for (let at = offloaded.length - 1; at >= 0; at--) reloaded_s[at] = reload_s += offloaded[at] / link.h2d_bytes_per_s;
-    for (const { seconds, awaits } of [...pieces].reverse()) {
+    for (const { seconds, awaits } of [...backward].reverse()) {
       rest_s += seconds;
       if (awaits !== null) backward_after_s = Math.max(backward_after_s, reloaded_s[awaits] + rest_s);
     }
-    const held_bytes = sum(forward.map(({ taken, freed }) => taken - freed)), secondsOf = (of) => fsum(of.map((one) => one.seconds));
     return {
-      forward_s: secondsOf(forward), backward_s: secondsOf(pieces), recompute_s: recompute ? recompute.seconds : 0,
-      offload_s, offloaded_after_s, reload_s, backward_after_s, held_bytes, offloaded_bytes: sum(offloaded),
-      forward_peak_bytes: peak(forward, 0), backward_peak_bytes: peak(pieces, held_bytes),
+      forward_s: secondsOf(forward), backward_s: secondsOf(backward), offload_s, offloaded_after_s, reload_s, backward_after_s,
+      recompute_s: secondsOf(backward.filter(({ kind }) => kind === "recompute")), held_bytes, offloaded_bytes: sum(offloaded),
+      forward_peak_bytes: layer.workspace_bytes + mostBytes(forward),
+      backward_peak_bytes: layer.workspace_bytes + mostBytes(backward, held_bytes),
     };
   }
 
-  function peakBytes(layers, numLayers, loss_bytes) {
-    const count = layers.length, resident = count - numLayers;
-    let held = 0, most = -Infinity;
-    for (let number = 0; number < count; number++) {
+  // --- closed_form.py -----------------------------------------------------------------------------------------------
+
+  /** The most on the device while each layer runs forward, while the loss runs, and while each layer runs backward. */
+  function peaksOf(layers, k, loss_bytes) {
+    const resident = layers.length - k, forward = [], backward = [];
+    let held = 0;
+    layers.forEach(({ forward_peak_bytes, held_bytes }, number) => {
       if (number >= resident) held -= layers[number - resident].offloaded_bytes;
-      most = Math.max(most, held + layers[number].forward_peak_bytes);
-      held += layers[number].held_bytes;
-    }
-    most = Math.max(most, held + loss_bytes);
-    for (let number = count - 1; number >= 0; number--) {
+      forward.push(held + forward_peak_bytes);
+      held += held_bytes;
+    });
+    const loss = held + loss_bytes;
+    for (let number = layers.length - 1; number >= 0; number--) {
       const reloaded = number - resident + 1;
-      if (reloaded >= 0 && reloaded < numLayers) held += layers[reloaded].offloaded_bytes;
+      if (reloaded >= 0 && reloaded < k) held += layers[reloaded].offloaded_bytes;
       held -= layers[number].held_bytes;
-      most = Math.max(most, held + layers[number].backward_peak_bytes);
+      backward[number] = held + layers[number].backward_peak_bytes;
     }
-    return most;
+    return { forward, loss, backward, most: Math.max(...forward, loss, ...backward) };
   }
 
-  function stepS(layers, numLayers, loss_s) {
-    const count = layers.length, resident = count - numLayers, offloaded_s = [], reloads_s = [];
+  /** When each layer's forward begins, the layer is on the host, its reload begins, and its backward begins and ends. */
+  function timesOf(layers, k, loss_s) {
+    const resident = layers.length - k, forward = [], offloaded = [], reload = [], backward = [], ended = [];
     let now = 0, copied = 0;
     layers.forEach(({ forward_s, offload_s, offloaded_after_s }, number) => {
-      if (number >= resident) now = Math.max(now, offloaded_s[number - resident]);
-      offloaded_s.push((copied = Math.max(copied + offload_s, now + offloaded_after_s)));
+      if (number >= resident) now = Math.max(now, offloaded[number - resident]);
+      forward.push(now);
+      offloaded.push((copied = Math.max(copied + offload_s, now + offloaded_after_s)));
       now += forward_s;
     });
+    const loss = now;
     now += loss_s;
-    for (let number = count - 1; number >= 0; number--) {
-      const reloaded = number - resident + 1;
-      if (reloaded >= 0 && reloaded < numLayers) {
-        reloads_s[reloaded] = Math.max(copied, now);
-        copied = reloads_s[reloaded] + layers[reloaded].reload_s;
+    for (let number = layers.length - 1; number >= 0; number--) {
+      const reloaded = number - resident + 1, { backward_s, backward_after_s } = layers[number];
+      if (reloaded >= 0 && reloaded < k) {
+        reload[reloaded] = Math.max(copied, now);
+        copied = reload[reloaded] + layers[reloaded].reload_s;
       }
-      now += layers[number].backward_s;
-      if (number < numLayers) now = Math.max(now, reloads_s[number] + layers[number].backward_after_s);
+      backward[number] = now;
+      now = Math.max(now + backward_s, number < k ? reload[number] + backward_after_s : 0);
+      ended[number] = now;
     }
-    return now;
+    return { forward, offloaded, loss, reload, backward, ended, end: now };
   }
 
   // --- search.py ----------------------------------------------------------------------------------------------------
 
-  const compare = (one, other) => {
-    const [a, b] = [one, other].map(({ score, numLayers, ways }) => [...score, numLayers, ...ways]);
+  function compare(one, other) {
+    const [a, b] = [one, other].map(({ score, k, ways }) => [...score, k, ...ways]);
     const at = a.findIndex((value, index) => value !== b[index]);
     return at < 0 ? 0 : a[at] - b[at];
-  };
-  const least = (found) => found.reduce((best, one) => (!best || compare(one, best) < 0 ? one : best), null);
-  const withWay = ({ numLayers, ways }, number, way) => ({ numLayers, ways: ways.map((one, at) => (at === number ? way : one)) });
+  }
+  const least = (found) => found.reduce((best, one) => (one && (!best || compare(one, best) < 0) ? one : best), null);
+  const withWay = ({ k, ways }, number, way) => ({ k, ways: ways.map((one, at) => (at === number ? way : one)) });
 
   class Search {
-    constructor(profile, link, kinds = kindsOf(profile)) {
-      Object.assign(this, { profile, link, ...kinds, count: profile.layers.length, mostBytes: 0, mostHostBytes: Infinity });
-      this.highest = (this.levels.length - 1) * this.count;
-      const known = new Map();
-      this.table = profile.layers.map((layer, number) => {
-        const costs = (offloads) => this.ways[number].map((way) => layerCosts(layerPasses(layer, way, offloads), link));
-        if (!known.has(layer)) known.set(layer, [costs(false), costs(true)]);
-        return known.get(layer);
-      });
-      const { compute_s } = this.seconds(this.costs(this.whole(0)));
-      this.kept_s = compute_s + profile.loss_s + profile.other_s;
+    constructor(profile, link) {
+      const { layer, count } = profile, mean = ({ seconds }) => (seconds * count) / count; // rounded as Python's mean
+      const found = waysOf(layer.regions.map((one) => ({ ...one, seconds: mean(one) })));
+      const ways = [...found.slice(0, -1).map(({ kept }) => ({ kept, offloaded: kept })), null];
+      const table = [false, true].map((offloads) => ways.map((way) => layerCosts(layer, way, link, offloads)));
+      Object.assign(this, { profile, link, count, ways, table, levels: [0], mostBytes: 0, mostHostBytes: Infinity });
+      for (let way = 0; way < found.length - 1; this.levels.push(way)) { // along the convex hull
+        const above = range(found.length - way - 1).map((more) => way + more + 1), from = found[way];
+        way = above.reduce((best, one) => (gain(from, found[one]) >= gain(from, found[best]) ? one : best));
+      }
+      this.highest = (this.levels.length - 1) * count;
     }
 
     within(mostBytes, mostHostBytes = Infinity) {
       return Object.assign(this, { mostBytes, mostHostBytes });
     }
 
-    costs({ numLayers, ways }) {
-      return ways.map((way, number) => this.table[number][number < numLayers ? 1 : 0][way]);
+    costs({ k, ways }) {
+      return ways.map((way, number) => this.table[number < k ? 1 : 0][way]);
     }
 
-    seconds(costs) {
-      return {
-        compute_s: fsum(costs.map((one) => one.forward_s + one.backward_s)),
-        copies_s: fsum(costs.map((one) => one.offload_s + one.reload_s)),
-      };
+    policies({ k, ways }) {
+      const resident = (policy) => policy && { kept: policy.kept, offloaded: new Set() };
+      return ways.map((way, number) => (number < k ? this.ways[way] : resident(this.ways[way])));
     }
 
-    policies({ numLayers, ways }) {
-      const policies = ways.map((way, number) => this.ways[number][way]);
-      return policies.map((one, number) => (one && number >= numLayers ? { kept: one.kept, offloaded: new Set() } : one));
-    }
-
-    whole(numLayers) {
-      return { numLayers, ways: last(this.levels) };
+    whole(k) {
+      return { k, ways: range(this.count).map(() => last(this.levels)) };
     }
 
     peakBytes(choice) {
-      return peakBytes(this.costs(choice), choice.numLayers, this.profile.loss_bytes);
+      return peaksOf(this.costs(choice), choice.k, this.profile.loss_bytes).most;
     }
 
     hostBytes(choice) {
       return sum(this.costs(choice).map((layer) => layer.offloaded_bytes));
     }
 
-    stepS(choice) {
-      return nineDigits(stepS(this.costs(choice), choice.numLayers, this.profile.loss_s) + this.profile.other_s);
-    }
-
     scored(choice) {
-      const peak = this.peakBytes(choice), host = this.hostBytes(choice);
+      const { loss_s, other_s } = this.profile, peak = this.peakBytes(choice), host = this.hostBytes(choice);
       if (peak > this.mostBytes || host > this.mostHostBytes) return null;
-      return { ...choice, score: [this.stepS(choice), host, peak] };
+      const step_s = timesOf(this.costs(choice), choice.k, loss_s).end + other_s;
+      return { ...choice, score: [Number(step_s.toExponential(8)), host, peak] };
     }
 
     best() {
-      const { count } = this, nothing = this.scored(this.whole(0));
+      const { count, profile } = this, { forward_s, backward_s } = profile.layer;
+      if (profile.whole) return range(count).map((k) => this.scored(this.whole(k))).find(Boolean) ?? null; // fewest()
+      const nothing = this.scored(this.whole(0));
       if (nothing) return nothing;
-      if (this.isSmall()) return least(this.every().map((one) => this.scored(one)).filter(Boolean));
+      if (this.isSmall()) return least(this.every().map((one) => this.scored(one)));
       let fastest = this.onGrid();
-      if (!fastest.length) fastest = [this.scored(this.leastPeak()[1])].filter(Boolean);
-      if (!fastest.length || fastest[0].score[0] <= this.kept_s * (1 + ROUNDING)) return fastest[0] ?? null;
+      if (!fastest.length) fastest = [this.scored(this.leastPeak())].filter(Boolean);
+      const compute_s = fsum(range(count).map(() => forward_s + backward_s)) + profile.loss_s + profile.other_s;
+      if (!fastest.length || fastest[0].score[0] <= compute_s * (1 + ROUNDING)) return fastest[0] ?? null;
       return least(fastest.slice(0, Math.max(1, Math.floor(SWEPT / count))).map((one) => this.swept(one)));
     }
 
-    fewest() {
-      return range(this.count).map((k) => this.scored(this.whole(k))).find(Boolean) ?? null;
-    }
-
     isSmall() {
-      return this.ways.reduce((product, of) => product * of.length, this.count) <= FEW;
+      return this.count * this.ways.length ** this.count <= FEW;
     }
 
     every() {
-      const every = this.ways.reduce((made, of) => made.flatMap((some) => of.map((_, way) => [...some, way])), [[]]);
-      return range(this.count).flatMap((numLayers) => every.map((ways) => ({ numLayers, ways })));
+      const every = range(this.count).reduce((made) => made.flatMap((some) => this.ways.map((_, way) => [...some, way])), [[]]);
+      return range(this.count).flatMap((k) => every.map((ways) => ({ k, ways })));
     }
 
     leastPeak() {
-      let found = null;
-      const better = (choice) => {
-        if (this.hostBytes(choice) > this.mostHostBytes) return;
-        const one = { ...choice, score: [this.peakBytes(choice)] };
-        if (!found || compare(one, found) < 0) found = one;
-      };
-      if (this.isSmall()) {
-        this.every().forEach(better);
-        return [found.score[0], found];
-      }
-      const ends = [this.levels[0], last(this.levels)];
-      for (const k of range(this.count)) {
-        for (const first of ends) for (const rest of ends) better({ numLayers: k, ways: [...first.slice(0, k), ...rest.slice(k)] });
-      }
-      this.ways.forEach((ways, number) => ways.forEach((_, way) => better(withWay(found, number, way))));
-      return [found.score[0], found];
+      const scored = (one) => (this.hostBytes(one) > this.mostHostBytes ? null : { ...one, score: [this.peakBytes(one)] });
+      if (this.isSmall()) return least(this.every().map(scored));
+      const ends = [this.levels[0], last(this.levels)], numbers = range(this.count);
+      const corner = (k, first, rest) => ({ k, ways: numbers.map((number) => (number < k ? first : rest)) });
+      const corners = numbers.flatMap((k) => ends.flatMap((first) => ends.map((rest) => corner(k, first, rest))));
+      const better = (found, number) => least([found, ...this.ways.map((_, way) => scored(withWay(found, number, way)))]);
+      return numbers.reduce(better, least(corners.map(scored)));
     }
 
-    at(numLayers, offloaded, kept) {
-      const { count, levels } = this, level = (at) => levels[Math.min(at, levels.length - 1)];
-      const [low, high] = [Math.floor(offloaded / count), Math.floor(kept / count)];
-      const edges = [Math.min(offloaded % count, numLayers), Math.max(count - (kept % count), numLayers)];
-      const first = [...level(low + 1).slice(0, edges[0]), ...level(low).slice(edges[0], numLayers)];
-      return { numLayers, ways: [...first, ...level(high).slice(numLayers, edges[1]), ...level(high + 1).slice(edges[1])] };
+    at(k, offloaded, kept) {
+      const { count, levels } = this, level = (position, above) => levels[Math.min(Math.floor(position / count) + above, levels.length - 1)];
+      const above = (number) => (number < k ? number < offloaded % count : number >= count - (kept % count));
+      return { k, ways: range(count).map((number) => level(number < k ? offloaded : kept, above(number) ? 1 : 0)) };
     }
 
     onGrid() {
@@ -393,21 +313,20 @@ globalThis.offloadPlanner = (() => {
       const look = (k) => {
         for (const position of k ? positions : [0]) {
           const one = this.mostKept(k, position * step, best()?.score[0] ?? Infinity);
-          if (one) found.set(k, least([found.get(k) ?? one, one]));
+          if (one) found.set(k, least([found.get(k), one]));
         }
       };
       for (let k = 0; k < count; k += stride) look(k);
-      const middle = best()?.numLayers;
+      const middle = best()?.k;
       for (let k = middle - stride + 1; k < middle + stride; k++) if (k > 0 && k < count && k % stride) look(k);
       return [...found.values()].sort(compare);
     }
 
-    mostKept(numLayers, offloaded, fastest_s) {
-      const at = (kept) => this.at(numLayers, offloaded, kept), fits = (kept) => this.peakBytes(at(kept)) <= this.mostBytes;
-      const { compute_s, copies_s } = this.seconds(this.costs(at(this.highest)));
-      const least_s = Math.max(compute_s + this.profile.loss_s, copies_s) + this.profile.other_s;
-      if (least_s > fastest_s * (1 + ROUNDING) || this.hostBytes(at(this.highest)) > this.mostHostBytes) return null;
-      if (fits(this.highest)) return this.scored(at(this.highest));
+    mostKept(k, offloaded, fastest_s) {
+      const at = (kept) => this.at(k, offloaded, kept), fits = (kept) => this.peakBytes(at(kept)) <= this.mostBytes;
+      const most = at(this.highest);
+      if (!this.mayBeFaster(most, fastest_s) || this.hostBytes(most) > this.mostHostBytes) return null;
+      if (fits(this.highest)) return this.scored(most);
       let low = 0, high = this.highest; // bisect_left
       while (low < high) {
         const middle = Math.floor((low + high) / 2);
@@ -417,23 +336,68 @@ globalThis.offloadPlanner = (() => {
       return low ? this.scored(at(low - 1)) : null;
     }
 
+    mayBeFaster(choice, fastest_s) {
+      const costs = this.costs(choice), { loss_s, other_s } = this.profile;
+      const compute_s = fsum(costs.map((one) => one.forward_s + one.backward_s));
+      const copies_s = fsum(costs.map((one) => one.offload_s + one.reload_s));
+      return Math.max(compute_s + loss_s, copies_s) + other_s <= fastest_s * (1 + ROUNDING);
+    }
+
     swept(found) {
-      const { loss_s, other_s } = this.profile;
-      for (let sweep = 0; sweep < SWEEPS; sweep++) {
-        const before = found;
+      for (let sweep = 0, before = null; sweep < SWEEPS && found !== before; sweep++) {
+        before = found;
         for (const number of range(this.count).reverse()) {
-          for (const way of range(this.ways[number].length)) {
-            if (way === found.ways[number]) continue;
-            const tried = withWay(found, number, way), { compute_s } = this.seconds(this.costs(tried));
-            if (compute_s + loss_s + other_s > found.score[0] * (1 + ROUNDING)) continue;
-            found = least([found, this.scored(tried)].filter(Boolean));
+          for (const way of range(this.ways.length)) {
+            const tried = withWay(found, number, way);
+            if (way !== found.ways[number] && this.mayBeFaster(tried, found.score[0])) found = least([found, this.scored(tried)]);
           }
         }
-        if (found === before) break;
       }
       return found;
     }
   }
 
-  return { Search, fixed, formatBytes, formatS, fsum, last, layerPasses, range, regionCosts, sum };
+  // --- plan.py ------------------------------------------------------------------------------------------------------
+
+  const asWhole = ({ layer, ...profile }) => {
+    const tensor = (nbytes) => ({ nbytes, seconds: 0, reads: [], saved: true, recomputable: false, another_of: null });
+    return { ...profile, whole: true, layer: { ...layer, regions: layer.tensors.map(tensor) } };
+  };
+
+  function predicted({ loss_s, other_s, loss_bytes }, layers, num_layers, policies) {
+    const times = timesOf(layers, num_layers, loss_s), peaks = peaksOf(layers, num_layers, loss_bytes);
+    const compute_s = fsum(layers.flatMap((one) => [one.forward_s, one.backward_s])) + loss_s;
+    return {
+      num_layers, policies, layers, times, peaks, loss_s, other_s, step_s: times.end + other_s, peak_bytes: peaks.most,
+      stall_s: times.end - compute_s > ROUNDING * times.end ? times.end - compute_s : 0,
+      recompute_s: fsum(layers.map((one) => one.recompute_s)), host_bytes: sum(layers.map((one) => one.offloaded_bytes)),
+    };
+  }
+  const chosen = (search, one) => predicted(search.profile, search.costs(one), one.k, search.policies(one));
+
+  /** The plan for a budget; or, if nothing meets the budget, the least one: least_bytes. */
+  function plan(search, budget, host = Infinity) {
+    const choice = search.within(budget, host).best();
+    return choice ? chosen(search, choice) : { least_bytes: search.leastPeak().score[0] };
+  }
+
+  /** Each number of whole layers that are offloaded. */
+  function wholeLayers(profile, link) {
+    const search = new Search(asWhole(profile), link);
+    return range(search.count).map((k) => chosen(search, search.whole(k)));
+  }
+
+  /** Of these, the most layers that leave the step as long as it is. */
+  const freePlan = (whole) => last(whole.filter((one) => one.step_s <= whole[0].step_s * (1 + FREE)));
+
+  /** Every layer recomputed from its input, which is kept, or offloaded from all layers but two. */
+  function checkpointing(profile, link, offloads) {
+    const { layer, count } = profile, { kept } = regionCosts(layer.regions, new Set()), policy = { kept, offloaded: kept };
+    const k = offloads ? Math.max(0, count - 2) : 0, costs = (number) => layerCosts(layer, policy, link, number < k);
+    return predicted(profile, range(count).map(costs), k, range(count).map(() => policy));
+  }
+
+  return {
+    GIB, Search, asWhole, checkpointing, fixed, formatBytes, formatS, freePlan, fsum, plan, range, sum, wholeLayers,
+  };
 })();

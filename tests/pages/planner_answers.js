@@ -9,13 +9,13 @@ const planner = globalThis.offloadPlanner;
 const numbers = (set) => [...set].sort((a, b) => a - b);
 const told = (policies) =>
   policies.map((one) => one && { kept: numbers(one.kept), offloaded: numbers(one.offloaded) });
-const ofLanes = (spans) => ["compute", "d2h", "h2d"].map((lane) => spans.filter((span) => span.lane === lane));
-const ofStep = ({ step_s, peak_bytes, spans, memory }) => ({ step_s, peak_bytes, memory, lanes: ofLanes(spans) });
+const ofStep = ({ step_s, peak_bytes, times }) => ({ step_s, peak_bytes, times });
 const ofPlan = (made) =>
   made.least_bytes !== undefined
     ? { least_bytes: made.least_bytes }
     : {
         ...ofStep(made),
+        stall_s: made.stall_s,
         num_layers: made.num_layers,
         host_bytes: made.host_bytes,
         recompute_s: made.recompute_s,
@@ -23,20 +23,14 @@ const ofPlan = (made) =>
       };
 
 const answers = {
-  plan: ({ profile, link, budget, host }) => {
-    const free = planner.freePlan(profile, link);
-    return {
-      plan: ofPlan(planner.plan(profile, budget, link, host ?? Infinity)),
-      free: { num_layers: free.num_layers, host_bytes: free.host_bytes },
-      checkpointing: [false, true].map((travels) => ofStep(planner.checkpointing(profile, link, travels))),
-    };
-  },
-  curves: ({ profile, link, budgets }) => {
+  plan: ({ profile, link, budgets, host }) => {
+    const whole = planner.wholeLayers(profile, link), free = planner.freePlan(whole);
     const search = new planner.Search(profile, link);
     return {
-      plans: budgets.map((budget) => planner.outline(search, budget)),
-      whole: planner.wholeLayers(profile, link),
-      least_bytes: planner.leastBytes(search),
+      plans: budgets.map((budget) => ofPlan(planner.plan(search, budget, host ?? Infinity))),
+      whole: whole.map(ofStep),
+      free: { num_layers: free.num_layers, host_bytes: free.host_bytes },
+      checkpointing: [false, true].map((offloads) => ofStep(planner.checkpointing(profile, link, offloads))),
     };
   },
   command: (asked) => {
@@ -44,7 +38,7 @@ const answers = {
     return {
       ways: ways.map(({ plan, ...way }) => way),
       chosen: chosen && chosen.name,
-      layer: profile.layers[0],
+      layer: profile.layer,
       loss_s: profile.loss_s,
       parameters, fixed_bytes, usable_bytes, saved_bytes,
     };
@@ -54,7 +48,6 @@ const answers = {
     s: planner.formatS(value),
     fixed: planner.fixed(value, 2),
   }),
-  fsum: (values) => planner.fsum(values),
 };
 
 const questions = JSON.parse(readFileSync(0, "utf8"));

@@ -19,7 +19,6 @@ from offload.command_line import plan as command
 from offload.command_line.llama import Rates, Shape, profile_of
 from offload.command_line.main import main, read_options
 from offload.measuring.profile_layers import learning_schedule, recompute_all
-from offload.observe.spans import LANES
 from offload.planning.plan import free_plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
@@ -95,25 +94,10 @@ def region_layer(draw):
     )
 
 
-def whole_layer(draw):
-    tensors = tuple(draw.randint(1, 10**9) for _ in range(draw.randint(0, 4)))
-    saved = sum(tensors) if tensors else draw.choice((0, draw.randint(1, 10**9)))
-    return LayerProfile(seconds(draw, 0.1) + 1e-4, seconds(draw, 0.1) + 1e-4, saved, tensors, draw.randint(0, 10**8))
-
-
 def random_profile(draw, counts=(1, 2, 3, 4, 6, 9, 14)):
-    """Of one kind or several, equal layers or such that differ in seconds only, with regions or without."""
-    make = whole_layer if draw.random() < 0.25 else region_layer
-    kinds = [make(draw) for _ in range(draw.randint(1, 2))]
-    if draw.random() < 0.1:
-        kinds.append(whole_layer(draw))
-    if draw.random() < 0.3:
-        kinds.append(replace(kinds[0], backward_s=kinds[0].backward_s * (1 + draw.random())))
-    if draw.random() < 0.3 and kinds[0].regions:
-        regions = tuple(replace(one, seconds=one.seconds * draw.uniform(0.5, 2)) for one in kinds[0].regions)
-        kinds.append(replace(kinds[0], regions=regions))
-    layers = [draw.choice(kinds) for _ in range(draw.choice(counts))]
-    return Profile(tuple(layers), seconds(draw, 0.1), seconds(draw, 0.1), draw.randint(0, 200) * MIB)
+    """Equal layers, as many as one of these counts."""
+    layers = (region_layer(draw),) * draw.choice(counts)
+    return Profile(layers, seconds(draw, 0.1), seconds(draw, 0.1), draw.randint(0, 200) * MIB)
 
 
 def random_link(draw):
@@ -124,10 +108,30 @@ def random_link(draw):
 # --- What Python answers --------------------------------------------------------------------------
 
 
-def of_timeline(found):
-    lanes = [[vars(span) for span in found.lane(lane)] for lane in LANES]
-    memory = [list(sample) for sample in found.memory]
-    return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "memory": memory, "lanes": lanes}
+def of_step(found):
+    """What the page knows of a step: when layers begin and end, and when copies do."""
+    forward, ended, offloaded, reload = {}, {}, {}, {}
+    last = max(span.layer or 0 for span in found.spans)
+    for span in found.spans:  # by start
+        if span.kind == "forward":
+            forward.setdefault(span.layer, span.start_s)
+        elif span.kind in ("stall", "backward") and last in forward:
+            ended[span.layer] = max(span.end_s, ended.get(span.layer, 0.0))
+        elif span.nbytes and span.lane == "d2h":
+            offloaded[span.layer] = max(span.end_s, offloaded.get(span.layer, 0.0))
+        elif span.nbytes:
+            reload[span.layer] = min(span.start_s, reload.get(span.layer, math.inf))
+    times = {"forward": forward, "ended": ended, "offloaded": offloaded, "reload": reload}
+    return {"step_s": found.duration_s, "peak_bytes": found.peak_bytes, "times": times}
+
+
+def as_in_python(answer, expected):
+    """The page's times of the layers for which the timeline has one."""
+    for name, times in expected.get("times", {}).items():
+        answer["times"][name] = {number: answer["times"][name][number] for number in times}
+    if "times" in answer:
+        answer["times"] = {name: answer["times"][name] for name in expected["times"]}
+    return answer
 
 
 def of_policy(one):
@@ -139,7 +143,8 @@ def planned(profile, link, budget, host):
         made = make_plan(profile, budget, link, max_host_bytes=host)
     except ValueError as error:
         return {"least_bytes": int(str(error).split("must be at least ")[1].split()[0])}
-    return of_timeline(made.timeline) | {
+    return of_step(made.timeline) | {
+        "stall_s": made.timeline.stall_s if made.timeline.stall_s > 1e-8 * made.step_s else 0.0,
         "num_layers": made.num_layers,
         "host_bytes": made.host_bytes,
         "recompute_s": made.recompute_s,
@@ -148,22 +153,21 @@ def planned(profile, link, budget, host):
 
 
 def checkpointed(profile, link, schedule):
-    policies = [
-        one if layer.regions else None for one, layer in zip(recompute_all(profile), profile.layers, strict=True)
-    ]
-    return of_timeline(simulate(schedule, profile, link, policies=policies))
+    return of_step(simulate(schedule, profile, link, policies=recompute_all(profile)))
 
 
-def question(profile, link, budget, host):
+def question(profile, link, budgets, host):
     values = json.loads(profile.to_json())
-    return ["plan", {"profile": values, "link": asdict(link), "budget": budget, "host": host}]
+    values |= {"layer": values["layers"][0], "count": len(profile.layers)}
+    return ["plan", {"profile": values, "link": asdict(link), "budgets": budgets, "host": host}]
 
 
-def answered(profile, link, budget, host):
-    count = len(profile.layers)
-    free = free_plan(profile, link)
+def answered(profile, link, budgets, host):
+    count, free = len(profile.layers), free_plan(profile, link)
+    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
     return {
-        "plan": planned(profile, link, budget, host),
+        "plans": [planned(profile, link, budget, host) for budget in budgets],
+        "whole": [of_step(simulate(default(number, count), whole, link)) for number in range(count)],
         "free": {"num_layers": free.num_layers, "host_bytes": free.host_bytes},
         "checkpointing": [
             checkpointed(profile, link, schedule) for schedule in (default(0, count), learning_schedule(count))
@@ -172,28 +176,25 @@ def answered(profile, link, budget, host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_plans_are_equal(seed):
-    """Plans, free layers, checkpointing, and every span of their timelines, for 500 random profiles and links."""
+    """Plans, whole and free layers, checkpointing, and the times of each, for random layers, links and budgets."""
     draw = random.Random(seed)
     cases = []
-    for _ in range(500):
-        profile, link = random_profile(draw), random_link(draw)
+    for counts in [(1, 2, 3, 4, 6, 9, 14)] * 250 + [(20, 27, 40)] * 10:
+        profile, link = random_profile(draw, counts), random_link(draw)
         kept = simulate(default(0, len(profile.layers)), profile, link).peak_bytes
-        budget = int(kept * draw.choice((draw.random(), draw.uniform(0.2, 0.8), 1.0)))
-        cases.append((profile, link, budget, draw.choice((None, None, int(profile.saved_bytes * draw.random())))))
-    found = asked_of_the_page([question(*case) for case in cases])
+        budgets = [int(kept * draw.choice((draw.random(), draw.uniform(0.2, 0.8), 1.0))) for _ in range(2)]
+        cases.append((profile, link, budgets, draw.choice((None, None, int(profile.saved_bytes * draw.random())))))
     outcomes = set()
-    for case, on_page in zip(cases, found, strict=True):
+    for case, on_page in zip(cases, asked_of_the_page([question(*case) for case in cases]), strict=True):
         expected = answered(*case)
+        for name in ("plans", "whole", "checkpointing"):
+            pairs = zip(on_page[name], expected[name], strict=True)
+            on_page[name] = [as_in_python(one, other) for one, other in pairs]
         assert first_difference(on_page, expected) is None, case
-        outcomes.add(
-            (
-                "least_bytes" in expected["plan"],
-                bool(expected["plan"].get("num_layers")),
-                bool(expected["plan"].get("recompute_s")),
-            )
-        )
+        for one in expected["plans"]:
+            outcomes.add(("least_bytes" in one, bool(one.get("num_layers")), bool(one.get("recompute_s"))))
     assert outcomes >= {(True, False, False), (False, True, False), (False, True, True), (False, False, True)}
 
 
@@ -262,15 +263,6 @@ def test_numbers_are_rounded_and_written_as_python_does():
     for value, texts in zip(values, found, strict=True):
         expected = (format_bytes(value), format_s(value), float(f"{value:.2f}"))
         assert (texts["bytes"], texts["s"], float(texts["fixed"])) == expected, value
-    sums = [[draw.uniform(0, 10 ** draw.randint(-6, 6)) for _ in range(draw.randint(0, 40))] for _ in range(2000)]
-    sums += [
-        [1e16, 1.0, 1e-16],
-        [1.0, 2.0**-53, 2.0**-106],
-        [1.0, 2.0**-53, 2.0**-53],
-        [0.1] * 10,
-        [1e300, -1e300, 1.0],
-    ]
-    assert asked_of_the_page([["fsum", one] for one in sums]) == [math.fsum(one) for one in sums]
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -420,35 +412,3 @@ def test_it_reacts_and_keeps_its_state_in_the_address(seen):
 def test_nonsense_in_the_address_is_not_taken(seen):
     state = "preset=none&layers=9999&tokens=5&link=rope&show=all&memory=NaN&host=-1"
     assert seen(state).answer == seen().answer
-
-
-@pytest.mark.slow
-def test_plans_of_many_layers_are_equal():
-    draw = random.Random(0)
-    cases = []
-    for _ in range(60):
-        profile = random_profile(draw, (20, 27, 40))
-        budget = int(draw.uniform(0.1, 0.9) * profile.saved_bytes)
-        cases.append((profile, random_link(draw), budget, None))
-    for case, found in zip(cases, asked_of_the_page([question(*case) for case in cases]), strict=True):
-        assert first_difference(found["plan"], planned(*case)) is None, case
-
-
-@pytest.mark.slow
-def test_the_curve_of_plans_is_that_of_plan():
-    draw = random.Random(1)
-    shape = Shape(layers=12, hidden=2048, intermediate=8192, heads=16, kv_heads=4)
-    profile, link = profile_of(shape, 2, 4096, Rates(1e14, 2e12), 2 * MIB), Link(27e9, 26e9, 50e9)
-    budgets = [int(draw.uniform(0.1, 1.0) * profile.saved_bytes) for _ in range(12)]
-    asked = {"profile": json.loads(profile.to_json()), "link": asdict(link), "budgets": budgets}
-    [found] = asked_of_the_page([["curves", asked]])
-    plans = [make_plan(profile, budget, link) for budget in budgets]
-    assert [one["peak_bytes"] for one in found["plans"]] == [one.peak_bytes for one in plans]
-    assert [one["step_s"] for one in found["plans"]] == pytest.approx([one.step_s for one in plans], rel=1e-8)
-    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
-    steps = [simulate(default(k, 12), whole, link) for k in range(12)]
-    assert [one["peak_bytes"] for one in found["whole"]] == [step.peak_bytes for step in steps]
-    assert [one["step_s"] for one in found["whole"]] == pytest.approx([step.duration_s for step in steps], rel=1e-8)
-    with pytest.raises(ValueError, match=f"must be at least {found['least_bytes']} bytes"):
-        make_plan(profile, found["least_bytes"] - 1, link)
-    assert make_plan(profile, found["least_bytes"], link).peak_bytes == found["least_bytes"]
