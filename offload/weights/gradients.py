@@ -36,10 +36,7 @@ class _Flight(NamedTuple):
 
 
 class GradientWriter:
-    """Writes the gradients of each layer to ``p.grad`` when its backward has ended.
-
-    Gradients of ``num_flights`` layers may be copied while compute continues.
-    """
+    """Writes gradients to ``p.grad``, of at most ``num_flights`` layers at once while compute continues."""
 
     def __init__(
         self, backend: Backend, layers: list[WeightLayer], num_flights: int, num_staging: int, counters: Counter[str]
@@ -60,10 +57,7 @@ class GradientWriter:
         self.errors: deque[BaseException] = deque()  # of the worker's jobs since the last backward
 
     def write_back(self, layer: WeightLayer, held: Iterable[torch.Tensor] = ()) -> None:
-        """Queue the copies of a layer's gradients, which compute has been told to write, and clear the layer's list.
-
-        Device memory in ``held`` is not reused before the copies are done either.
-        """
+        """Queue the copies of a layer's gradients, and keep these and ``held`` on the device until they are done."""
         if not layer.gradients:
             return
         compute = self._backend.compute_stream()

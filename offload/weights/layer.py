@@ -149,11 +149,6 @@ class WeightLayer:
             for stand_in in self.stand_ins:
                 stand_in.renew()
 
-    def written(self) -> str | None:
-        """The name of a parameter whose stand-in was changed in place since forward began."""
-        changed = (stand_in.of.name for stand_in in self.stand_ins if stand_in.shown._version != stand_in.version)
-        return next(changed, None)
-
     def __repr__(self) -> str:
         return f"layer {self.number} ({self.kind})"
 

@@ -22,13 +22,9 @@ ALIGNMENT_BYTES = 256
 
 
 class HostParameter:
-    """A parameter of the program, whose data moves into ``flat``; all layers that hold the parameter share this.
+    """A parameter of the program; all layers that hold the parameter share this.
 
-    Args:
-        parameter: The program's.
-        name: For messages, such as ``layer 3's mlp.up.weight``.
-        flat: Pinned, uint8, of the parameter's aligned size.
-        grad_dtype: The dtype of ``parameter.grad``, if more precise than the parameter's.
+    Its data moves into ``flat``: pinned, uint8, of the aligned size. ``name`` is for messages: ``layer 3's up.weight``.
     """
 
     def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
@@ -127,12 +123,9 @@ Gradients = dict[HostParameter, torch.Tensor]
 class StandIn:
     """A parameter over a device slot: a frozen one and a trained one, for the program may freeze its parameter.
 
-    A graph keeps the one that it was made with.
-
-    Args:
-        of: The program's parameter.
-        places: Containers of the layer's modules, each with the key under which the container holds the parameter.
-        gradients: The layer's, to which this adds: one dictionary for each run of autograd's engine.
+    A graph keeps the one that it was made with. ``places`` are containers of the layer's modules, each with the key
+    under which the container holds the parameter. ``gradients`` are the layer's: one dictionary for each run of
+    autograd's engine.
     """
 
     shown: nn.Parameter  # what the modules hold, or last held

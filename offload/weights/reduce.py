@@ -25,10 +25,7 @@ from offload.weights.parameter import Gradients, HostParameter, aligned
 
 
 class GradientReducer:
-    """Averages the gradients of one layer after the other while compute continues, and has them written back.
-
-    To make one is a collective, too: all ranks get the weights of the group's first rank.
-    """
+    """Averages gradients and has them written back. To make one is a collective: all ranks get the first's weights."""
 
     def __init__(
         self, backend: Backend, layers: list[WeightLayer], group: dist.ProcessGroup, writer: GradientWriter
@@ -86,10 +83,7 @@ class GradientReducer:
             self._writer.write_back(layer, self._average(layer))
 
     def _average(self, layer: WeightLayer) -> list[torch.Tensor]:
-        """Let ``layer.gradients`` be the averages over all ranks, of all the layer's trained parameters.
-
-        The d2h stream waits for them. Returns what else must be held until they have left the device.
-        """
+        """Replace ``layer.gradients`` by averages, for which the d2h stream waits; returns other memory to hold."""
         trained = [host for host in layer.parameters if host.parameter.requires_grad]
         averages: Gradients = {}
         held = []

@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from offload.base.checks import describe
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer
 from offload.weights.parameter import HostParameter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-_WRITE = "write step_in_backward=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), for example"
+REMEDY = "write step_in_backward=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), for example"
 
 
 class LayerSteps:
@@ -31,9 +30,9 @@ class LayerSteps:
         self.enabled = True  # False inside no_step()
         self.stepping: torch.optim.Optimizer | None = None  # the one that the worker steps now
         self._writer = writer
-        self._of: dict[WeightLayer, tuple[torch.optim.Optimizer, list[HostParameter]]] = {}
+        self.of_layer: dict[WeightLayer, tuple[torch.optim.Optimizer, list[HostParameter]]] = {}
         # The layers of which this backward has copied gradients, and whether their step is queued or made.
-        self._queued: dict[WeightLayer, bool] = {}
+        self.queued: dict[WeightLayer, bool] = {}
         known: set[nn.Parameter] = set()
         for layer in layers if make is not None else ():
             own = {host.parameter: host for host in layer.parameters if host.parameter not in known}
@@ -43,29 +42,27 @@ class LayerSteps:
             optimizer = make(list(own))
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(
-                    f"step_in_backward must return a torch.optim.Optimizer, got {type(optimizer).__name__}; {_WRITE}."
+                    f"step_in_backward must return a torch.optim.Optimizer, got {type(optimizer).__name__}; {REMEDY}."
                 )
             stepped = _parameters_of(optimizer)
             if not own.keys() >= set(stepped):
                 raise ValueError(
                     "step_in_backward must make an optimizer of the parameters that it is given, those of one layer, "
-                    f"but that of {layer} has others; {_WRITE}."
+                    f"but that of {layer} has others; {REMEDY}."
                 )
-            self._of[layer] = optimizer, [own[parameter] for parameter in stepped]
+            self.of_layer[layer] = optimizer, [own[parameter] for parameter in stepped]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """In the order of the layers."""
-        return [optimizer for optimizer, _ in self._of.values()]
+        return [optimizer for optimizer, _ in self.of_layer.values()]
 
     @property
     def hosts(self) -> list[HostParameter]:
-        """The parameters that are stepped in backward."""
-        return [host for _, hosts in self._of.values() for host in hosts]
+        return [host for _, hosts in self.of_layer.values() for host in hosts]
 
     def check_layer(self, layer: WeightLayer) -> None:
         """Raise if backward needs a layer again that has stepped."""
-        if self._queued.get(layer):
+        if self.queued.get(layer):
             raise RuntimeError(
                 f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
                 "the step; do not use step_in_backward with layers that are checkpointed twice per forward."
@@ -84,34 +81,26 @@ class LayerSteps:
     def collect(self, layer: WeightLayer) -> None:
         """The layer's gradients are about to be copied to the host."""
         if layer.gradients:
-            self._queued.setdefault(layer, False)
+            self.queued.setdefault(layer, False)
 
     def complete(self, entered: WeightLayer) -> None:
         """Queue the steps of the layers that backward has left for ``entered``, whose nodes it runs from now on.
 
         Recomputation of several layers passes through them all before their backward, and completes no layer.
         """
-        for layer, queued in self._queued.items() if self.enabled and self._of else ():
+        for layer, queued in self.queued.items() if self.enabled and self.of_layer else ():
             # Of a shared parameter, another layer may give more gradients: it steps at the end.
             if not queued and layer is not entered and not any(host.shared for host in layer.parameters):
-                self._queued[layer] = True
+                self.queued[layer] = True
                 self._writer.when_written(partial(self._step, layer))
 
     def finish(self) -> None:
         """Backward has ended: queue the steps of all layers that still have a gradient."""
-        for layer in self._of if self.enabled and self._queued else ():
+        for layer in self.of_layer if self.enabled and self.queued else ():
             self._writer.when_written(partial(self._step, layer))
 
-    def reset(self) -> None:
-        """Backward has ended or failed; the next one may give gradients of the same layers."""
-        self._queued.clear()
-
-    def close(self) -> None:
-        """Step nothing any more."""
-        self._of.clear()
-
     def _step(self, layer: WeightLayer) -> None:
-        optimizer, hosts = self._of[layer]
+        optimizer, hosts = self.of_layer[layer]
         if self._writer.errors:
             return  # a gradient may be wrong; backward raises
         for host in hosts:
@@ -129,15 +118,6 @@ class LayerSteps:
             self.stepping = None
         optimizer.zero_grad()
         self._writer.counters["early_steps"] += 1
-
-
-def check_make_optimizer(make: object) -> None:
-    """Raise a ``TypeError`` for what cannot make an optimizer."""
-    if not callable(make):
-        raise TypeError(
-            "step_in_backward must be a function that makes the optimizer of one layer's parameters, got "
-            f"{describe(make)}; {_WRITE}."
-        )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

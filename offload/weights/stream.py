@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamedLayer(LayerListener):
-    """Tells the stream of the events of one layer.
-
-    The layer's hooks and graphs hold it, and so the stream: graphs outlive the handle that the program has.
-    """
+    """Tells the stream of the events of one layer, whose hooks and graphs hold it: graphs outlive the handle."""
 
     turn = Turn.WEIGHTS
 
@@ -65,7 +62,7 @@ class StreamedLayer(LayerListener):
             return  # it is a part of backward; or it was refused
         try:
             alone = stream.computes is layer
-            written = layer.written()
+            written = next((each.of.name for each in layer.stand_ins if each.shown._version != each.version), None)
             stream.leave()
             if torch.is_autocast_enabled(stream.device.type):
                 # Autocast would keep its copy of every weight until the end of the autocast region.
@@ -111,15 +108,11 @@ class StreamedLayer(LayerListener):
     def before_state_dict(self) -> None:
         self._stream.settle()
 
-    def before_load(self) -> None:
-        self._stream.settle()
+    before_load = before_state_dict
 
 
 class WeightStream:
-    """The layer that computes, the backward that runs, and the work at the end of each.
-
-    ``layers`` are all that have parameters, in the order of forward; see :func:`offload.stream_weights` for the rest.
-    """
+    """The layer that computes, the backward that runs, and the work at the end of each; ``layers`` have parameters."""
 
     def __init__(
         self,
@@ -159,19 +152,15 @@ class WeightStream:
             host.refuse_outside()
 
     def close(self) -> None:
-        """Average and step nothing any more, and let gradients come from anywhere."""
+        """Step nothing any more, and let gradients come from anywhere."""
         self.settle()
-        self.steps.close()
+        self.steps.of_layer.clear()
         for host in self._layer_only:
             while host.refusals:
                 host.refusals.pop().remove()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
-        """Let a thread use the layers, to do ``what``, until :attr:`thread` is ``None`` again.
-
-        Raises:
-            RuntimeError: Another thread does. One that has ended, in the middle of what it did, does not.
-        """
+        """Let a thread alone use the layers, to do ``what``, until :attr:`thread` is ``None`` again."""
         with self._entering:
             user = self.thread
             if user is not None and user is not thread and user.is_alive():
@@ -208,10 +197,7 @@ class WeightStream:
         self.computes = None  # last: after an interrupt above, this is done again
 
     def begin_backward(self, layer: WeightLayer, version: int, thread: threading.Thread | None, _: object) -> None:
-        """Autograd is about to run a node of a forward's outputs; ``thread`` is the program's that ran the forward.
-
-        ``version`` is that of the weights then.
-        """
+        """Autograd is about to run a node of a forward's outputs: with these weights, in this thread of the program."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True must not be used with streamed weights, got it in backward of {layer}; a "
@@ -261,7 +247,7 @@ class WeightStream:
             logger.exception("a gradient could not be added after backward had failed")
         if self.reducer is not None:
             self.reducer.reset()
-        self.steps.reset()
+        self.steps.queued.clear()
         self.backward = None
 
     def drop_backward(self, backward: object) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.activations.stats import as_table, since
-from offload.base.checks import check_int, format_bytes, format_s, warn_caller
+from offload.base.checks import check_int, describe, format_bytes, format_s, warn_caller
 from offload.base.layer_events import Attachment, Handle, check_layers
 from offload.base.progress import progress_bar
 from offload.base.torch_private import APPLY, ignore_in_ddp
@@ -27,7 +27,7 @@ from offload.host.page_locked import check_room
 from offload.weights.layer import InPlace, WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import GradientReducer, check_group
-from offload.weights.step import LayerSteps, MakeOptimizer, check_make_optimizer
+from offload.weights.step import REMEDY, LayerSteps, MakeOptimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -248,8 +248,11 @@ def stream_weights(
     check_int("num_staging", num_staging, least=1)
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
-    if step_in_backward is not None:
-        check_make_optimizer(step_in_backward)
+    if step_in_backward is not None and not callable(step_in_backward):
+        raise TypeError(
+            "step_in_backward must be a function that makes the optimizer of one layer's parameters, got "
+            f"{describe(step_in_backward)}; {REMEDY}."
+        )
     check_room(missing_bytes(modules))
     backend = get_backend(device)
     if process_group is not None:
