@@ -102,7 +102,7 @@ class ActivationSet:
         self.alive = None
         self._early.clear()
         if self._small and self.state is not _RESIDENT:
-            self.transfers.counters.skipped[SMALL] += self._small
+            self.transfers.skipped[SMALL] += self._small
         if not in_operation:
             self._end_operation()
         if self.state is _OFFLOADING:
@@ -139,12 +139,12 @@ class ActivationSet:
         moves = self.state is not _RESIDENT
         if isinstance(decision, str):
             if moves:
-                self.transfers.counters.skipped[decision] += 1
+                self.transfers.skipped[decision] += 1
             return KeptHandle(tensor, token)
         storage = self._storage_of(tensor, decision, changes)
         storage.tensors += 1
         if moves:
-            self.transfers.counters.offloaded_tensors += 1
+            self.transfers.offloaded_tensors += 1
         if storage.host is None:
             # It may still be written, or a later set wants to take along what an earlier one has left on the device.
             if not known.operation:
@@ -216,7 +216,7 @@ class ActivationSet:
         saved = self._live()
         for storage in saved:
             storage.start_offload()  # what is being written follows when its operation is over
-            self.transfers.counters.offloaded_tensors += storage.tensors
+            self.transfers.offloaded_tensors += storage.tensors
         if saved:
             self.transfers.end_batch()
 
@@ -252,7 +252,7 @@ class ActivationSet:
                 # The later layer that it moves with has no backward here, so it comes back with this one.
                 self._storages.append(weakref.ref(storage))
                 storage.layer = self.layer
-            self.transfers.counters.late_reloads += 1
+            self.transfers.late_reloads += 1
             if self.state is OffloadState.OFFLOADED:
                 self.state = next_state("start_reload", self.layer, self.state)
             self._reload()

@@ -19,7 +19,7 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.copies import Transfers
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
-from offload.activations.stats import Counters, OffloadStats
+from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import given_tensors
 from offload.base import torch_private, trace
 from offload.base.checks import parse_bytes, warn_caller
@@ -93,7 +93,7 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         """Whether the context did nothing when it was entered last."""
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
-        self._transfers = Transfers(backend, get_host_pool(backend), *streams, Counters(), host or HostMemory())
+        self._transfers = Transfers(backend, get_host_pool(backend), *streams, host)
         self._round = self._new_round()
         self._first_node = 0
         """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
@@ -333,18 +333,18 @@ class OffloadContext(ContextDecorator):
         return Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
 
     def _warn_if_nothing_moved(self) -> None:
-        counters = self._transfers.counters
+        transfers = self._transfers
         whole = len(self._round.sets) == self.model_layers  # else layers were skipped, perhaps those that offload
         if not whole or not self.schedule or not self.schedule.moves:
             return
-        if counters.offloaded_storages or NO_HOST_MEMORY in counters.skipped:
+        if transfers.offloaded_storages or NO_HOST_MEMORY in transfers.skipped:
             return
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counters.skipped.items()) or "nothing was saved"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in transfers.skipped.items()) or "nothing was saved"
         self._warn_once(
             "nothing moved",
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
             f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
-            f"the context's device {self._transfers.backend.device}; see context.stats().skipped.",
+            f"the context's device {transfers.backend.device}; see context.stats().skipped.",
         )
 
     def _warn_of_patterns(self) -> None:

@@ -1,19 +1,33 @@
-"""What a context moves bytes with: its streams, its host memory and its counters."""
+"""What a context copies with, and counts: its streams, its host memory, its stalls.
+
+Compute stalls from the moment when it reaches a wait until the copies that it waits for are done. So each wait
+needs one event more, on the compute stream; the copies' own event is there already. Nobody waits for these events:
+their times are read when both have passed.
+"""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import fields
 
 import torch
 
-from offload.activations.stats import Counters, OffloadStats
+from offload.activations.stats import OffloadStats
 from offload.base import trace
+from offload.base.checks import format_bytes, warn_caller
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
 from offload.host.buffers import HostBuffer
 from offload.host.limits import HostMemory
 from offload.host.pool import HostPool
+
+WORTH_A_WARNING = 0.5
+"""The warning comes when this part of the copied bytes has freed nothing: the first layer's input is often less."""
+NAMED = 3
+"""Operations in the warning."""
+MOST_PENDING = 4096
+"""Stalls whose times are not known yet. Later ones are not counted, so that memory is bounded."""
 
 
 class CopyBatch:
@@ -46,32 +60,82 @@ class Reload:
         return self._done
 
 
-@dataclass
 class Transfers:
-    """The two copy streams of a context, with the memory they copy to and the counts they keep."""
+    """The two copy streams of a context, the memory that they copy to, and the counts of :class:`OffloadStats`."""
 
-    backend: Backend
-    pool: HostPool
-    d2h_stream: Stream
-    h2d_stream: Stream
-    counters: Counters
-    host: HostMemory = field(default_factory=HostMemory)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while bytes come back: several threads may read what was saved."""
-    _ready: Event | None = None
-    """What the d2h stream has waited for last."""
-    _batch: CopyBatch | None = None
-    """The copies to the host that were queued last, as long as there may be more."""
-    _batches: int = 0
+    def __init__(
+        self,
+        backend: Backend,
+        pool: HostPool,
+        d2h_stream: Stream,
+        h2d_stream: Stream,
+        host: HostMemory | None = None,
+    ) -> None:
+        self.backend = backend
+        self.pool = pool
+        self.d2h_stream = d2h_stream
+        self.h2d_stream = h2d_stream
+        self.lock = threading.RLock()
+        """Held while storages are reloaded: several threads may read what was saved."""
+        self.offloaded_bytes = self.offloaded_tensors = self.offloaded_storages = self.reloaded_bytes = 0
+        self.resident_bytes = self.peak_resident_bytes = self.late_reloads = 0
+        self.skipped: Counter[str] = Counter()
+        self.wasted: Counter[str] = Counter()
+        self.stall_s = 0.0
+        self._host = host or HostMemory()
+        self._ready: Event | None = None
+        """What the d2h stream has waited for last."""
+        self._batch: CopyBatch | None = None
+        """The copies to the host that were queued last, as long as there may be more."""
+        self._batches = 0
+        self._stalls: deque[tuple[Event, Event]] = deque()
+        """Of each stall whose time is not known yet, the events at which it begins and ends."""
+        self._last_copied: Event | None = None
+        self._collecting = threading.Lock()
+        self._warned = False
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what has moved so far."""
-        return self.counters.snapshot(self.pool.pinned_bytes)
+        """A frozen snapshot of what was offloaded so far."""
+        self._collect_stalls()
+        counts = {item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)}
+        counts |= {"skipped": dict(self.skipped), "wasted": dict(self.wasted)}
+        return OffloadStats(**counts, pinned_bytes=self.pool.pinned_bytes, wasted_bytes=self.wasted.total())
+
+    def begin_round(self) -> None:
+        """A round of layers begins: look back at the earlier ones."""
+        self._collect_stalls()
+        if not self._warned and self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes:
+            self._warned = True
+            self._warn_of_waste()
+
+    def hold(self, nbytes: int) -> None:
+        """So much more device memory is held by activation sets of offloaded layers."""
+        self.resident_bytes += nbytes
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+
+    def waste(self, nbytes: int, maker: type) -> None:
+        """Bytes were copied, and freed no device memory; ``maker`` is the type of the node that made the tensor."""
+        self.wasted[operation_name(maker)] += nbytes
 
     def wait_for_copies(self, compute_stream: Stream, copied: Event, why: Wait) -> None:
-        """Let compute wait for copies, on the device, and count how long it stalls."""
-        self.counters.expect_stall(self.backend, compute_stream, copied)
-        self.backend.wait(compute_stream, copied, why)
+        """Let compute wait for copies, on the device, and count how long it stalls: not inside of a CUDA graph."""
+        backend = self.backend
+        # The first wait for an event is the one that stalls.
+        if copied is not self._last_copied and not backend.capturing:
+            self._last_copied = copied
+            if len(self._stalls) < MOST_PENDING and not copied.query():
+                self._stalls.append((backend.record_timed(compute_stream), copied))
+        backend.wait(compute_stream, copied, why)
+
+    def _collect_stalls(self) -> None:
+        """Read the times of the waits that compute has passed by now. Does not wait."""
+        with self._collecting:
+            while self._stalls:
+                stall_s = self.backend.elapsed_s(*self._stalls[0])
+                if stall_s is None:
+                    break
+                self._stalls.popleft()
+                self.stall_s += max(0.0, stall_s)
 
     def join(self) -> None:
         """Let the compute stream wait for both copy streams, if a CUDA graph is being captured.
@@ -87,7 +151,7 @@ class Transfers:
     ) -> tuple[CopyBatch, HostBuffer] | None:
         """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it has to stay."""
         try:
-            host = self.host.take(self.pool, nbytes)
+            host = self._host.take(self.pool, nbytes)
         except CaptureError:
             self.join()  # else ending the capture fails as well, and hides what this error says
             raise
@@ -127,3 +191,19 @@ class Transfers:
         self.pool.read(host)
         with trace.mark("h2d", layer):
             self.backend.to_device(self.h2d_stream, memory, host.pieces)
+
+    def _warn_of_waste(self) -> None:
+        named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in self.wasted.most_common(NAMED)]
+        more = ", ..." if len(self.wasted) > NAMED else ""
+        warn_caller(
+            f"{format_bytes(self.wasted.total())} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
+            "host so far freed no device memory, because something else holds the tensors, by the operation that made "
+            f"them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list or "
+            "by a hook, tensors stored on a module, a variable that wants `del`), or pass what must stay to "
+            "mark_not_offload; see stats().wasted."
+        )
+
+
+def operation_name(maker: type) -> str:
+    """``"Addmm"`` for ``AddmmBackward0``; ``"leaf"`` for tensors that no operation has made, such as inputs."""
+    return "leaf" if maker is type(None) else maker.__name__.rstrip("0123456789").removesuffix("Backward")

@@ -66,7 +66,7 @@ class Round:
     def begin_forward(self, layer: int, held: frozenset[int] = frozenset()) -> ActivationSet:
         """The layer's forward begins: act on the schedule, then open its activation set; ``held`` as in its rules."""
         if not self.sets:
-            self.transfers.counters.begin_round()
+            self.transfers.begin_round()
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)

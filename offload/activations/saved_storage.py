@@ -109,15 +109,15 @@ class SavedStorage:
         if self.host is not None or self.memory is None or self.resized or ready is None:
             return
         self._count()
-        counters = self.transfers.counters
+        transfers = self.transfers
         # The copy reads what compute has written by then. It need not wait for what the layer computes later.
-        queued = self.transfers.to_host(self.memory, self.nbytes, ready, self.layer)
+        queued = transfers.to_host(self.memory, self.nbytes, ready, self.layer)
         if queued is None:
-            counters.skipped[NO_HOST_MEMORY] += 1
+            transfers.skipped[NO_HOST_MEMORY] += 1
             return
         self.batch, self.host = queued
-        counters.offloaded_storages += 1
-        counters.offloaded_bytes += self.nbytes
+        transfers.offloaded_storages += 1
+        transfers.offloaded_bytes += self.nbytes
 
     def release(self) -> None:
         """Let the device memory go. The compute stream must have waited for the copy."""
@@ -128,7 +128,7 @@ class SavedStorage:
         """Queue the copy back into ``landing``, memory that the h2d stream has waited for."""
         if self.memory is None and self.host is not None:
             self.transfers.to_device(landing, self.host, self.layer)
-            self.transfers.counters.reloaded_bytes += self.nbytes
+            self.transfers.reloaded_bytes += self.nbytes
 
     def end_reload(self, landing: torch.UntypedStorage, reload: Reload) -> None:
         """The copy back, queued before, is over when ``reload`` is done, and so is the use of the host buffer."""
@@ -136,7 +136,7 @@ class SavedStorage:
         if self.memory is not None or host is None:
             return
         if not is_expired(self.original):
-            self.transfers.counters.waste(self.nbytes, self.maker)
+            self.transfers.waste(self.nbytes, self.maker)
         self.reload = reload
         self.memory = landing  # from here on another thread may read it
         self.host = None
@@ -152,7 +152,7 @@ class SavedStorage:
         if stays:
             if self.host is not None:
                 self._give_host_back()
-                self.transfers.counters.waste(self.nbytes, self.maker)
+                self.transfers.waste(self.nbytes, self.maker)
             self._uncount()
 
     def give_up(self, memory: torch.UntypedStorage) -> None:
@@ -171,7 +171,7 @@ class SavedStorage:
                 self._give_host_back()
                 self._uncount()
             if not self.stays:
-                transfers.counters.skipped[RESIZED] += self.tensors
+                transfers.skipped[RESIZED] += self.tensors
 
     def wait_for(self, reload: Reload) -> None:
         """Let the current stream wait for the copy back, and so for all that came with it."""
@@ -183,13 +183,13 @@ class SavedStorage:
 
     def _count(self) -> None:
         if not self.counted:
-            self.transfers.counters.hold(self.nbytes)
+            self.transfers.hold(self.nbytes)
             self.counted = True
 
     def _uncount(self) -> None:
         if self.counted:
             self.counted = False
-            self.transfers.counters.resident_bytes -= self.nbytes
+            self.transfers.resident_bytes -= self.nbytes
 
     def _let_memory_go(self) -> None:
         memory, self.memory = self.memory, None

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.copies import Transfers
 from offload.activations.round import Round
-from offload.activations.stats import Counters, OffloadStats
+from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import exclude_parameters
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Handle, replace_attribute
@@ -162,7 +162,7 @@ class PipelineOffload(Handle):
         self.profile = profile
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
-        self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams, Counters())
+        self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams)
         self._layers = layers
         self._min_bytes = min_bytes
         self._options = options

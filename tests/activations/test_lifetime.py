@@ -75,7 +75,7 @@ def states(offloaded: Offloading) -> list[OffloadState]:
 
 
 def resident_bytes(offloaded: Offloading) -> int:
-    return offloaded.context._transfers.counters.resident_bytes
+    return offloaded.context._transfers.resident_bytes
 
 
 def assert_all_free(lab: Lab, offloaded: Offloading) -> None:

@@ -13,48 +13,13 @@ from torch import nn
 
 import offload
 from offload import OffloadStats, Schedule, WeightStats
-from offload.activations import stats
-from offload.activations.stats import Counters, operation_name
+from offload.activations import copies
+from offload.activations.copies import Transfers, operation_name
 from offload.activations.what_moves import Rules, decide
 from offload.device.backend import Wait
 
 SLOW_S = 0.1
 ELEMENTS = 256
-
-
-def test_names_of_the_stats_hold_their_units() -> None:
-    names = {item.name for item in dataclasses.fields(OffloadStats)}
-    assert names >= {
-        "offloaded_bytes",
-        "offloaded_tensors",
-        "reloaded_bytes",
-        "skipped",
-        "pinned_bytes",
-        "peak_resident_bytes",
-        "wasted_bytes",
-        "wasted",
-        "stall_s",
-    }
-
-
-def test_snapshot_is_frozen() -> None:
-    counters = Counters()
-    counters.skipped["small"] += 1
-    snapshot = counters.snapshot(pinned_bytes=4096)
-    counters.skipped["small"] += 1
-    counters.offloaded_bytes += 1
-    assert snapshot == OffloadStats(skipped={"small": 1}, pinned_bytes=4096)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        snapshot.offloaded_bytes = 1  # type: ignore[misc]
-
-
-def test_peak_of_resident_bytes() -> None:
-    counters = Counters()
-    counters.hold(100)
-    counters.hold(50)
-    counters.resident_bytes -= 100
-    counters.hold(20)
-    assert counters.snapshot(0).peak_resident_bytes == 150
 
 
 def test_shown_with_units() -> None:
@@ -81,6 +46,8 @@ def test_counts_grow_alike_from_step_to_step(lab: Lab) -> None:
         counts = [getattr(snapshot, name) for snapshot in snapshots]
         assert counts == [0, counts[1], 2 * counts[1], 3 * counts[1]]
         assert counts[1] > 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        snapshots[0].offloaded_bytes = 1  # type: ignore[misc]
     assert snapshots[1].peak_resident_bytes == snapshots[3].peak_resident_bytes > 0
     assert snapshots[1].pinned_bytes == snapshots[3].pinned_bytes >= snapshots[1].peak_resident_bytes
 
@@ -233,25 +200,22 @@ def test_measuring_does_not_change_the_values(lab: Lab) -> None:
 
 
 def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
-    counters = Counters()
+    transfers = Transfers(lab.backend, lab.pool, lab.d2h_stream, lab.h2d_stream)
+    lab.drop(Wait.RELEASE)  # the CPU computes in this thread
     open_gate = lab.hold(lab.d2h_stream)
     copied = lab.backend.record_timed(lab.d2h_stream)
-    counters.expect_stall(lab.backend, lab.backend.compute_stream(), copied)
-    assert counters.snapshot(0).stall_s == 0.0
+    transfers.wait_for_copies(lab.backend.compute_stream(), copied, Wait.RELEASE)
+    assert transfers.stats().stall_s == 0.0
     assert not copied.query()
     open_gate()
     lab.drain()
-    assert counters.snapshot(0).stall_s > 0.0
+    assert transfers.stats().stall_s > 0.0
 
 
-def test_an_event_is_waited_for_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that were reloaded together share an event."""
-    waits: list[Any] = []
-    monkeypatch.setattr(Counters, "expect_stall", lambda self, _, __, copied: waits.append(copied))
+def test_tensors_that_were_reloaded_together_are_waited_for_once(lab: Lab) -> None:
     made = lab.count_waits()
     step_that_saves(lab, lambda _: None, lambda: None)
     assert made.count(Wait.RELOADED) == 1
-    assert len(waits) == len(set(waits)) == 2  # the release's and the reload's
 
 
 class FakeBackend:
@@ -259,12 +223,16 @@ class FakeBackend:
 
     capturing = False
     now = 0.0
+    pinned_bytes = 0
 
     def record_timed(self, stream: float) -> float:
         return stream
 
     def elapsed_s(self, begin: float, end: float) -> float | None:
         return end - begin if max(begin, end) <= self.now else None
+
+    def wait(self, *_: object) -> None:
+        pass
 
 
 class Copied(float):
@@ -275,23 +243,25 @@ class Copied(float):
 
 
 def test_stalls_are_the_time_from_the_wait_to_the_copys_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "MOST_PENDING", 3)
+    monkeypatch.setattr(copies, "MOST_PENDING", 3)
     backend: Any = FakeBackend()
-    measured = Counters()
+    transfers = Transfers(backend, backend, backend, backend)
+
+    def wait(reached_s: Any, copied: Any) -> None:
+        transfers.wait_for_copies(reached_s, copied, Wait.RELEASE)
+
     copied = Copied(5.0)
-    measured.expect_stall(backend, 3.0, copied)
-    measured.expect_stall(backend, 4.0, copied)  # of the stall for an event, this is a part
-    measured.expect_stall(backend, 7.0, Copied(6.0))  # done before compute got there
-    measured.expect_stall(backend, 8.0, Copied(12.0))
-    measured.expect_stall(backend, 0.0, Copied(99.0))  # one too many
+    wait(3.0, copied)
+    wait(4.0, copied)  # of the stall for an event, this is a part
+    wait(7.0, Copied(6.0))  # done before compute got there
+    wait(8.0, Copied(12.0))
+    wait(0.0, Copied(99.0))  # one too many
     for backend.now, seconds in ((4.0, 0.0), (11.0, 2.0), (12.0, 6.0), (99.0, 6.0)):
-        measured.collect_stalls()
-        assert measured.stall_s == seconds
+        assert transfers.stats().stall_s == seconds
     backend.capturing = True
-    measured.expect_stall(backend, 99.0, Copied(100.0))
+    wait(99.0, Copied(100.0))
     backend.capturing, backend.now = False, 100.0
-    measured.collect_stalls()
-    assert measured.stall_s == 6.0
+    assert transfers.stats().stall_s == 6.0
 
 
 @pytest.mark.gpu

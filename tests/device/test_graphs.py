@@ -17,7 +17,6 @@ from torch import nn
 import offload
 from offload.activations import copies as under_test
 from offload.activations.copies import Transfers
-from offload.activations.stats import Counters
 from offload.device import capture as graphs
 from offload.device import cuda as cuda_device
 from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
@@ -416,7 +415,7 @@ class TestJoin:
     @staticmethod
     def transfers(compute: FakeStream, d2h: FakeStream, h2d: FakeStream) -> Transfers:
         backend: Any = SimpleNamespace(compute_stream=lambda: compute)
-        return Transfers(backend, HostPool(pageable), d2h, h2d, Counters())
+        return Transfers(backend, HostPool(pageable), d2h, h2d)
 
     @pytest.mark.parametrize(
         "capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=lambda names: " ".join(sorted(names)) or "none"
