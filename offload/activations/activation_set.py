@@ -1,4 +1,4 @@
-"""Activation sets: what one layer of one microbatch saved, moved as one."""
+"""Activation sets: all that one layer of one microbatch saved, offloaded and reloaded as one."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class ActivationSet:
         if moves:
             self.transfers.offloaded_tensors += 1
         if storage.host is None:
-            # It may still be written, or a later set wants to take along what an earlier one has left on the device.
+            # The storage may still be written; or an earlier set has not offloaded it, and this set may.
             if not known.operation:
                 known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
             known.operation.append((weakref.ref(storage), self))
@@ -249,7 +249,7 @@ class ActivationSet:
             if storage.memory is not None:
                 return  # another thread has brought it back meanwhile
             if storage.layer != self.layer:
-                # The later layer that it moves with has no backward here, so it comes back with this one.
+                # The later layer that the storage moves with has no backward here: reload it with this one.
                 self._storages.append(weakref.ref(storage))
                 storage.layer = self.layer
             self.transfers.late_reloads += 1
@@ -285,7 +285,7 @@ class ActivationSet:
             for storage, landing in group:
                 storage.end_reload(landing, reload)
         except BaseException:
-            # What has not come back stays on the host. Compute gets the landings again, into which copies may run.
+            # Storages that were not reloaded stay on the host. Compute waits for copies that run into their landings.
             backend.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
             raise
 

@@ -35,8 +35,8 @@ from offload.schedule.schedule import Schedule
 LayerOutput = TypeVar("LayerOutput")
 
 DEFAULT_MIN_BYTES = 1 << 21
-"""From this size on, storages that travel one by one reach 80% of the link's bandwidth in both directions: measured by
-``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
+"""From this size on, storages that are copied one by one reach 80% of the link's bandwidth in both directions:
+measured by ``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
 
 UNSYNCED = 2
 """The context warns of so many outputs in a row that were not passed to the sync function: one may be a loop's last."""
@@ -367,7 +367,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
 
     Args:
         tensors: Tensors on the context's device; ``None`` is passed over.
-        offload_base_tensor: Accepted for compatibility; a view always travels with its whole storage, once.
+        offload_base_tensor: Accepted for compatibility; a view is always offloaded with its whole storage, once.
 
     Raises:
         TypeError: An argument is neither a tensor nor ``None``.

@@ -207,9 +207,14 @@ class ManualOffloadSynchronizer:
     order of the methods below. Backward needs no call: it waits for each reload by itself, and reloads a layer
     that was released and not reloaded when it gets there, which is counted in ``stats().late_reloads``.
 
-    Each call speaks of one microbatch, that is of one round through the layers. Without ``microbatch``,
-    :meth:`start_offload_layer` means the one whose forward began last, and the two others the oldest one in which
-    the layer's state allows the call. Under ``torch.no_grad()`` no round begins and the calls do nothing.
+    Each call speaks of one layer, ``layer_id``, 0 to ``model_layers - 1``, in one ``microbatch``, that is in one round
+    through the layers, as :attr:`microbatch` counted. Without ``microbatch``, :meth:`start_offload_layer` means the
+    microbatch whose forward began last, and the two others the oldest one in which the layer's state allows the call.
+    Under ``torch.no_grad()`` no round begins and the calls do nothing.
+
+    Raises:
+        OffloadStateError: By each call, in a state that does not allow the call; the message says what to call instead.
+        ValueError: By each call, where there is no such layer or microbatch.
     """
 
     def __init__(self, context: OffloadContext) -> None:
@@ -223,15 +228,7 @@ class ManualOffloadSynchronizer:
     def start_offload_layer(self, layer_id: int, *, microbatch: int | None = None) -> None:
         """Queue the copies to the host of what the layer has saved; inside its forward, also of what it will save.
 
-        Each copy waits until its tensor has been computed.
-
-        Args:
-            layer_id: The layer, 0 to ``model_layers - 1``.
-            microbatch: Which one, as :attr:`microbatch` counted; by default the one whose forward began last.
-
-        Raises:
-            OffloadStateError: The layer has not run forward, or its offload was started before.
-            ValueError: There is no such layer or microbatch.
+        Each copy waits until its tensor has been computed. The layer's forward must have begun.
         """
         moving = self._find("start_offload_layer", layer_id, microbatch)
         if moving is None:
@@ -244,32 +241,14 @@ class ManualOffloadSynchronizer:
         moving.start_offload("start_offload_layer")
 
     def release_activation_forward_gpu_memory(self, layer_id: int, *, microbatch: int | None = None) -> None:
-        """Let the layer's device memory go; compute waits, on the device, until the copies are done.
-
-        Args:
-            layer_id: The layer, 0 to ``model_layers - 1``.
-            microbatch: Which one; by default the oldest one whose offload has been started.
-
-        Raises:
-            OffloadStateError: The layer's offload was not started, or it was released before.
-            ValueError: There is no such layer or microbatch.
-        """
+        """Let the device memory of a started layer go; compute waits, on the device, until the copies are done."""
         call = "release_activation_forward_gpu_memory"
         moving = self._find(call, layer_id, microbatch, OffloadState.OFFLOADING)
         if moving is not None:
             moving.release(call)
 
     def start_reload_layer(self, layer_id: int, *, microbatch: int | None = None) -> None:
-        """Queue the copies back to the device, in the order in which backward will ask for them.
-
-        Args:
-            layer_id: The layer, 0 to ``model_layers - 1``.
-            microbatch: Which one; by default the oldest one that has been released.
-
-        Raises:
-            OffloadStateError: The layer was not released, or its reload was started before.
-            ValueError: There is no such layer or microbatch.
-        """
+        """Queue the copies of a released layer back to the device, in the order in which backward asks for them."""
         moving = self._find("start_reload_layer", layer_id, microbatch, OffloadState.OFFLOADED)
         if moving is not None:
             moving.start_reload("start_reload_layer")

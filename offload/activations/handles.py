@@ -1,6 +1,6 @@
 """Handles: what the autograd graph holds instead of tensors.
 
-A handle of a tensor that travels holds the storage, and how the tensor looks into it: it gives the tensor back over
+The handle of an offloaded tensor holds the storage, and how the tensor looks into it: it gives the tensor back over
 whatever device memory holds the bytes by then. When the graph goes, for whatever reason, everything goes with it by
 reference counting: device memory to the allocator, the host buffer to the pool with the event after which it is free.
 """
@@ -44,7 +44,7 @@ class SavedHandle:
         raise NotImplementedError
 
     def storages(self) -> Iterator[SavedStorage]:
-        """The storages that travel for it."""
+        """The storages that are offloaded for it."""
         return iter(())
 
     def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
@@ -76,10 +76,10 @@ class KeptHandle(SavedHandle):
 
 
 class MovedHandle(SavedHandle):
-    """A saved tensor whose storage travels, and how the tensor looks into it."""
+    """A saved tensor whose storage is offloaded, and how the tensor looks into it."""
 
     view: torch.Tensor | None = None
-    """The tensor that has come back. Nobody else may take its memory over, as autograd does with gradients."""
+    """The reloaded tensor, held so that autograd does not take its memory over for a gradient."""
 
     def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token

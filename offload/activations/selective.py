@@ -1,14 +1,14 @@
-"""What PyTorch's selective activation checkpointing keeps inside of a layer, handed to the layer's activation set.
+"""Hand what PyTorch's selective activation checkpointing keeps inside of a layer to the layer's activation set.
 
-PyTorch keeps results of operations in a storage of its own, below autograd, where hooks on saved tensors do not see
-them. :func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
+PyTorch keeps these tensors in a storage of its own, below autograd, where hooks on saved tensors do not see them.
+:func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,24 +17,14 @@ from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
 from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once
 
-
-class Opened(Protocol):
-    """Who takes what a layer saves: its activation set, or what measures it."""
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """As a pack hook."""
-
-    def start_early(self, tensor: torch.Tensor) -> None:
-        """Begin the copy of what the layer will save."""
-
-
-opened: list[Opened] = []
-"""Those of the layers whose forward runs now, innermost last."""
+opened: list[Any] = []
+"""Of the layers whose forward runs now, innermost last: the activation set, or what measures the layer. Each has
+``pack``, a pack hook, and ``start_early``, which begins the copy of a tensor before it is saved."""
 
 
 @contextmanager
-def sees(one: Opened) -> Iterator[None]:
-    """Let one that is no layer's set take what is kept, as if all that runs meanwhile were its layer."""
+def sees(one: Any) -> Iterator[None]:
+    """Let ``one``, which measures layers, take what checkpoints keep meanwhile."""
     patch_pytorch()
     opened.append(one)
     try:

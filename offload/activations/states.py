@@ -1,4 +1,4 @@
-"""The life of an activation set: five states, and the only moves between them.
+"""The five states of an activation set, and the only moves between them.
 
 ======================  ==================================================================
 state                   who owns the memory

@@ -1,12 +1,12 @@
-"""What moves: the one decision whether a saved tensor travels, and why it does not.
+"""Decide whether a saved tensor is offloaded, and name the reason if it is not.
 
-Parameters stay: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
-autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that whatever
-else looks into the same memory is recognised too: those of layers that are known from the start, as a layer may
-save nothing but ``weight.detach()``.
+Parameters stay on the device: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the
+copy that autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that every
+other view of the same memory is recognised too. Parameters of layers are known from the start, as a layer may save
+nothing but ``weight.detach()``.
 
-Tensor subclasses travel by their inner tensors, each at its own size. Two protocols say what a subclass is made of.
-Transformer Engine's takes the tensors out of an object (``prepare_for_saving``) and puts them back
+Tensor subclasses are offloaded by their inner tensors, each at its own size. Two protocols say what a subclass is made
+of. Transformer Engine's takes the tensors out of an object (``prepare_for_saving``) and puts them back
 (``restore_from_saved``). PyTorch's, that of traceable wrapper subclasses, names them (``__tensor_flatten__``) and makes
 a new object of them (``__tensor_unflatten__``). The first is preferred where a class has both: the object stays, with
 all of it that is no tensor.
@@ -27,14 +27,14 @@ Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class Parts(NamedTuple):
-    """What a subclass is made of, and what makes it of them again."""
+    """The tensors that a subclass is made of, and what makes the subclass of them again."""
 
     inner: list[torch.Tensor]
     rebuild: Rebuild
 
 
 class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
-    """The reasons, by the storage's address; what has died is dropped whenever the number has doubled."""
+    """Why storages stay, by address; expired ones are dropped whenever the number has doubled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ _Tensor, _strided = torch.Tensor, torch.strided
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> str:
-    """Remember, and return, why the storages that ``tensor`` is made of do not travel, whatever looks into them."""
+    """Remember, and return, why the storages that ``tensor`` is made of stay, whatever looks into them."""
     for storage in _storages_in(tensor):
         if address_of(storage) not in _excluded:
             _excluded.add(storage, reason)
@@ -98,7 +98,7 @@ def given_tensors(call: str, given: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 class Rules(NamedTuple):
-    """What a layer's saved tensors are asked."""
+    """Which saved tensors of a layer may be offloaded."""
 
     device: torch.device
     """Tensors elsewhere stay there."""
@@ -107,16 +107,16 @@ class Rules(NamedTuple):
     held: frozenset[int] = frozenset()
     """Addresses of storages that a pipeline stage keeps on the device until backward anyway."""
     only: Container[int] | None = None
-    """If given, storages at other addresses stay, and nobody wants to know for which reason."""
+    """If given, storages at other addresses stay, whatever the reason."""
 
 
 def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
-    """Whether a saved tensor travels: all who want to know ask here.
+    """Whether a saved tensor is offloaded.
 
     Returns:
-        The reason why it stays; the parts of a subclass, each of which is to be asked for itself; or, if it travels,
-        the type of the autograd node that made its memory, which is that of ``None`` where there is no such node.
-        The node itself would hold the tensor.
+        The reason why the tensor stays; the parts of a subclass, each to be decided for itself; or, if the tensor is
+        offloaded, the type of the autograd node that made its memory, which is that of ``None`` where there is no such
+        node. The node itself would hold the tensor.
     """
     if type(tensor) is not _Tensor or tensor.layout is not _strided:
         return _decide_other(tensor)
@@ -148,12 +148,12 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     return type(maker.next_functions[0][0]) if type(maker) is RESHAPED_NODE else type(maker)
 
 
-def travellers(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
-    """What of a tensor travels: itself, or inner tensors of a subclass."""
+def offloaded_parts(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor]:
+    """What of a tensor is offloaded: the tensor, or inner tensors of a subclass."""
     decision = decide(tensor, rules)
     if isinstance(decision, Parts):
         for inner in decision.inner:
-            yield from travellers(inner, rules)
+            yield from offloaded_parts(inner, rules)
     elif isinstance(decision, type):
         yield tensor
 
@@ -164,7 +164,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def _decide_other(tensor: torch.Tensor) -> str | Parts:
-    """Whether a tensor that is a subclass, or not strided, travels."""
+    """Whether a tensor is offloaded that is a subclass, or not strided."""
     if type(tensor) is torch.Tensor:
         return "layout"
     if isinstance(tensor, torch.nn.Parameter):
@@ -174,7 +174,7 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
 
 
 def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
-    """What the tensor is or comes from that autograd holds until backward anyway: a parameter, or another leaf."""
+    """``"parameter"`` or ``"leaf"`` if the tensor is, or comes from, a leaf that autograd holds until backward."""
     if maker is not None:
         is_cast = type(maker) is CAST_NODE and _parameter_of(maker.next_functions[0][0]) is not None
         return exclude(tensor, "parameter") if is_cast else None
@@ -186,7 +186,6 @@ def _held_by_autograd(tensor: torch.Tensor, maker: Any) -> str | None:
 
 
 def _parameter_of(node: Any) -> torch.nn.Parameter | None:
-    """The parameter whose gradient is added up in a node of the graph, if there is one."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, torch.nn.Parameter) else None
 

@@ -183,9 +183,7 @@ def is_transformed() -> bool:
 
 def leave_modes(kind: type[TorchDispatchMode]) -> None:
     """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
-    if not _count_modes():
-        return
-    stack = _modes()
+    stack = _modes() if _count_modes() else []
     outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
     for mode in reversed(stack[outermost:]):
         mode.__exit__(None, None, None)

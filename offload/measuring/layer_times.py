@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.activations.what_moves import Rules, travellers
+from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
@@ -127,7 +127,7 @@ class LayerTimes(Attachment):
         """A pack hook that counts what each layer saves."""
         layer = self.running
         if layer is not None:
-            for storage in (moving.untyped_storage() for moving in travellers(tensor, self.rules)):
+            for storage in (moving.untyped_storage() for moving in offloaded_parts(tensor, self.rules)):
                 for earlier in self.layers[: layer.number]:
                     if earlier.tensors.pop(address_of(storage), None) is not None:
                         # As when it is offloaded: with the later layer, whose backward is first, as its first tensor.
