@@ -328,7 +328,7 @@ class RegionSet(ActivationSet):
             self._policies.forget(self._key)
             frame.strange = True
             return
-        if way.replay.hands_over and not prove_hand_over(frame, way, originals):
+        if way.replay.hands_over and not prove_hand_over(frame, originals):
             way.hands_over = False
             way.forced |= way.differing
             if way.replay.communicates:

@@ -6,7 +6,7 @@ computed from the result is recomputed from what was kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,40 +15,28 @@ from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
 from offload.recompute.modules import ModuleNames
 from offload.recompute.policies import Way
-from offload.recompute.run_again import AllThereError, AnotherWayError, Frame, Replay, same_bits
+from offload.recompute.run_again import AnotherWayError, Check, Frame, HandOver, OtherRunError, Replay, same_bits
 from offload.recompute.second_run import second_run
 
 ROUNDS = 8
 """So many tensors that differ are told apart from those that differ only because they are computed from them."""
 
 
-class _OtherError(Exception):
-    """The second run saves something else."""
+class _Proof(Check):
+    """Compares what the second run saves with what forward has saved, as if forward had dropped some of it."""
 
-
-class _Compare:
-    """Compares what the second run saves with what forward has saved."""
-
-    def __init__(self, frame: Frame, originals: Sequence[torch.Tensor]) -> None:
-        self.frame = frame
+    def __init__(
+        self, frame: Frame, originals: Sequence[torch.Tensor], dropped: Iterable[int], *, hand_over: bool
+    ) -> None:
+        frame.dropped = {number: (originals[number].shape, originals[number].dtype) for number in dropped}
+        super().__init__(frame, hand_over=hand_over, to_the_end=not hand_over)
         self.originals = originals
-        self.first_node = 0
         self.differing: set[int] = set()
-        self.number = 0
 
-    def pack(self, tensor: torch.Tensor) -> None:
-        number = self.number
-        self.number = number + 1
-        if number >= len(self.originals):
-            raise _OtherError("it saves more tensors when it is run again")
-        original = self.originals[number]
-        same = (tensor.shape, tensor.dtype) == (original.shape, original.dtype)
-        if not same or self.frame.node(self.first_node) != self.frame.nodes[number]:
-            raise _OtherError("it takes another way when it is run again")
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-            with without_modes():  # to compare is none of the layer's operations
-                if not same_bits(original, tensor):
-                    self.differing.add(number)
+    def take(self, number: int, tensor: torch.Tensor) -> None:
+        with without_modes():  # to compare is none of the layer's operations
+            if not same_bits(self.originals[number], tensor):
+                self.differing.add(number)
 
 
 class _Held:
@@ -77,34 +65,36 @@ def prove_all(
         The seconds of each operation, and of the whole forward.
     """
     trace = way.trace
-    compare = _Compare(frame, originals)
+    plain = [
+        number for number, one in enumerate(originals) if type(one) is torch.Tensor and one.layout is torch.strided
+    ]
+    proof = _Proof(frame, originals, plain, hand_over=False)
     again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
     contents = {number: memory.clone() for number, memory in learn.unseen_writes.items()}
     begin = None if backend is None else backend.mark()
     try:
         frame.random.update(learn.first_states)
-        frame.run_under(compare, None if is_compiled(frame.layer) else again)
+        frame.run_under(proof, None if is_compiled(frame.layer) else again)
+    except OtherRunError as error:
+        way.reason, way.again = f"run again, it {error.what} than before", True
     except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
-        way.reason, way.again = str(error), isinstance(error, _OtherError)
-        return None
+        way.reason = str(error)
     finally:
+        frame.dropped = {}
         for number in [number for number in contents if learn.same_storage(number, again)]:
             learn.unseen_writes[number].copy_(contents[number])
             way.reason = "forward writes into a tensor that is no attribute of it"
     if way.reason is not None:
         return None
     end = None if backend is None else backend.mark()
-    if compare.number < len(originals):
-        way.reason = "it saves fewer tensors when it is run again"
-        return None
     steps = trace.steps if trace.zone < 0 else trace.steps[: trace.zone]
     if [step.operation for step in again.trace.steps[: len(steps)]] != [step.operation for step in steps]:
-        way.reason, way.again = "it runs other operations when it is run again", True
+        way.reason, way.again = "run again, it runs other operations than before", True
         return None
     _find_constants(trace, learn, again)
     movable = way.droppable()
     written = {number for number in movable if _is_written_later(trace, number)}
-    way.differing = compare.differing & set(movable)
+    way.differing = proof.differing & set(movable)
     way.forced = written | _origins(frame, way, originals)
     if backend is None:
         return None
@@ -142,29 +132,30 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> set[i
         if storage not in run.suppliers:
             break
         frame.replay = Replay(trace, run)
-        compare = _Compare(frame, originals)
-        if not _hand_over(frame, compare, originals):
+        found = _hand_over(frame, originals)
+        if found is None:
             break
-        differing = {number for number in compare.differing if number in run.dropped}
+        differing = found
     return forced | differing
 
 
-def prove_hand_over(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> bool:
+def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> bool:
     """Run the layer again as backward will, and see whether what is dropped comes out the same."""
-    compare = _Compare(frame, originals)
-    return _hand_over(frame, compare, originals) and not compare.differing & way.replay.run.dropped
+    return _hand_over(frame, originals) == set()
 
 
-def _hand_over(frame: Frame, compare: _Compare, originals: Sequence[torch.Tensor]) -> bool:
-    """One second run that hands over copies of what was kept; whether it went well and left the copies as they were."""
+def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | None:
+    """The tensors that differ in a second run with copies of what was kept; ``None`` if the run changes the copies."""
+    proof = _Proof(frame, originals, frame.replay.run.dropped, hand_over=True)
     frame.kept = {number: _Held(_copy(originals[number])) for number in frame.replay.numbers}
     try:
-        frame.run_under(compare, frame.hand_over({}))
-    except (AnotherWayError, AllThereError, _OtherError, RuntimeError):
-        return False
+        frame.run_under(proof, HandOver(frame, proof.storages))
+    except (AnotherWayError, RuntimeError):
+        return None
     finally:
-        held, frame.kept = frame.kept, {}
-    return all(same_bits(held[number].unpack(), originals[number]) for number in held)
+        held, frame.kept, frame.dropped = frame.kept, {}, {}
+    same = all(same_bits(held[number].unpack(), originals[number]) for number in held)
+    return proof.differing if same else None
 
 
 def _copy(original: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,23 @@ class AnotherWayError(Exception):
     """The second run has gone another way than the learned one."""
 
 
+class OtherRunError(RuntimeError):
+    """A second run is not what forward was.
+
+    Args:
+        layer: The name of its class.
+        what: What the second run does.
+    """
+
+    def __init__(self, layer: str, what: str) -> None:
+        super().__init__(
+            f"{layer} cannot be recomputed: run again in backward, it {what} than in forward, since something decides "
+            "its way that is no input, attribute, setting or generator of PyTorch. Keep or offload this layer: "
+            'policies={"*": "offload"}.'
+        )
+        self.what = what
+
+
 class AllThereError(Exception):
     """Every dropped tensor is there: the rest of the layer need not run."""
 
@@ -201,17 +218,12 @@ class Frame:
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         """One second run, with or without handing over what was kept."""
-        check = _Check(self, hand_over=hand_over)
+        check = Check(self, hand_over=hand_over)
         mode = LayerMode() if self.learned else None
-        self.run_under(check, self.hand_over(check.storages) if hand_over else mode)
-        check.end()
+        self.run_under(check, HandOver(self, check.storages) if hand_over else mode)
         return check.found
 
-    def hand_over(self, storages: dict[int, int]) -> HandOver:
-        """The mode that hands over what was kept, and notes the storages' addresses by number."""
-        return HandOver(self, storages)
-
-    def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
+    def run_under(self, check: Check, mode: TorchDispatchMode | None) -> None:
         """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
         if self.inputs is None:
             raise AssertionError("a frame is run before it is emptied")
@@ -232,32 +244,33 @@ class Frame:
                 # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
                 call = self.layer.forward if self.is_sharded and not in_backward() else self.layer
                 call(*args, **kwargs)
+        check.end()
 
 
-class SavedCheck(Protocol):
-    """Sees what autograd saves while a layer runs again."""
+class Check:
+    """Compares what autograd saves while a layer runs again, and collects the tensors that forward has dropped.
 
-    first_node: int
-    """The number of the first autograd node of the run."""
+    Args:
+        frame: The forward.
+        hand_over: Whether the layer runs under :class:`HandOver`.
+        to_the_end: Whether the layer runs to its end, also if every dropped tensor is there.
+    """
 
-    def pack(self, tensor: torch.Tensor) -> None:
-        """As a pack hook; nothing is saved, as nobody goes back through this run."""
-
-
-class _Check:
-    """What is compared while the layer runs again in backward."""
-
-    def __init__(self, frame: Frame, *, hand_over: bool) -> None:
+    def __init__(self, frame: Frame, *, hand_over: bool, to_the_end: bool = False) -> None:
         self.frame = frame
         self.hand_over = hand_over
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0
+        """The number of the first autograd node of the run."""
         self.storages: dict[int, int] = {}
         """The addresses of what was handed over, by the number of the saved tensor."""
         self._number = 0
+        self._missing = len(frame.dropped)
         self._compares = not hand_over and frame.replay.hands_over
+        self._to_the_end = to_the_end or self._compares
 
     def pack(self, tensor: torch.Tensor) -> None:
+        """As a pack hook; nothing is saved, as nobody goes back through this run."""
         frame, number = self.frame, self._number
         self._number = number + 1
         if number >= len(frame.nodes):
@@ -271,14 +284,20 @@ class _Check:
         if expected is not None:
             if (tensor.shape, tensor.dtype) != expected:
                 raise _other(frame, f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}")
-            self.found[number] = tensor if tensor.is_leaf else tensor.detach()
-            if len(self.found) == len(frame.dropped) and not self._compares:
+            self.take(number, tensor)
+            self._missing -= 1
+            if not self._missing and not self._to_the_end:
                 raise AllThereError
         elif self._compares and number in frame.kept and not same_bits(frame.kept[number].unpack(), tensor):
             raise _other(frame, f"computes other values as saved tensor {number}")
 
+    def take(self, number: int, tensor: torch.Tensor) -> None:
+        """A dropped tensor was recomputed."""
+        self.found[number] = tensor if tensor.is_leaf else tensor.detach()
+
     def end(self) -> None:
-        if len(self.found) < len(self.frame.dropped):
+        """The layer has run."""
+        if self._missing:
             raise _other(self.frame, "saves fewer tensors")
 
 
@@ -362,11 +381,7 @@ def _other(frame: Frame, what: str) -> Exception:
     """The second run is not what forward was; where something is handed over, it is tried again without."""
     if frame.replay.hands_over and not frame.strange:
         return AnotherWayError()
-    return RuntimeError(
-        f"{_name(frame.layer)} cannot be recomputed: run again in backward, it {what} than in forward, since something "
-        "decides its way that is no input, attribute, setting or generator of PyTorch. Keep or offload this layer: "
-        'policies={"*": "offload"}.'
-    )
+    return OtherRunError(_name(frame.layer), what)
 
 
 def placed(inputs: tuple[Any, Any], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
