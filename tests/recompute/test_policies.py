@@ -45,12 +45,12 @@ def offloaded(layers: Any, lab: Lab, policies: dict[str, str] = ALL, num_layers:
 
 
 class Function(nn.Module):
-    """A layer that is one function of its input and a weight."""
+    """A layer that is one function of its input and a weight, whose mean is not zero."""
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.function = function
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+        self.weight = nn.Parameter(torch.linspace(-1, 1.25, WIDTH * WIDTH).view(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x, self.weight)
@@ -178,7 +178,7 @@ def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
                 assert_same(expected, step_gradients(layers, x))
 
 
-def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab) -> None:
+def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab, unplanned: set[str]) -> None:
     """What a layer was given is not made again, so the record keeps a copy."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -187,6 +187,7 @@ def test_a_source_that_is_overwritten_after_it_was_read(lab: Lab) -> None:
             x.data.add_(5)
         return y @ w
 
+    unplanned.add("is never recomputed")
     layers, x = functions(lambda x, w: function(x.clone(), w), lab)
     expected = step_gradients(layers, x)
     inner = nn.ModuleList(Function(function) for _ in range(LAYERS)).to(lab.device)
@@ -496,8 +497,9 @@ def _with_its_own_gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("policies", [ALL, {"mm": "keep", "*": "recompute"}])
-def test_a_layer_that_computes_gradients(policies: dict[str, str], lab: Lab) -> None:
+def test_a_layer_that_computes_gradients(policies: dict[str, str], lab: Lab, unplanned: set[str]) -> None:
     """Its own backward asks for what was let go while the forward still runs."""
+    unplanned.add("is never recomputed")
     assert_right(_with_its_own_gradient, lab, policies)
 
 
@@ -626,13 +628,14 @@ class _MarkedDirty(torch.autograd.Function):
         return (gradients[0] + gradients[1] * y) * 0.5
 
 
-def test_a_source_that_changes_unseen(lab: Lab) -> None:
+def test_a_source_that_changes_unseen(lab: Lab, unplanned: set[str]) -> None:
     """What was computed from it is kept, since backward could not rely on it."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x, y = _MarkedDirty.apply(x)
         return (x * 2).tanh() * y.tanh() @ w
 
+    unplanned.add("is never recomputed")
     layers, x = functions(function, lab)
 
     def step() -> None:
@@ -648,7 +651,7 @@ def test_a_source_that_changes_unseen(lab: Lab) -> None:
             assert_same(expected, gradients(leaves_of(layers, x), step))
 
 
-def test_parts_of_one_storage_that_change_by_themselves(lab: Lab) -> None:
+def test_parts_of_one_storage_that_change_by_themselves(lab: Lab, unplanned: set[str]) -> None:
     """A part that is saved later looks into the storage that was saved, and copied, before another part changed."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -658,6 +661,7 @@ def test_parts_of_one_storage_that_change_by_themselves(lab: Lab) -> None:
         changed = (parts[1] * 3).tanh()
         return torch.cat([first.sin(), parts[3] * parts[0], changed.sigmoid(), first], -1).sin() * x
 
+    unplanned.add("comes out with other bits")  # the product, which is changed after it was saved
     layers, x = functions(function, lab)
     expected = step_gradients(layers, x)
     lab.adverse()

@@ -142,7 +142,11 @@ POLICIES: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])
-def test_each_forward_is_recomputed_as_it_ran(shapes: str, function: Any, policies: dict[str, str], lab: Lab) -> None:
+def test_each_forward_is_recomputed_as_it_ran(
+    shapes: str, function: Any, policies: dict[str, str], lab: Lab, unplanned: set[str]
+) -> None:
+    if (shapes, function, policies) == ("same shapes", _looked_into_in_another_way_by_data, POLICIES["some"]):
+        unplanned.add("handing over gave other bits")
     layers, x = build(lambda: Changing(function), LAYERS, lab.device)
     inputs = [x.detach().clone().requires_grad_() for _ in range(STEPS)]
     if shapes == "other shapes":
