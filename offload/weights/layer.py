@@ -56,8 +56,7 @@ class Slot:
         self.flat = backend.empty(nbytes)
         self.rank = -1  # of the layer whose weights it holds, or will hold once loaded
         self.version = 0  # the layer's, when it was loaded
-        # Whether nothing can have changed the weights on the host since the load: .data leaves the version as it is.
-        self.fresh = False
+        self.epoch = -1  # that of WeightSlots, when it was loaded
         self.used = backend.compute_stream().record_event()  # after it, compute no longer needs what the slot holds
         self.loaded = self.used  # after it, the slot holds the weights, and the copy reads the host no longer
 
@@ -168,6 +167,7 @@ class WeightSlots:
         for rank, layer in enumerate(layers):
             layer.bind(self.slots[rank % num_slots], rank)
         self._last = -1  # the rank of the layer whose forward began last
+        self._epoch = 0  # grows where the host may have changed weights: .data leaves their version as it is
 
     def acquire(self, layer: WeightLayer, *, step: int) -> None:
         """Let compute wait for a layer's weights, and queue the loads of the next layers, one for each other slot.
@@ -176,11 +176,9 @@ class WeightSlots:
         that forward had.
         """
         if step > 0:
-            if layer.rank <= self._last:
-                # A new forward of the model: .data may have changed weights since, which leaves no trace.
-                self._make_stale()
+            self._epoch += layer.rank <= self._last  # a new forward of the model
             self._last = layer.rank
-        if not _holds(layer, fresh=step > 0):
+        if not self._holds(layer, fresh=step > 0):
             self._counters["late_loads"] += 1
             self._load(layer)
         trace.point("wait", layer.number)
@@ -191,7 +189,7 @@ class WeightSlots:
             if not 0 <= rank < len(self._layers):
                 return
             coming = self._layers[rank]
-            if not _holds(coming, fresh=step > 0):
+            if not self._holds(coming, fresh=step > 0):
                 self._load(coming)
 
     def settle(self) -> None:
@@ -200,11 +198,13 @@ class WeightSlots:
             if not slot.loaded.query():
                 # Else the slot would hold a mixture of old and new values.
                 self._backend.wait_on_host(slot.loaded, WeightWait.SOURCE)
-        self._make_stale()
+        self._epoch += 1
 
-    def _make_stale(self) -> None:
-        for slot in self.slots:
-            slot.fresh = False
+    def _holds(self, layer: WeightLayer, *, fresh: bool) -> bool:
+        """Whether the layer's weights are in its slot, or being loaded; with ``fresh``, as the host has them now."""
+        slot = layer.slot
+        current = slot.epoch == self._epoch or not fresh
+        return slot.rank == layer.rank and slot.version == layer.version() and current
 
     def _load(self, layer: WeightLayer) -> None:
         slot = layer.slot
@@ -217,19 +217,13 @@ class WeightSlots:
                 self._backend.copy(self._h2d_stream, target, source)
                 self._counters["loaded_bytes"] += len(source)
         slot.loaded = self._h2d_stream.record_event()
-        slot.rank, slot.version, slot.fresh = layer.rank, layer.version(), True
+        slot.rank, slot.version, slot.epoch = layer.rank, layer.version(), self._epoch
         self._counters["loads"] += 1
 
     def __del__(self) -> None:
         # The device memory goes back to compute's allocator, and the host memory to the system.
         if not sys.is_finalizing():
             self.settle()
-
-
-def _holds(layer: WeightLayer, *, fresh: bool) -> bool:
-    """Whether the layer's weights are in its slot, or being loaded; with ``fresh``, as the host has them now."""
-    slot = layer.slot
-    return slot.rank == layer.rank and slot.version == layer.version() and (slot.fresh or not fresh)
 
 
 class InPlace:

@@ -6,6 +6,7 @@ By the loss itself, by hooks, by ``torch.autograd.grad`` and ``backward(inputs=.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,10 +29,6 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     lab.adverse()
     lab.slow(d2h_s=LATE_S)
     return device
-
-
-def check(step: Step, device: torch.device) -> None:
-    check_step(*build("gpt", LAYERS, device), step)
 
 
 # By the loss itself.
@@ -57,31 +54,77 @@ def penalised_in_between(layers: nn.ModuleList, x: torch.Tensor) -> None:
     (loss_of(forward(layers[2:], y)).cpu() + extra).backward()
 
 
-@pytest.mark.slow
+def penalised_before(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    penalty(layers).backward()
+    backward(layers, x)
+
+
+def penalised_checkpoints(layers: nn.ModuleList, x: torch.Tensor, use_reentrant: bool) -> None:
+    extra = penalty(layers)
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=use_reentrant)
+    (loss_of(x).cpu() + extra).backward()
+
+
+# By autograd's other ways in.
+
+
+def some_inputs(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    some = list(layers.parameters())[1::3]
+    loss_of(forward(layers, x)).backward(inputs=some)
+    loss_of(forward(layers, x)).backward(inputs=[*layers[1].parameters(), x])
+
+
+# Frozen while graphs are in flight.
+
+
+def frozen_for_a_second_forward(layers: nn.ModuleList, x: torch.Tensor, order: str) -> None:
+    real = loss_of(forward(layers, x.detach()))
+    layers.requires_grad_(False)
+    fake = loss_of(forward(layers, x * 2))
+    layers.requires_grad_(True)
+    for loss in {"together": [real + fake], "first": [real, fake], "last": [fake, real]}[order]:
+        loss.backward()
+
+
+def frozen_and_thawed(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    losses = []
+    for number in range(4):
+        layers.requires_grad_(number % 2 == 0)
+        layers[1].requires_grad_(number == 3)
+        losses.append(loss_of(forward(layers, x * (number + 1))))
+    layers.requires_grad_(True)
+    losses[1].backward()
+    (losses[0] + losses[3]).backward()
+    losses[2].backward()
+
+
+def frozen_when_backward_runs(layers: nn.ModuleList, x: torch.Tensor) -> None:
+    loss = loss_of(forward(layers, x))
+    layers[1].requires_grad_(False)
+    loss.backward()
+    layers[1].requires_grad_(True)
+
+
 @pytest.mark.parametrize(
-    ("step", "microbatches"), [(penalised_first, 1), (penalised_last, 3), (penalised_in_between, 3)]
+    ("step", "microbatches"),
+    [
+        (penalised_first, 1),
+        (penalised_last, 3),
+        (penalised_in_between, 3),
+        (penalised_before, 2),
+        (partial(penalised_checkpoints, use_reentrant=False), 2),
+        (partial(penalised_checkpoints, use_reentrant=True), 1),
+        (some_inputs, 2),
+        (partial(frozen_for_a_second_forward, order="together"), 1),
+        (partial(frozen_for_a_second_forward, order="first"), 1),
+        (partial(frozen_for_a_second_forward, order="last"), 2),
+        (frozen_and_thawed, 1),
+        (frozen_when_backward_runs, 2),
+    ],
 )
-def test_a_loss_that_uses_parameters_by_itself(step: Step, microbatches: int, device: torch.device) -> None:
-    check(lambda layers, x: [step(layers, x) for _ in range(microbatches)], device)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_penalty_and_checkpoints(use_reentrant: bool, device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        extra = penalty(layers)
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=use_reentrant)
-        (loss_of(x).cpu() + extra).backward()
-
-    check(step, device)
-
-
-def test_a_penalty_before_the_gradients_of_another_microbatch(device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        penalty(layers).backward()
-        loss_of(forward(layers, x)).backward()
-
-    check(step, device)
+def test_parameters_used_in_other_ways(step: Step, microbatches: int, device: torch.device) -> None:
+    check_step(*build("gpt", LAYERS, device), lambda layers, x: [step(layers, x) for _ in range(microbatches)])
 
 
 class Tied(nn.Module):
@@ -140,7 +183,6 @@ def hooked(kind: str, layers: nn.ModuleList) -> tuple[list[Any], list[Any]]:
     return seen, [parameter.register_post_accumulate_grad_hook(note) for parameter in layers.parameters()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "when", "step"),
     [
@@ -189,9 +231,6 @@ def check_plain(layers: nn.ModuleList, x: torch.Tensor) -> None:
     assert_same(gradients(plain, x), gradients(layers, x))
 
 
-# By autograd's other ways in.
-
-
 def test_gradients_by_autograd_grad(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
 
@@ -214,58 +253,6 @@ def test_gradients_by_autograd_grad(device: torch.device) -> None:
         assert_same(wanted, [gradient.cpu() for gradient in torch.autograd.grad(loss, some)])
         layers.requires_grad_()
         check_plain(layers, x)
-
-
-def test_backward_of_some_inputs(device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        some = list(layers.parameters())[1::3]
-        for _ in range(2):
-            loss_of(forward(layers, x)).backward(inputs=some)
-        loss_of(forward(layers, x)).backward(inputs=[*layers[1].parameters(), x])
-
-    check(step, device)
-
-
-# Frozen while graphs are in flight.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["together", "first", "last"])
-def test_frozen_for_a_second_forward(order: str, device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        real = loss_of(forward(layers, x.detach()))
-        layers.requires_grad_(False)
-        fake = loss_of(forward(layers, x * 2))
-        layers.requires_grad_(True)
-        for loss in {"together": [real + fake], "first": [real, fake], "last": [fake, real]}[order]:
-            loss.backward()
-
-    check(step, device)
-
-
-def test_frozen_and_thawed_again_and_again(device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        losses = []
-        for number in range(4):
-            layers.requires_grad_(number % 2 == 0)
-            layers[1].requires_grad_(number == 3)
-            losses.append(loss_of(forward(layers, x * (number + 1))))
-        layers.requires_grad_(True)
-        losses[1].backward()
-        (losses[0] + losses[3]).backward()
-        losses[2].backward()
-
-    check(step, device)
-
-
-def test_frozen_when_backward_runs(device: torch.device) -> None:
-    def step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        loss = loss_of(forward(layers, x))
-        layers[1].requires_grad_(False)
-        loss.backward()
-        layers[1].requires_grad_(True)
-
-    check(step, device)
 
 
 # The copy that autocast makes of a weight is still known to be one.

@@ -60,27 +60,26 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("block", "num_slots"), [("decoder", 2), ("gpt", 3), ("conv", 2), ("conv", 9), ("encoder", 9), ("encoder", 3)]
+    ("block", "num_slots", "dtype", "microbatches"),
+    [
+        ("decoder", 2, torch.bfloat16, 3),
+        ("gpt", 3, torch.float32, 1),
+        ("gpt", 2, torch.bfloat16, 3),
+        ("conv", 2, torch.float32, 1),
+        ("conv", 9, torch.float32, 2),
+        ("encoder", 9, torch.bfloat16, 1),
+        ("encoder", 3, torch.float32, 3),
+    ],
 )
-def test_every_block(block: str, num_slots: int, device: torch.device) -> None:
-    layers, x = build(block, LAYERS, device)
-    stats = check(layers, x, num_slots=num_slots).stats()
-    # Each layer twice, but the last ones stay for backward.
-    assert stats.loads == 2 * (2 * LAYERS - min(num_slots, LAYERS))
-    assert stats.late_loads == 2
-    assert stats.staging_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("block", "dtype"), [("decoder", torch.bfloat16), ("gpt", torch.float32), ("encoder", torch.bfloat16)]
-)
-def test_microbatches(block: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_every_block(block: str, num_slots: int, dtype: torch.dtype, microbatches: int, device: torch.device) -> None:
     layers, x = build(block, LAYERS, device)
     layers, x = layers.to(dtype), x.detach().to(dtype).requires_grad_()
-    stats = check(layers, x, microbatches=3).stats()
-    assert stats.added_bytes == stats.gradient_bytes * 2 // 3
-    assert stats.loads == 6 * (2 * LAYERS - 2)
+    stats = check(layers, x, num_slots=num_slots, microbatches=microbatches).stats()
+    # Each layer twice, but the last ones remain for backward.
+    assert stats.loads == 2 * microbatches * (2 * LAYERS - min(num_slots, LAYERS))
+    assert stats.late_loads == 2 * microbatches
+    assert stats.added_bytes == stats.gradient_bytes // microbatches * (microbatches - 1)
+    assert (stats.staging_bytes > 0) == (microbatches > 1)
 
 
 @pytest.mark.parametrize(("shared", "microbatches"), [(False, 1), (False, 3), (True, 1), (True, 3)])
