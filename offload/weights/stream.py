@@ -112,7 +112,7 @@ class StreamedLayer(LayerListener):
 
 
 class WeightStream:
-    """The layer that computes, the backward that runs, and the work at the end of each; ``layers`` have parameters."""
+    """The layer that computes, the backward that runs, and the work at the end of each."""
 
     def __init__(
         self,
