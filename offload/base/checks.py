@@ -1,4 +1,4 @@
-"""Checks of what users give, and what they are told: sizes and times as people read them, warnings at their line."""
+"""Checks of users' arguments; sizes and times as text; warnings at the user's line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def is_int(value: object, least: int, most: int | None = None) -> bool:
-    """Whether ``value`` is an int within these bounds. ``True`` is not, although Python takes it for 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return least <= value and (most is None or value <= most)
+    """Whether ``value`` is an int within these bounds. A bool is not."""
+    return type(value) is int and least <= value and (most is None or value <= most)
 
 
 def check_int(name: str, value: object, *, least: int) -> None:
-    """Raise a ``TypeError`` for what is no int, and a ``ValueError`` for one that is less than ``least``."""
+    """Raise a ``TypeError`` unless ``value`` is an int, and a ``ValueError`` if it is less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {describe(value)}")
     if value < least:
@@ -32,13 +30,13 @@ def check_int(name: str, value: object, *, least: int) -> None:
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raise a ``TypeError`` that says what was ``expected``, and what to write, for what is not of this kind."""
+    """Raise a ``TypeError`` that says what was ``expected`` unless ``value`` is of this kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, got {describe(value)}")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise a ``TypeError`` for what cannot be called."""
+    """Raise a ``TypeError`` unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(
             f"{name} must be a function without arguments, got {describe(value)}; pass {name}, not {name}()"
@@ -46,7 +44,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, *, positive: bool = False, unit: str = "") -> None:
-    """Raise a ``TypeError`` for what is no number, and a ``ValueError`` for one that is negative or not finite."""
+    """Raise a ``TypeError`` unless ``value`` is a number, and a ``ValueError`` if it is negative or not finite."""
     wanted = f"{'a positive, finite number' if positive else 'a finite number, at least 0'}{unit and f' ({unit})'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
@@ -55,7 +53,7 @@ def check_number(name: str, value: object, *, positive: bool = False, unit: str 
 
 
 def describe(value: object) -> str:
-    """What an error says that it got: the value where that is short, and else what kind of thing it is."""
+    """The value as an error shows it: itself if short, else its type with an article."""
     if value is None or isinstance(value, str | int | float):
         return repr(value)
     kind = type(value).__name__
@@ -105,7 +103,7 @@ def format_s(seconds: float) -> str:
 
 
 def warn_caller(message: str) -> None:
-    """Warn, however deep inside: as from the first frame that is neither this library's nor PyTorch's."""
+    """Warn as from the innermost frame that is neither this library's nor PyTorch's."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("offload", "torch"):
         level, frame = level + 1, frame.f_back

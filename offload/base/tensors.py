@@ -1,4 +1,4 @@
-"""Which tensors are what their storage holds, and how they look into it."""
+"""Which tensors are plain, how they view their storage, and the tensors in nested values."""
 
 from __future__ import annotations
 
@@ -12,30 +12,16 @@ import torch
 from offload.base.torch_private import negated
 
 Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
-"""How a tensor looks into its storage: with which type, from where, sizes and strides, conjugated, negated."""
+"""How a tensor views its storage: dtype, offset, sizes, strides, whether conjugated, whether negated."""
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a tensor looks into its storage; for tensors that do so alike, mostly the same object."""
-    found = (
-        tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    )  # fmt: skip
-    known = _geometries.get(found)
-    if known is None:
-        if len(_geometries) >= MOST_GEOMETRIES:
-            _geometries.clear()
-        _geometries[found] = known = found
-    return known
-
-
-_geometries: dict[Geometry, Geometry] = {}
-"""Layers and steps are alike. Each of these has three objects, and Python's collector looks at all that there are."""
-MOST_GEOMETRIES = 4096
-"""A model has some dozens for each length of its sequences."""
+    """How a tensor views its storage."""
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor over memory; if ``empty`` is given, a tensor of the same type, it is made to look there."""
+    """A tensor over ``memory``: ``empty``, which must have the same dtype, or else a new one."""
     dtype, start, size, stride, conj, neg = geometry
     view = torch.empty(0, dtype=dtype, device=memory.device) if empty is None else empty
     view.set_(memory, start, size, stride)
@@ -86,13 +72,8 @@ def has_memory(storage: torch.UntypedStorage) -> bool:
         return False
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what its storage holds: of no subclass but ``Parameter``, strided, with memory."""
-    return plain_memory(tensor) is not None
-
-
 def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; ``None`` if it is not plain."""
+    """The storage of a plain tensor: of no subclass but ``Parameter``, strided, with memory; ``None`` for others."""
     kind = type(tensor)
     if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
         return None
@@ -109,7 +90,7 @@ def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory, always the same."""
+    """Always the same tensor."""
     return torch.empty(0, dtype=dtype, device=device)
 
 

@@ -70,7 +70,6 @@ _HIGHEST_NODE = 2**64 - 1
 _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-tree_flatten, tree_unflatten = torch.utils._pytree.tree_flatten, torch.utils._pytree.tree_unflatten
 tree_leaves = torch.utils._pytree.tree_leaves
 
 # Autograd.

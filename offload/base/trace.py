@@ -1,8 +1,8 @@
-"""Marks that a recording reads back: which layer runs, which layer's bytes are copied, who waits for whom.
+"""Marks that a recording reads: which layer runs, which layer's bytes are copied, what waits.
 
-While a profiler runs, each mark is a range of its own with a stable name, such as ``offload::forward 3`` or
-``offload::d2h 3``, so that they also show in traces that users take themselves. While a recording on the
-CPU backend runs, its recorder gets them. At all other times a mark costs one check.
+While a profiler runs, each mark is a range with a stable name, such as ``offload::forward 3`` or ``offload::d2h 3``,
+so that marks also show in traces that users take themselves. While a recording on the CPU backend runs, its recorder
+gets the marks. At all other times a mark costs one check.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 class Mark(NamedTuple):
-    """Something that began."""
+    """Something that begins."""
 
     what: str
     """``forward``, ``backward``, ``other``, ``wait``, ``d2h`` or ``h2d``."""
@@ -43,17 +43,17 @@ class Mark(NamedTuple):
 
 @dataclass
 class Recorder:
-    """What a recording on the CPU backend has seen, in seconds of ``time.perf_counter``."""
+    """What a recording on the CPU backend has seen; times are in seconds of ``time.perf_counter``."""
 
     marks: list[tuple[float, Mark]] = field(default_factory=list)
     copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)
-    """Start, end, what and bytes of each piece of work on a copy stream."""
+    """Start, end, mark and bytes of each copy."""
     waits: list[tuple[float, float]] = field(default_factory=list)
-    """When the compute stream waited."""
+    """Start and end of each wait of the compute stream."""
 
     @property
     def last_mark(self) -> Mark:
-        """The mark made last."""
+        """The newest mark."""
         return self.marks[-1][1] if self.marks else Mark("other", None)
 
 
@@ -76,7 +76,7 @@ def recording() -> Iterator[Recorder]:
 
 
 def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
-    """Say that something begins; a range around the ``with`` block in a profiler's trace."""
+    """Record that something begins; a range around the ``with`` block in a profiler's trace."""
     if _recorders:
         _recorders[-1].marks.append((perf_counter(), Mark(what, layer)))
     if profiling():
@@ -85,6 +85,6 @@ def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
 
 
 def point(what: str, layer: int | None = None) -> None:
-    """Say that something begins here, with no end of its own."""
+    """Record that something begins, with no end of its own."""
     with mark(what, layer):
         pass

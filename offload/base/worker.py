@@ -1,4 +1,4 @@
-"""A thread that runs jobs in order beside the program; a forked child has one of its own."""
+"""A thread that runs jobs in order beside the program; a forked child gets a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Jobs = SimpleQueue[tuple[Callable[[], object], _Errors] | None]
 
 
 class Worker:
-    """A thread that runs jobs in order, from the first one on until nobody holds the worker."""
+    """A thread that runs jobs in order, from the first job until the worker is garbage."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,7 +24,7 @@ class Worker:
         _workers.add(self)
 
     def restart(self) -> None:
-        """Have a new thread for the next job: the process is a forked child, where no other threads are."""
+        """Start a new thread for the next job: a forked child has no other threads."""
         self._starting = threading.Lock()
         self._jobs: _Jobs | None = None
         """``None`` as long as there is no thread."""
@@ -44,7 +44,7 @@ class Worker:
     def _start(self) -> _Jobs:
         with self._starting:
             if self._jobs is None:
-                # The thread first: an interrupt may then leave a thread without work, but no queue without a thread.
+                # The thread first: an interrupt may leave a thread without work, but no queue without a thread.
                 jobs: _Jobs = SimpleQueue()
                 threading.Thread(target=_work, args=(jobs,), name=f"offload::{self._name}", daemon=True).start()
                 self._jobs = jobs
@@ -62,15 +62,14 @@ def _work(jobs: _Jobs) -> None:
             job()
         except BaseException as error:  # noqa: BLE001  the program raises it when it waits
             errors.append(error)
-        del queued, job  # else the thread would keep its tensors alive while it waits for the next
+        del queued, job  # else the waiting thread would keep the job's tensors alive
 
 
-# Weakly, as a thread ends when nobody holds its worker.
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    # A child has no threads but the one that forked: what is queued would never be done there.
+    # A child has no threads but the one that forked: queued jobs would never run there.
     for worker in list(_workers):
         worker.drain()
 

@@ -76,11 +76,6 @@ def check_room(nbytes: int, *, spare: float = SPARE) -> None:
         )
 
 
-def pageable(nbytes: int) -> torch.Tensor:
-    """Host memory of its own mapping, uint8 of shape ``[nbytes]``, all pages touched, or a :class:`HostMemoryError`."""
-    return torch.frombuffer(_touched(nbytes), dtype=torch.uint8)
-
-
 def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
     """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
 

@@ -18,7 +18,7 @@ from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
-from offload.base.tensors import is_plain, tensors_in
+from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
@@ -222,7 +222,7 @@ def _left_bytes(device: torch.device) -> int:
 def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
     """What the step has allocated for the first layer's inputs, as an embedding's output: leaves outlive a step."""
     made = (tensor for tensor in inputs if tensor.device == device and not (tensor.is_leaf and tensor.requires_grad))
-    storages = (tensor.untyped_storage() for tensor in made if is_plain(tensor))
+    storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
     return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
 

@@ -12,7 +12,7 @@ from lab import Lab
 from offload.device.backend import Wait
 from offload.device.cpu import CpuBackend, CpuStream
 from offload.device.select import get_backend, resolve_device
-from offload.host.page_locked import page_locked, pageable
+from offload.host.page_locked import page_locked
 
 
 @pytest.fixture(params=["cpu"])
@@ -153,15 +153,6 @@ def test_default_device_with_an_accelerator() -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device must be on this machine \(.*\), got 'meta'; leave it out"):
         resolve_device("meta")
-
-
-@pytest.mark.parametrize("nbytes", [1, 4095, 4097, 3 << 20])
-def test_host_memory_has_exactly_the_size_asked_for(nbytes: int) -> None:
-    memory = pageable(nbytes)
-    assert memory.dtype is torch.uint8
-    assert memory.shape == (nbytes,)
-    assert memory.untyped_storage().nbytes() == nbytes
-    assert memory.data_ptr() % 4096 == 0
 
 
 @pytest.mark.gpu

@@ -23,7 +23,6 @@ from offload.device.capture import Capture, CaptureError, GraphLife, current_cap
 from offload.host import buffers as host_buffers
 from offload.host import pool as host_pool
 from offload.host.buffers import HostBuffer
-from offload.host.page_locked import pageable
 from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostPool
 
 KIB = 1024
@@ -77,9 +76,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 @pytest.fixture
 def pool() -> HostPool:
-    return HostPool(pageable)
+    return HostPool(host_memory)
 
 
 def blocks(buffer: HostBuffer) -> set[tuple[int, int]]:
@@ -291,7 +294,7 @@ STEP = st.one_of(
 def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     """Owner 0 is eager code, the others are graphs. A graph owns all it ever took, until it is destroyed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        driver, pool = Driver(monkeypatch), HostPool(pageable)
+        driver, pool = Driver(monkeypatch), HostPool(host_memory)
         pool.reserve(64 * KIB)
         held: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         owned: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -415,7 +418,7 @@ class TestJoin:
     @staticmethod
     def transfers(compute: FakeStream, d2h: FakeStream, h2d: FakeStream) -> Transfers:
         backend: Any = SimpleNamespace(compute_stream=lambda: compute)
-        return Transfers(backend, HostPool(pageable), d2h, h2d)
+        return Transfers(backend, HostPool(host_memory), d2h, h2d)
 
     @pytest.mark.parametrize(
         "capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=lambda names: " ".join(sorted(names)) or "none"

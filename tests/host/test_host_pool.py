@@ -15,7 +15,7 @@ from lab import Lab
 
 from offload.host import pool as host_pool
 from offload.host.buffers import HostBuffer
-from offload.host.page_locked import HostMemoryError, pageable
+from offload.host.page_locked import HostMemoryError
 from offload.host.pool import BUFFER_ALIGNMENT_BYTES, PAGE_BYTES, HostPool, get_host_pool
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -443,7 +443,7 @@ def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
     def refuse(nbytes: int) -> torch.Tensor:
         if nbytes > 8 * KIB:
             raise MemoryError
-        return pageable(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     pool = HostPool(refuse)
     pool.give(pool.take(8 * KIB), REACHED)

@@ -15,8 +15,9 @@ import torch
 
 from offload.device.backend import PageLockError
 from offload.device.cuda import CudaBackend
+from offload.device.select import get_backend
 from offload.host import page_locked as pinned
-from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked, pageable
+from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -68,14 +69,19 @@ def backend(index: int = 0) -> CudaBackend:
     return made
 
 
+def pageable(nbytes: int) -> torch.Tensor:
+    """Memory that no driver locks."""
+    return page_locked(nbytes, get_backend("cpu"))
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, 3 * MIB + 1])
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("populate", [True, False])
+@pytest.mark.parametrize(
+    ("nbytes", "threads", "populate"), [(1, 3, True), (4096, 1, False), (3 * MIB + 1, 1, True), (3 * MIB + 1, 3, False)]
+)
 def test_memory_is_touched_to_its_end(
     nbytes: int, threads: int, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +93,8 @@ def test_memory_is_touched_to_its_end(
     memory = pageable(nbytes)
     assert memory.dtype is torch.uint8
     assert memory.shape == (nbytes,)
+    assert memory.untyped_storage().nbytes() == nbytes
+    assert memory.data_ptr() % 4096 == 0
     assert not memory.any()
     resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(nbytes), resident)
