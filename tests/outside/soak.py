@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import offload
-from offload.base import tensors
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 
@@ -75,7 +74,6 @@ def slope(samples: Samples, key: str) -> float:
 
 
 def _measure(device: torch.device, step: int) -> dict[str, int]:
-    tensors._geometries.clear()  # it grows with each new length of a sequence, up to a limit of its own
     gc.collect()
     backend = get_backend(device)
     for stream in (backend.compute_stream(), *backend.copy_streams):
