@@ -63,16 +63,14 @@ class Round:
         """
         return layer > self._first_to_stay
 
-    def begin_forward(self, layer: int, held: frozenset[int] = frozenset()) -> ActivationSet:
-        """The layer's forward begins: act on the schedule, then open its activation set; ``held`` as in its rules."""
+    def begin_forward(self, layer: int) -> ActivationSet:
+        """The layer's forward begins: act on the schedule, then open its activation set."""
         if not self.sets:
             self.transfers.begin_round()
         for passed in range(self.last_layer + 1, layer + 1):
             self._act(forward(passed))
         trace.point("forward", layer)
         rules = self._rules_to_stay if layer >= self._first_to_stay else self._rules
-        if held:
-            rules = rules._replace(held=held)
         stays = self.schedule is not None and layer not in self._offloaded
         policies = self._policies_of(layer)
         if policies is None:

@@ -104,8 +104,6 @@ class Rules(NamedTuple):
     """Tensors elsewhere stay there."""
     min_bytes: int
     """Storages below this size stay."""
-    held: frozenset[int] = frozenset()
-    """Addresses of storages that a pipeline stage keeps on the device until backward anyway."""
     only: Container[int] | None = None
     """If given, storages at other addresses stay, whatever the reason."""
 
@@ -130,8 +128,6 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     exclusion = _excluded.get(key)
     if exclusion is not None:
         return exclusion[0]
-    if key in rules.held:
-        return "pipeline"
     if tensor.device != rules.device:
         return "device"
     if tensor.is_quantized or tensor.is_nested:
@@ -156,11 +152,6 @@ def offloaded_parts(tensor: torch.Tensor, rules: Rules) -> Iterator[torch.Tensor
             yield from offloaded_parts(inner, rules)
     elif isinstance(decision, type):
         yield tensor
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The addresses of all storages that tensors are made of, as :attr:`Rules.held` wants them."""
-    return frozenset(address_of(storage) for tensor in tensors for storage in _storages_in(tensor))
 
 
 def _decide_other(tensor: torch.Tensor) -> str | Parts:
@@ -198,7 +189,7 @@ def _is_inside_parameter(tensor: torch.Tensor) -> bool:
     parameter = _parameter_of(node)
     if parameter is None or type(tensor) is not torch.Tensor:
         return False
-    return address_of(tensor.untyped_storage()) in storages_of([parameter])
+    return address_of(tensor.untyped_storage()) in map(address_of, _storages_in(parameter))
 
 
 def parts_of(tensor: torch.Tensor) -> Parts | None:

@@ -13,7 +13,7 @@ starts in the first step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, Self
@@ -25,7 +25,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.copies import Transfers
 from offload.activations.round import Round
 from offload.activations.stats import OffloadStats
-from offload.activations.what_moves import exclude_parameters
+from offload.activations.what_moves import exclude, exclude_parameters
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Handle, replace_attribute
 from offload.base.torch_private import pipeline_stages
@@ -232,7 +232,9 @@ class PipelineOffload(Handle):
         action = Action(stage.stage_index, "F", fwd_chunk_id)
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
-        chunk = self._new_chunk(self._round, stage.stage_index, held_by(stage, fwd_chunk_id, args, kwargs))
+        for tensor in held_by(stage, fwd_chunk_id, args, kwargs):
+            exclude(tensor, "pipeline")
+        chunk = self._new_chunk(self._round, stage.stage_index)
         try:
             with chunk:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
@@ -244,14 +246,14 @@ class PipelineOffload(Handle):
             self._probe.count(stage.stage_index, *chunk.saved())
         return result
 
-    def _new_chunk(self, microbatch: Round, stage: int, held: Iterable[torch.Tensor]) -> ChunkParts:
+    def _new_chunk(self, microbatch: Round, stage: int) -> ChunkParts:
         number = sum(action.kind == "F" for action in self._ran)
         if self._layers is not None:
-            return LayeredChunk(microbatch, number, self._layers, stage, held)
+            return LayeredChunk(microbatch, number, self._layers, stage)
         if self.plan is None:
-            return ChunkParts(microbatch, number, 1, held=held)
+            return ChunkParts(microbatch, number, 1)
         part_bytes = self.plan.profile[stage].saved_bytes / self.plan.parts
-        return ChunkParts(microbatch, number, self.plan.parts, part_bytes, held)
+        return ChunkParts(microbatch, number, self.plan.parts, part_bytes)
 
     def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)

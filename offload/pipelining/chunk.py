@@ -17,7 +17,6 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
-from offload.activations.what_moves import storages_of
 from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
 from offload.recompute.policies import OFFLOAD, LayerPolicies, Policy
@@ -50,17 +49,13 @@ class ChunkParts:
         number: The chunk's number in the order of forwards.
         parts: How many layers of the round the chunk has.
         part_bytes: A part begins when the part before has saved so many bytes.
-        held: Tensors that the stage keeps on the device until backward; they are not offloaded.
     """
 
-    def __init__(
-        self, microbatch: Round, number: int, parts: int, part_bytes: float = 0.0, held: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = 0.0) -> None:
         self.parts = parts
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
-        self._held = storages_of(held)
         self._nbytes: dict[int, int] = {}
         """The ``id`` of each storage that was saved → its bytes."""
         self._saved_bytes = 0
@@ -108,9 +103,9 @@ class ChunkParts:
     def _begin_part(self, part: int) -> ActivationSet:
         """Begin a part; the parts that were left out before it are empty."""
         for skipped in range(self._part + 1, part):
-            self._round.begin_forward(self._first_layer + skipped, self._held).close()
+            self._round.begin_forward(self._first_layer + skipped).close()
         self._part = part
-        return self._round.begin_forward(self._first_layer + part, self._held)
+        return self._round.begin_forward(self._first_layer + part)
 
 
 class LayeredChunk(ChunkParts):
@@ -119,10 +114,8 @@ class LayeredChunk(ChunkParts):
     It has more parts than layers if another stage of the rank has more layers; the last parts are empty then.
     """
 
-    def __init__(
-        self, microbatch: Round, number: int, layers: StageLayers, stage: int, held: Iterable[torch.Tensor]
-    ) -> None:
-        super().__init__(microbatch, number, layers.parts, held=held)
+    def __init__(self, microbatch: Round, number: int, layers: StageLayers, stage: int) -> None:
+        super().__init__(microbatch, number, layers.parts)
         self.policies = layers.policies[stage]
         self._layers = layers
 
