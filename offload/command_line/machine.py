@@ -69,7 +69,7 @@ class Bus:
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One check of the machine; it is a warning if there is a remedy."""
 
     name: str
@@ -139,15 +139,15 @@ def answer_doctor(options: argparse.Namespace) -> Answer:
     return Answer(rows, values, ok=not warnings, below=[summary])
 
 
-def examine(backend: Backend) -> Iterator[Check]:
+def examine(backend: Backend) -> Iterator[MachineCheck]:
     """All checks of this machine."""
     device, driver = backend.device, driver_version()
     version = torch.version
     build = f"for CUDA {version.cuda}" if version.cuda else "for ROCm" if version.hip else "without CUDA"
     remedy = "install PyTorch for CUDA: this machine has NVIDIA's driver" if driver and build == "without CUDA" else ""
-    yield Check("torch", f"{torch.__version__}, {build}", remedy)
+    yield MachineCheck("torch", f"{torch.__version__}, {build}", remedy)
     yield device_check(device, has_driver=driver is not None)
-    yield Check("driver", driver or "none of NVIDIA's")
+    yield MachineCheck("driver", driver or "none of NVIDIA's")
     yield locked_check(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], backend)
     yield host_check(available_bytes(), _capacity_of(device))
     yield numa_check(_pci_address(device), own_cores())
@@ -155,7 +155,7 @@ def examine(backend: Backend) -> Iterator[Check]:
     try:
         yield link_check(measure_link(device), bus_of(_pci_address(device)))
     except HostMemoryError as error:
-        yield Check("link", "not measured", str(error).rstrip("."))
+        yield MachineCheck("link", "not measured", str(error).rstrip("."))
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
@@ -165,81 +165,83 @@ def driver_version(root: Path = Path("/")) -> str | None:
     return found[0] if found else "of an unknown version" if text else None
 
 
-def device_check(device: torch.device, *, has_driver: bool) -> Check:
+def device_check(device: torch.device, *, has_driver: bool) -> MachineCheck:
     """The device whose memory offloading saves."""
     if device.type != "cpu":
-        return Check("device", f"{_device_name(device)}, {format_bytes(_capacity_of(device))}")
+        return MachineCheck("device", f"{_device_name(device)}, {format_bytes(_capacity_of(device))}")
     remedy = ""
     if has_driver and torch.version.cuda is not None and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except RuntimeError as error:
             remedy = f"see CUDA_VISIBLE_DEVICES and the driver, as PyTorch finds no GPU: {str(error).rstrip('.')}"
-    return Check("device", "the CPU: offloading works as on a GPU, but saves no memory", remedy)
+    return MachineCheck("device", "the CPU: offloading works as on a GPU, but saves no memory", remedy)
 
 
-def locked_check(limit: int, backend: Backend) -> Check:
+def locked_check(limit: int, backend: Backend) -> MachineCheck:
     """Whether memory can be page-locked, also beyond the limit of the process."""
     limited = limit != resource.RLIM_INFINITY
     most = f"limit {format_bytes(limit)} (ulimit -l)" if limited else "no limit"
     if backend.device.type == "cpu":
-        return Check("locked memory", f"{most}; the CPU needs none")
+        return MachineCheck("locked memory", f"{most}; the CPU needs none")
     tried = min(LOCKED_BYTES, limit + LOCKED_BYTES // 16) if limited else LOCKED_BYTES
     try:
         page_locked(tried, backend)
     except HostMemoryError as error:
         remedy = "raise the limit: ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a unit"
-        return Check("locked memory", f"{most}; {error}", remedy)
+        return MachineCheck("locked memory", f"{most}; {error}", remedy)
     beyond = ", so the driver ignores the limit" if limited and tried > limit else ""
-    return Check("locked memory", f"{most}; {format_bytes(tried)} could be locked{beyond}")
+    return MachineCheck("locked memory", f"{most}; {format_bytes(tried)} could be locked{beyond}")
 
 
-def host_check(available: int | None, device_bytes: int) -> Check:
+def host_check(available: int | None, device_bytes: int) -> MachineCheck:
     """The host memory that is left to this process, with the limits of its control groups."""
     if available is None:
-        return Check("host memory", "the system does not say how much is left")
+        return MachineCheck("host memory", "the system does not say how much is left")
     remedy = (
         "free host memory, as less than half of the device's is left; or raise the limit of the control group: docker "
         "run --memory, Kubernetes' resources.limits, Slurm's --mem"
     )
-    return Check("host memory", f"{format_bytes(available)} left", remedy if available < device_bytes / 2 else "")
+    return MachineCheck(
+        "host memory", f"{format_bytes(available)} left", remedy if available < device_bytes / 2 else ""
+    )
 
 
-def numa_check(address: str | None, own: set[int], root: Path = Path("/")) -> Check:
+def numa_check(address: str | None, own: set[int], root: Path = Path("/")) -> MachineCheck:
     """Whether the process runs next to its GPU: pinned memory is allocated on the node that the process runs on."""
     node = _text_in(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
     if not node.isdigit():  # -1: the machine has one node
-        return Check("NUMA node", "the device has none")
+        return MachineCheck("NUMA node", "the device has none")
     listed = _text_in(root / f"sys/devices/system/node/node{node}/cpulist")
     runs = [run.partition("-") for run in listed.split(",") if run]
     if not runs or own <= {core for first, _, last in runs for core in range(int(first), int(last or first) + 1)}:
-        return Check("NUMA node", f"{node}, and the process runs there")
+        return MachineCheck("NUMA node", f"{node}, and the process runs there")
     start = f"numactl --cpunodebind={node} --preferred={node} python …, or taskset --cpu-list {listed} python …"
     found = f"{node}, but the process may run on cores {ranges(sorted(own))}"
-    return Check("NUMA node", found, f"start it there: {start}")
+    return MachineCheck("NUMA node", found, f"start it there: {start}")
 
 
-def variable_checks(variables: Mapping[str, str]) -> Iterator[Check]:
+def variable_checks(variables: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Environment variables: the settings of the allocator, and those that slow everything down."""
     new, old = variables.get("PYTORCH_ALLOC_CONF"), variables.get("PYTORCH_CUDA_ALLOC_CONF")
     remedy = "unset PYTORCH_CUDA_ALLOC_CONF, the old name of PYTORCH_ALLOC_CONF, which says something else"
     default = "the default; expandable_segments:True loses less memory between blocks"
-    yield Check("allocator", new or old or default, remedy if new and old and new != old else "")
+    yield MachineCheck("allocator", new or old or default, remedy if new and old and new != old else "")
     for name, remedy in SLOW_VARIABLES.items():
         if variables.get(name, "0") not in ("", "0"):
-            yield Check(name, variables[name], remedy)
+            yield MachineCheck(name, variables[name], remedy)
 
 
-def link_check(link: Link, bus: Bus | None) -> Check:
+def link_check(link: Link, bus: Bus | None) -> MachineCheck:
     """The measured link beside the promise of its bus."""
     if bus is None:
-        return Check("link", str(link))
+        return MachineCheck("link", str(link))
     text = f"{link}; {bus} promises {bus.bytes_per_s / 1e9:.1f} GB/s each way"
     if bus.now_width < bus.width:
-        return Check("link", text, f"see to the slot: {bus.now_width} of {bus.width} lanes are in use")
+        return MachineCheck("link", text, f"see to the slot: {bus.now_width} of {bus.width} lanes are in use")
     slow = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) < HEALTHY * bus.bytes_per_s
     remedy = "look at the NUMA node, for other processes that copy, and for virtualization of the bus" if slow else ""
-    return Check("link", text, remedy)
+    return MachineCheck("link", text, remedy)
 
 
 def bus_of(address: str | None) -> Bus | None:

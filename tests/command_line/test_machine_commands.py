@@ -12,7 +12,7 @@ import torch
 
 import offload
 from offload.command_line import machine
-from offload.command_line.machine import Bus, Check, bus_of, describe_link
+from offload.command_line.machine import Bus, MachineCheck, bus_of, describe_link
 from offload.command_line.main import main
 from offload.host.page_locked import HostMemoryError
 
@@ -172,12 +172,12 @@ def test_works_without_a_gpu(capsys):
     ("checks", "status", "text"),
     [
         (
-            [Check("torch", "2.13"), Check("link", "fast")],
+            [MachineCheck("torch", "2.13"), MachineCheck("link", "fast")],
             0,
             "ok       torch  2.13\nok       link   fast\nall is well\n",
         ),
-        ([Check("link", "slow", "look")], 1, "warning  link  slow\n               To do: look.\n1 warning\n"),
-        ([Check("link", "slow", "look")] * 2, 1, "To do: look.\n2 warnings\n"),
+        ([MachineCheck("link", "slow", "look")], 1, "warning  link  slow\n               To do: look.\n1 warning\n"),
+        ([MachineCheck("link", "slow", "look")] * 2, 1, "To do: look.\n2 warnings\n"),
     ],
 )
 def test_a_warning_is_status_1(checks, status, text, capsys, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_warning_is_status_1(checks, status, text, capsys, monkeypatch):
 
 
 def test_host_memory_of_half_the_device_is_enough():
-    assert machine.host_check(50 * GIB, 80 * GIB) == Check("host memory", "50.00 GiB left")
+    assert machine.host_check(50 * GIB, 80 * GIB) == MachineCheck("host memory", "50.00 GiB left")
     assert "docker run --memory" in machine.host_check(30 * GIB, 80 * GIB).remedy
     assert not machine.host_check(None, 80 * GIB).remedy
 
@@ -301,7 +301,7 @@ def test_a_link_that_cannot_be_measured(monkeypatch):
 
     monkeypatch.setattr(machine, "measure_link", refuse)
     [*_, check] = machine.examine(offload.device.select.get_backend("cpu"))
-    assert check == Check("link", "not measured", "64.00 MiB are missing; free host memory")
+    assert check == MachineCheck("link", "not measured", "64.00 MiB are missing; free host memory")
 
 
 @pytest.mark.parametrize(
