@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
 from models import WIDTH, loss_of
+from streaming import backward, forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,10 +81,7 @@ class Loop:
         return [parameter.detach().clone() for parameter in self.layers.parameters()]
 
     def loss(self, number: int, first: int = 0) -> torch.Tensor:
-        x = self.inputs[number]
-        for layer in self.layers[first:]:
-            x = layer(x)
-        return loss_of(x)
+        return loss_of(forward(self.layers[first:], self.inputs[number]))
 
     def step(self, loss: torch.Tensor) -> None:
         """Backward and the step, in it or after it."""
@@ -129,20 +127,13 @@ def frozen(loop: Loop) -> None:
         loop.layers.requires_grad_()
 
 
-def layers_called(loop: Loop, *order: int) -> None:
-    for number in range(STEPS):
-        x = loop.inputs[number]
-        for index in order:
-            x = loop.layers[index](x)
-        loop.step(loss_of(x))
-
-
-def layers_called_again(loop: Loop) -> None:
-    layers_called(loop, 2, 1, 1, 0, 2)
+def layers_called_again(loop: Loop, order: Sequence[int] = (2, 1, 1, 0, 2)) -> None:
+    for x in loop.inputs:
+        loop.step(loss_of(forward([loop.layers[index] for index in order], x)))
 
 
 def layers_in_another_order(loop: Loop) -> None:
-    layers_called(loop, 2, 1, 0)
+    layers_called_again(loop, (2, 1, 0))
 
 
 def checkpointed_groups(loop: Loop) -> None:
@@ -198,10 +189,7 @@ def test_the_programs_optimizer_steps_what_is_outside(device: torch.device) -> N
         rest = [p for p in loop.layers.parameters() if p.ndim == 1 or not in_backward]
         optimizer = torch.optim.SGD([*outside.parameters(), *rest], lr=0.125)
         for x in loop.inputs:
-            y = outside(x)
-            for layer in loop.layers:
-                y = layer(y)
-            loss_of(y).backward()
+            backward(loop.layers, outside(x))
             optimizer.step()
             optimizer.zero_grad()
         return [*loop.values, *(parameter.detach().cpu() for parameter in outside.parameters())]
@@ -236,9 +224,8 @@ def test_layers_that_are_checkpointed_twice_are_refused(device: torch.device) ->
     """Each checkpoint brings gradients of its own, in one backward."""
     loop = Loop(device, sgd)
     x = loop.inputs[0].requires_grad_()
-    for _ in range(2):
-        for layer in loop.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
+    for layer in (*loop.layers, *loop.layers):
+        x = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match="do not use step_in_backward with layers that are checkpointed twice"):
         loss_of(x).backward()
 
@@ -268,12 +255,12 @@ def test_a_backward_that_failed_may_have_stepped_some_layers(device: torch.devic
         loss_of(loop.layers[2](loop.layers[1](x))).backward()
     loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
     assert [torch.equal(*pair) for pair in zip(before, loop.values, strict=True)] == [True] * 6 + [False] * 3
-    loop.layers.zero_grad()
     assert_goes_on(loop)
 
 
 def assert_goes_on(loop: Loop) -> None:
     """The next steps are those of training that begins with these weights and this state."""
+    loop.layers.zero_grad()
     plain = Loop(loop.inputs[0].device, sgd, in_backward=False)
     plain.layers.load_state_dict(loop.layers.state_dict())
     for optimizer in loop.optimizers:
@@ -302,7 +289,6 @@ def test_a_step_that_fails_comes_out_of_backward(device: torch.device) -> None:
     assert caught.value.__notes__ == ["In the step in backward of layer 1 (Gated)."]
     assert [torch.equal(*pair) for pair in zip(before, loop.values, strict=True)] == [True] * 6 + [False] * 3
     failing.clear()
-    loop.layers.zero_grad()
     assert_goes_on(loop)
 
 
@@ -316,7 +302,6 @@ def test_a_layer_whose_gradient_is_wrong_is_not_stepped(device: torch.device) ->
     with pytest.raises(RuntimeError, match="single memory location"):
         loop.loss(0).backward()
     assert all(map(torch.equal, before, loop.values))
-    loop.layers.zero_grad()
     assert_goes_on(loop)
 
 

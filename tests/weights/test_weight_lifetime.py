@@ -271,16 +271,20 @@ def test_a_copy_of_a_streamed_model_is_an_ordinary_one(
 def test_prefetch_is_not_used_after_a_change(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     layers.eval()
+    twin = copy.deepcopy(layers)
     with stream_weights(layers, device) as handle, torch.no_grad():
         y = layers[0](x)
-        layers[1].out.weight.mul_(2)  # loaded ahead by now
-        layers[2].out.weight.data.mul_(2)
+        for model in (layers, twin):
+            model[1].out.weight.mul_(2)  # loaded ahead by now
+        y = layers[1](y)
+        assert torch.equal(y, forward(twin[:2], x))
+        for model in (layers, twin):
+            model[2].out.weight.data.mul_(2)  # leaves no trace
         handle.synchronize()
-        twin = copy.deepcopy(layers).to(device)
-        assert torch.equal(forward(layers[1:], y), forward(twin[1:], y))
+        assert torch.equal(forward(layers[2:], y), forward(twin[2:], y))
 
 
-# What it refuses. Nothing has changed then.
+# Refused layers and programs.
 
 
 class Shared(nn.Module):
