@@ -119,11 +119,9 @@ def attach(
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
     stage_layers = None if patterns is None else StageLayers(stages, layers or largest_list, patterns)
-    parts = parts if stage_layers is None else stage_layers.parts
-    options: Any = {"memory_budget": memory_budget, "fraction": fraction, "lookahead": lookahead}
-    handle = PipelineOffload(
-        stages, backend, stage_layers, profile, min_bytes, {"link": link, "parts": parts} | options
-    )
+    options: dict[str, Any] = {"memory_budget": memory_budget, "fraction": fraction, "lookahead": lookahead}
+    options |= {"link": link, "parts": stage_layers.parts if stage_layers else parts}
+    handle = PipelineOffload(stages, backend, stage_layers, profile, min_bytes, options)
     try:
         order = known_order(schedule, stages)
         if order is not None and profile is not None:

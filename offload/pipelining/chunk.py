@@ -7,6 +7,7 @@ layers, a part is one of these layers, and tensors that the stage saves outside 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +18,7 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
-from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn, check_layers, listeners_on
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
 from offload.recompute.policies import OFFLOAD, LayerPolicies, Policy
 
@@ -51,7 +52,7 @@ class ChunkParts:
         part_bytes: A part begins when the part before has saved so many bytes.
     """
 
-    def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = 0.0) -> None:
+    def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = math.inf) -> None:
         self.parts = parts
         self._round = microbatch
         self._first_layer = number * parts
@@ -138,11 +139,6 @@ class LayeredChunk(ChunkParts):
             opened.leave(failed=failed)
             opened.close()
 
-    def pack(self, tensor: torch.Tensor) -> PackedTensor:
-        if self._open is None:
-            raise RuntimeError("a layer's hooks were called outside of its forward; please report this.")
-        return PackedTensor(self, self._part, self._open.hook(tensor))
-
     def saved(self) -> tuple[tuple[int, ...], int]:
         held = [entry for layer in self.policies for entry in layer.held()]
         tensors = tuple(nbytes for nbytes, policy in held if policy is OFFLOAD)
@@ -158,7 +154,7 @@ class LayeredChunk(ChunkParts):
         self._layers.running = None
 
 
-class StageLayers(Handle):
+class StageLayers:
     """The layers of all stages of a rank, with the policies of their regions.
 
     Args:
