@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, build, gradients, leaves_of, loss_of, offloading, step_gradients
+from models import Offloading, assert_same, build, gradients, leaves_of, loss_of, offloading, step_gradients
 from torch import nn
 
 import offload
@@ -325,6 +326,65 @@ def test_no_warning_where_nothing_was_to_move() -> None:
     context.enter(2)  # the round's last layer: the others were skipped
     context.exit()
     run_round(*make(), x)
+
+
+# The sync function is forgotten
+
+
+def without_sync(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        with offloaded.context:
+            x = layer(x)
+    return x
+
+
+def sync_at_the_end(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = offloaded.sync(without_sync(offloaded, layers, x))
+    return output
+
+
+def around_the_loop_without_sync(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    with offloaded.context:
+        for layer in layers:
+            x = layer(x)
+    return x
+
+
+def evaluates_and_fails(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        without_sync(offloaded, layers, x)
+    with contextlib.suppress(ZeroDivisionError):
+        offloaded.forward([*list(layers)[:3], lambda _: 1 / 0], x)
+    return offloaded.forward(layers, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "num_layers", "warns"),
+    [
+        (without_sync, 1, True),
+        (sync_at_the_end, 3, True),
+        (around_the_loop_without_sync, 1, True),
+        (evaluates_and_fails, 2, False),
+    ],
+)
+def test_one_warning_if_outputs_are_not_passed_to_sync(
+    forward: Callable[..., torch.Tensor], num_layers: int, warns: bool, lab: Lab
+) -> None:
+    layers, x = build("decoder", 6, lab.device)
+    offloaded = offloading(num_layers, 6, lab.device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            losses = [loss_of(forward(offloaded, layers, x)) for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+    said = [warning for warning in caught if "freed no device memory" not in str(warning.message)]
+    assert len(said) == warns
+    for warning in said:
+        assert "/tests/" in warning.filename
+        message = str(warning.message)
+        assert message.startswith("the output of each layer must be passed to the sync function, but that of layer ")
+        assert message.endswith("write `output = sync(output)` after the block of each layer.")
 
 
 # Layers that stay

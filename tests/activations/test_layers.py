@@ -439,6 +439,18 @@ def test_remove(device: torch.device) -> None:
     handle_for(layers, moves=False).remove()
 
 
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"memory_budget": "1GiB"}, None], ids=str)
+def test_a_removed_handle_is_no_context(options: dict[str, Any] | None) -> None:
+    layers, _ = build("decoder", LAYERS, torch.device("cpu"))
+    made: Any = stream_weights(layers, "cpu") if options is None else offload_layers(layers, **options)
+    with made as handle:
+        assert handle is made
+        assert options is None or handle.state in ("measuring", "following")
+    assert options is None or handle.state == "removed"
+    with pytest.raises(RuntimeError, match="the handle must be in use, but it was removed"), handle:
+        pass
+
+
 def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
 
