@@ -2,9 +2,11 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import nbformat
+import page_html
 import pytest
 from nbclient.exceptions import CellExecutionError
 from tutorial import execute
@@ -74,6 +76,16 @@ def test_shows_what_teaches(path):
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []
             inside = {module for module in modules if module.startswith("offload.")}
             assert inside <= {"offload.pipelining"}, cell.id
+
+
+@each_notebook
+def test_cells_that_draw_are_folded(path):
+    """On the site and in JupyterLab; other folded cells say what they fold."""
+    cells = code_cells(nbformat.read(path, as_version=4))
+    draws = [one for one in cells if re.search(r"new_figure\(|\bplt\.", one.source)]
+    hidden = [one for one in cells if page_html.FOLDED in one.metadata.get("tags", ())]
+    assert [one for one in hidden if "fold" not in one.metadata] == draws
+    assert all(one.metadata["jupyter"] == {"source_hidden": True} for one in hidden)
 
 
 def small_notebook(tmp_path, checks, two="a + 1"):

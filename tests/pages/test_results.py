@@ -42,16 +42,13 @@ def test_all_drawings_are_committed_and_no_other():
 
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
-def test_drawings_are_small_transparent_and_readable_on_a_phone(path):
+def test_drawings_are_small_and_transparent(path):
+    """That a phone shows their text large enough, the browser's tests find."""
     text = (results.ROOT / path).read_text("utf-8")
     assert len(text) < 80_000
     assert "<dc:date>" not in text
     background = re.search(r'<g id="patch_1">\s*<path [^>]*style="([^"]*)"', text)
     assert background is None or background[1] == "fill: none"
-    if path not in results.PICTURES:  # 358 pixels are what a phone of 390 has for it
-        width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])
-        sizes = [float(size) for size in re.findall(r"font(?:-size)?:[^;\"]*?([\d.]+)px", text)]
-        assert min(sizes) * 358 / width >= 9
 
 
 @pytest.mark.parametrize(
@@ -77,17 +74,11 @@ def test_every_block_is_in_a_page_and_the_other_way_round():
     assert set(re.findall(r"<!-- (table|picture): (\w+) -->", text)) == set(results.BLOCKS)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- table: nothing -->\n<!-- /table -->",
-        "<!-- table: activations -->\n",
-        "<!-- table: activations -->\n<!-- /picture -->",
-    ],
-)
-def test_refuses_blocks_that_it_would_not_fill(text):
-    with pytest.raises(ValueError, match=r"blocks must be closed, and be among '(table|picture): "):
-        results.filled(text, results.ROOT / "README.md")
+def test_refuses_blocks_that_it_would_not_fill():
+    begins = "<!-- table: activations -->\n"
+    for text in ("<!-- table: nothing -->\n<!-- /table -->", begins, begins + "<!-- /picture -->"):
+        with pytest.raises(ValueError, match=r"blocks must be closed, and be among '(table|picture): "):
+            results.filled(text, results.ROOT / "README.md")
 
 
 @pytest.mark.slow
@@ -107,12 +98,6 @@ def test_check_names_what_is_out_of_date(tmp_path, monkeypatch):
     assert (lines[:2], lines[-2:]) == (["a", "<!-- table: link -->"], ["<!-- /table -->", "z"])
     assert "55.2 GB/s" in lines[4]
     assert not results.changed_pages()
-
-
-def test_a_record_of_small_sizes_is_refused(tmp_path):
-    (tmp_path / "suite.json").write_text('{"small": true}', "utf-8")
-    with pytest.raises(ValueError, match=r"suite\.json must be of full size"):
-        page_text.full_record(tmp_path / "suite.json")
 
 
 def test_the_readme_begins_like_the_start_page():

@@ -1,4 +1,4 @@
-"""The page of troubleshooting quotes every warning, and every error of states, captures and host memory."""
+"""Pages name what is there: every warning and error of states, captures and host memory; tests and scripts."""
 
 import ast
 import re
@@ -37,17 +37,25 @@ def quoted():
 QUOTED = quoted()
 
 
-def test_finds_what_is_said():
-    assert len(QUOTED) >= 20
-
-
 @pytest.mark.parametrize("where", QUOTED)
 def test_is_on_the_page(where):
     assert any(phrase in PAGE for phrase in QUOTED[where]), f"docs/howto/troubleshooting.md lacks {QUOTED[where][0]!r}"
 
 
+def test_the_matrix_of_what_works_with_what_names_tests_and_scripts_that_exist():
+    page = (ROOT / "docs/howto/trainers.md").read_text("utf-8")
+    matrix = page[page.index("## What works with what") :]
+    names = set(re.findall(r"`((?:test_)?\w+(?:\.py)?)`", matrix))
+    files = [*(ROOT / "docs/examples").glob("*.py"), *(ROOT / "tests").rglob("test_*.py")]
+    tests = set(re.findall(r"^ *def (test_\w+)", "\n".join(path.read_text("utf-8") for path in files), re.MULTILINE))
+    assert {name for name in names if name.endswith(".py")} <= {path.name for path in files}
+    assert {name for name in names if name.startswith("test_") and not name.endswith(".py")} <= tests
+    assert names > {"ddp.py", "test_sharded_layers"}
+
+
 def test_every_reason_to_stay_has_a_row():
     caveats = (ROOT / "docs" / "caveats.md").read_text("utf-8")
+    assert len(QUOTED) >= 20
     table = caveats[caveats.index("| reason | what it is |") :].split("\n\n")[0]
     reasons = re.findall(r"^\| (`[a-z ]+`) \|", table, re.MULTILINE)
     assert len(reasons) >= 9
