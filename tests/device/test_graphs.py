@@ -120,15 +120,6 @@ class TestOwnership:
         assert not any(blocks(captured) & blocks(buffer) for buffer in eager)
         assert pool.used_bytes == 4 * KIB, "a graph's buffers count as used"
 
-    def test_neither_does_another_capture(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB, KIB)
-        taken = []
-        for number in (1, 2):
-            with driver.capture(number):
-                taken.append(pool.take(KIB))
-                pool.give(taken[-1], Event(driver))
-        assert not blocks(taken[0]) & blocks(taken[1])
-
     def test_nor_is_it_given_back_to_the_system(self, pool: HostPool, driver: Driver) -> None:
         warm_up(pool, 4 * KIB)
         with driver.capture(1):
@@ -194,16 +185,6 @@ class TestEnd:
         assert pool.trim() == 4 * KIB
         assert pool.pinned_bytes == 0
 
-    def test_graphs_end_in_any_order(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB, KIB)
-        taken = {}
-        for number in (1, 2):
-            with driver.capture(number):
-                taken[number] = pool.take(KIB)
-                pool.give(taken[number], Event(driver))
-        driver.destroy(2)
-        assert blocks(pool.take(KIB)) == blocks(taken[2])
-
 
 class TestMissingMemory:
     def test_is_an_error_that_says_how_much_and_what_to_do(self, pool: HostPool, driver: Driver) -> None:
@@ -227,15 +208,6 @@ class TestMissingMemory:
         with driver.capture(2):
             assert pool.take(4 * KIB).nbytes == 4 * KIB
 
-    def test_is_over_after_a_warm_up_with_the_same_sizes(self, pool: HostPool, driver: Driver) -> None:
-        sizes = (KIB, 3 * KIB, 700, KIB)
-        warm_up(pool, *sizes)
-        pinned = pool.pinned_bytes
-        with driver.capture(1):
-            for nbytes in sizes:
-                pool.take(nbytes)
-        assert pool.pinned_bytes == pinned
-
     def test_memory_can_be_reserved_in_place_of_a_warm_up(self, pool: HostPool, driver: Driver) -> None:
         pool.reserve(8 * KIB)
         with driver.capture(1):
@@ -245,16 +217,9 @@ class TestMissingMemory:
 class TestEvents:
     def test_of_eager_steps_are_dropped_when_a_capture_takes_the_buffer(self, pool: HostPool, driver: Driver) -> None:
         """A capture begins on an idle device, and could not wait for what was recorded outside of it."""
-        warm_up(pool, KIB, event=Event(driver))
+        warm_up(pool, KIB, 512, 512, event=Event(driver))
         with driver.capture(1):
-            assert pool.take(KIB).events == ()
-
-    def test_also_where_the_capture_carves_the_buffer_from_several(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, 512, 512, event=Event(driver))
-        with driver.capture(1):
-            carved = pool.take(KIB)
-        assert len(carved.ranges) >= 1
-        assert carved.events == ()
+            assert pool.take(KIB).events == pool.take(640).events == ()
 
     def test_stay_with_what_the_capture_leaves_over(self, pool: HostPool, driver: Driver) -> None:
         event = Event(driver)
@@ -273,14 +238,6 @@ class TestReading:
         ):
             pool.read(eager)
 
-    def test_outside_of_a_capture_is_always_allowed(self, pool: HostPool, driver: Driver) -> None:
-        eager = pool.take(KIB)
-        pool.read(eager)
-        pool.give(eager, None)
-        with driver.capture(1):
-            captured = pool.take(KIB)
-        pool.read(captured)
-
 
 STEP = st.one_of(
     st.tuples(st.just("take"), st.integers(0, 3), st.sampled_from([512, 700, 1024, 3000])),
@@ -289,7 +246,6 @@ STEP = st.one_of(
 )
 
 
-@pytest.mark.slow
 @given(st.lists(STEP, max_size=40))
 def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
     """Owner 0 is eager code, the others are graphs. A graph owns all it ever took, until it is destroyed."""
@@ -420,20 +376,15 @@ class TestJoin:
         backend: Any = SimpleNamespace(compute_stream=lambda: compute)
         return Transfers(backend, HostPool(host_memory), d2h, h2d)
 
-    @pytest.mark.parametrize(
-        "capturing", [set(), {"d2h"}, {"h2d"}, {"d2h", "h2d"}], ids=lambda names: " ".join(sorted(names)) or "none"
-    )
-    def test_waits_for_the_streams_that_were_forked(self, monkeypatch: pytest.MonkeyPatch, capturing: set[str]) -> None:
-        monkeypatch.setattr(under_test, "is_capturing", lambda stream: stream.name in capturing)
+    def test_waits_once_for_each_stream_that_was_forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for capturing in ([], ["d2h"], ["h2d"], ["d2h", "h2d"]):
+            monkeypatch.setattr(under_test, "is_capturing", lambda stream, names=capturing: stream.name in names)
+            compute, d2h = FakeStream("compute"), FakeStream("d2h")
+            self.transfers(compute, d2h, FakeStream("h2d")).join()
+            assert sorted(compute.waited) == capturing
         compute = FakeStream("compute")
-        self.transfers(compute, FakeStream("d2h"), FakeStream("h2d")).join()
-        assert set(compute.waited) == capturing
-
-    def test_one_stream_for_both_directions_is_joined_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(under_test, "is_capturing", lambda _: True)
-        compute, copies = FakeStream("compute"), FakeStream("copies")
-        self.transfers(compute, copies, copies).join()
-        assert compute.waited == ["copies"]
+        self.transfers(compute, d2h, d2h).join()
+        assert compute.waited == ["d2h"]
 
     def test_before_an_error_about_missing_memory_leaves(self, monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
         monkeypatch.setattr(under_test, "is_capturing", lambda stream: stream.name == "d2h")
