@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from offload.device.select import get_backend
 from offload.host.pool import HostPool, get_host_pool
 
 CYCLES_PER_S = 2e9  # of torch.cuda._sleep; GPUs run at somewhat less, so it sleeps somewhat longer
+
+
+def mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""The processes of a test that needs several: what starts them, and what each of them does first and last."""
+"""The processes of a test that needs several: what starts them, what each of them does first and last, and forks."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,19 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]]) -> None:
         found = find(rank, world, device)
         dist.barrier()
         torch.save(found, folder / f"{rank}.pt")
+
+
+def true_in_a_child(condition: Callable[[], bool]) -> bool:
+    """What a forked child says; ``False`` too if it hangs."""
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        said = False
+        try:
+            said = condition()
+        finally:
+            os._exit(int(not said))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @contextmanager

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from lab import late_copies
 from models import build, loss_of, offloading, step_gradients
+from ranks import true_in_a_child
 
 from offload import stream_weights
 from offload.base.worker import Worker
-from offload.device.select import get_backend
 
 CPU = torch.device("cpu")
 
@@ -57,24 +57,8 @@ class TestFork:
 
     @pytest.fixture(autouse=True)
     def slow_copies(self) -> Iterator[None]:
-        streams = get_backend(CPU).copy_streams
-        for stream in streams:
-            stream.delay_s = 0.002
-        yield
-        for stream in streams:
-            stream.delay_s = 0.0
-
-    def in_child(self, condition: Callable[[], bool]) -> bool:
-        """What a forked child says; ``False`` too if it hangs."""
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
-            said = False
-            try:
-                said = condition()
-            finally:
-                os._exit(int(not said))
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with late_copies(0.002):
+            yield
 
     def test_what_was_queued_is_done_before_the_fork(self) -> None:
         worker, done = Worker("test"), list[str]()
@@ -86,7 +70,7 @@ class TestFork:
             worker.drain()
             return there == ["parent"] and done == ["parent", "child"]
 
-        assert self.in_child(goes_on)
+        assert true_in_a_child(goes_on)
         assert done == ["parent"]
 
     def test_offloaded_activations(self) -> None:
@@ -97,7 +81,7 @@ class TestFork:
             return all(map(torch.equal, expected, step_gradients(layers, x, offloaded)))
 
         assert trains()
-        assert self.in_child(trains)
+        assert true_in_a_child(trains)
         assert trains()
 
     def test_a_graph_from_before_the_fork(self) -> None:
@@ -111,7 +95,7 @@ class TestFork:
         def is_right() -> bool:
             return all(map(torch.equal, expected, torch.autograd.grad(loss, leaves)))
 
-        assert self.in_child(is_right)
+        assert true_in_a_child(is_right)
         assert is_right()
 
     @pytest.mark.slow
@@ -142,6 +126,6 @@ class TestFork:
 
         with stream_weights(layers, CPU):
             assert trains()
-            assert self.in_child(trains)
-            assert self.in_child(evaluates)
+            assert true_in_a_child(trains)
+            assert true_in_a_child(evaluates)
             assert trains()

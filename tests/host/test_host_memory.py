@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lab import Lab
+from lab import Lab, mapped
 from torch import nn
 
 import offload
@@ -198,12 +198,6 @@ def test_the_cache_is_given_back_but_for_what_is_in_use(layers: nn.ModuleList) -
         warnings.simplefilter("error")
         assert offload.empty_host_cache("cpu") == held
     assert handle.stats().pinned_bytes == 0
-
-
-def mapped(address: int) -> bool:
-    """Whether the process has memory there."""
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 def resident_bytes() -> int:

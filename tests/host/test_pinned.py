@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from lab import mapped
+from ranks import true_in_a_child
 
 from offload.device.backend import PageLockError
 from offload.device.cuda import CudaBackend
@@ -20,24 +19,6 @@ from offload.host import page_locked as pinned
 from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def mapped(address: int) -> bool:
-    """Whether the process has memory there."""
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
-
-
-def true_in_a_child(condition: Callable[[], bool]) -> bool:
-    """What a forked child says."""
-    child = os.fork()
-    if not child:
-        said = False
-        try:
-            said = condition()
-        finally:
-            os._exit(int(not said))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Driver:
