@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,7 +58,7 @@ def inputs() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
 
 
-@pytest.mark.parametrize("turns", list(itertools.permutations(Turn)))
+@pytest.mark.parametrize("turns", [tuple(Turn), tuple(reversed(Turn))])
 def test_turns(turns: tuple[Turn, ...]) -> None:
     """Whoever was attached first, weights come first on the way in and last on the way out."""
     layer = Stops()

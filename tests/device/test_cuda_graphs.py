@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -53,19 +53,11 @@ def forward(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 def eager_gradients(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
     layers.zero_grad(set_to_none=False)
     forward(layers, x).backward()
-    return [parameter.grad.clone() for parameter in layers.parameters()]
+    return gradients(layers)
 
 
-def capture(layers: nn.ModuleList, static: torch.Tensor) -> torch.cuda.CUDAGraph:
-    """A graph of one training step on ``static``, gradients set to zero first."""
-
-    def step() -> None:
-        for parameter in layers.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.zero_()
-        forward(layers, static).backward()
-
+def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of the step, after two steps as a warm-up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -78,8 +70,30 @@ def capture(layers: nn.ModuleList, static: torch.Tensor) -> torch.cuda.CUDAGraph
     return graph
 
 
+def capture(layers: nn.ModuleList, static: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of one training step on ``static``, gradients set to zero first."""
+
+    def step() -> None:
+        for parameter in layers.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.zero_()
+        forward(layers, static).backward()
+
+    return captured(step)
+
+
 def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in layers.parameters()]
+
+
+def assert_replays(graph: torch.cuda.CUDAGraph, layers: nn.ModuleList, static: torch.Tensor) -> None:
+    """Replays with other inputs have the gradients of eager steps."""
+    for seed in range(5):
+        x = make_input(seed)
+        static.copy_(x)
+        graph.replay()
+        assert all(map(torch.equal, gradients(layers), eager_gradients(layers, x)))
 
 
 def used_bytes() -> int:
@@ -105,16 +119,15 @@ def test_a_hundred_replays_with_other_training_in_between(layers: nn.ModuleList,
     with offload.offload_layers(layers, schedule=schedule, min_bytes=MIN_BYTES) as handle:
         graph = capture(layers, static)
         assert handle.stats().offloaded_bytes > 0
-        captured = gradients(layers)
     with offload.offload_layers(other, 4, min_bytes=MIN_BYTES):
         for seed in range(100):
             x = make_input(seed)
             static.copy_(x)
             graph.replay()
-            captured = gradients(layers)
+            found = gradients(layers)
             if seed % 10 == 0:
                 forward(other, torch.randn(1 + seed % 3, *SHAPE[1:], device="cuda")).backward()
-            assert all(map(torch.equal, captured, eager_gradients(layers, x)))
+            assert all(map(torch.equal, found, eager_gradients(layers, x)))
 
 
 def test_several_graphs_alive_share_no_host_memory() -> None:
@@ -129,8 +142,8 @@ def test_several_graphs_alive_share_no_host_memory() -> None:
     for graph in reversed(graphs):
         graph.replay()
     found = [gradients(model) for model in models]
-    for model, static, captured in zip(models, statics, found, strict=True):
-        assert all(map(torch.equal, captured, eager_gradients(model, static)))
+    for model, static, replayed in zip(models, statics, found, strict=True):
+        assert all(map(torch.equal, replayed, eager_gradients(model, static)))
 
 
 def test_a_destroyed_graph_gives_its_host_memory_back(layers: nn.ModuleList) -> None:
@@ -222,12 +235,12 @@ def test_make_graphed_callables(layers: nn.ModuleList) -> None:
         x = make_input(seed).requires_grad_()
         layers.zero_grad(set_to_none=True)
         graphed(x).square().mean().backward()
-        captured = gradients(layers)
+        found = gradients(layers)
         with offload.offload_layers(other, 2, min_bytes=MIN_BYTES):
             forward(other, make_input(seed)).backward()
         expected = make_layers()
         forward(expected, x.detach()).backward()
-        assert all(map(torch.equal, captured, gradients(expected)))
+        assert all(map(torch.equal, found, gradients(expected)))
     assert model.context.stats().offloaded_bytes == offloaded, "replays run no Python"
 
 
@@ -253,20 +266,7 @@ def test_manual_synchronization_in_a_graph(layers: nn.ModuleList) -> None:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         x.square().mean().backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for seed in range(10):
-        x = make_input(seed)
-        static.copy_(x)
-        graph.replay()
-        assert all(map(torch.equal, gradients(layers), eager_gradients(layers, x)))
+    assert_replays(captured(step), layers, static)
 
 
 # torch.compile's own imports, its advice on float32, and the empty graph with which it sets up its memory pool.
@@ -301,15 +301,7 @@ def test_a_captured_optimizer_step(layers: nn.ModuleList) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
     with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step(layers, optimizers[0])
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(layers, optimizers[0])
+        graph = captured(lambda: step(layers, optimizers[0]))
     for _ in range(2):
         step(reference, optimizers[1])
     for seed in range(10):

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
-from test_cuda_graphs import LAYERS, MIN_BYTES, capture, eager_gradients, forward, gradients, make_input, make_layers
+from test_cuda_graphs import (
+    LAYERS,
+    MIN_BYTES,
+    _deterministic,  # noqa: F401  a fixture
+    assert_replays,
+    capture,
+    eager_gradients,
+    forward,
+    gradients,
+    make_input,
+    make_layers,
+)
 from torch import nn
 
 import offload
@@ -22,21 +32,14 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("num_layers", [0, 3])
-@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize(
+    ("policies", "num_layers"), list(zip(POLICIES.values(), (0, 3, 0, 3), strict=True)), ids=POLICIES.keys()
+)
 @pytest.mark.filterwarnings("ignore:a whole round of")
 def test_replays_with_other_training_in_between(policies: dict[str, str], num_layers: int) -> None:
     layers, other = make_layers(), make_layers()
     static = make_input(0).clone()
-    options = {"policies": policies}
-    with offload.offload_layers(layers, num_layers, min_bytes=MIN_BYTES, **options) as handle:
+    with offload.offload_layers(layers, num_layers, min_bytes=MIN_BYTES, policies=policies) as handle:
         graph = capture(layers, static)
         assert "recompute" in handle.regions(0).values()
     with offload.offload_layers(other, 2, min_bytes=MIN_BYTES, policies=policies):
@@ -104,11 +107,7 @@ def test_compiled_layers() -> None:
     with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, policies={"*": "recompute"}) as handle:
         graph = capture(layers, static)
         assert handle.regions(0) == {"compiled forward": "recompute"}
-    for seed in range(5):
-        x = make_input(seed)
-        static.copy_(x)
-        graph.replay()
-        assert all(map(torch.equal, gradients(layers), eager_gradients(layers, x)))
+    assert_replays(graph, layers, static)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # it fails at its first layer
@@ -136,8 +135,4 @@ def test_a_plan_in_a_graph() -> None:
     plan = offload.plan(profile, profile.saved_bytes // 2, offload.measure_link(), max_host_bytes="1GiB")
     with offload.offload_layers(layers, plan=plan, min_bytes=MIN_BYTES):
         graph = capture(layers, static)
-    for seed in range(5):
-        x = make_input(seed)
-        static.copy_(x)
-        graph.replay()
-        assert all(map(torch.equal, gradients(layers), eager_gradients(layers, x)))
+    assert_replays(graph, layers, static)
