@@ -120,21 +120,6 @@ def test_transformer_engines_example(layers, inputs):
     assert stats.late_reloads == 0
 
 
-def test_without_waiting_for_the_stream(layers, inputs):
-    expected = expected_gradients(layers, inputs[:1])
-    context, sync, controller = manual()
-
-    def after(layer):
-        controller.start_offload_layer(layer)
-        controller.release_activation_forward_gpu_memory(layer)
-
-    loss = run(layers, inputs[0], after, context, sync)
-    for layer in reversed(range(LAYERS)):
-        controller.start_reload_layer(layer)
-    loss.backward()
-    assert_equal(gradients(layers), expected)
-
-
 def test_layers_without_a_call_stay(layers, inputs):
     expected = expected_gradients(layers, inputs[:1])
     context, sync, controller = manual()

@@ -170,20 +170,6 @@ def test_layers_of_torchscript_are_refused(make: Callable[[nn.Module], Any]) -> 
         offload_layers(layers, 1)
 
 
-def test_scripting_a_context_names_it(device: torch.device) -> None:
-    class Layer(nn.Module):
-        def __init__(self, context: Any) -> None:
-            super().__init__()
-            self.context = context
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with self.context:
-                return x.exp()
-
-    with pytest.raises(RuntimeError, match="OffloadContext"):
-        torch.jit.script(Layer(offloading(1, 3, device).context))
-
-
 def transform_of(name: str) -> Callable[[Model, torch.Tensor], object]:
     def run(model: Model, x: torch.Tensor) -> object:
         def loss(x: torch.Tensor) -> torch.Tensor:
