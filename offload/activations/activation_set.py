@@ -10,7 +10,7 @@ import torch
 
 from offload.activations.copies import Reload, Transfers
 from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, SubclassHandle, Token, unpack
-from offload.activations.saved_storage import SavedStorage, watch
+from offload.activations.saved_storage import SavedStorage, watched
 from offload.activations.states import OffloadState, next_state
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
@@ -42,7 +42,7 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
         """Where its kernels are queued, which need not be the stream of the operation after it."""
         self.node = -1
         """The number of the node that autograd makes next: it grows with each operation before that saves anything."""
-        watch(self)
+        watched[id(self)] = self
 
 
 class ActivationSet:
@@ -208,11 +208,11 @@ class ActivationSet:
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
 
-    # The three verbs. ``call`` names what the user has called, for the error where the state does not allow it.
+    # The three verbs; each raises an error where the state does not allow it.
 
-    def start_offload(self, call: str | None = None) -> None:
+    def start_offload(self) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once."""
-        self.state = next_state("start_offload", self.layer, self.state, call=call)
+        self.state = next_state("start_offload", self.layer, self.state)
         saved = self._live()
         for storage in saved:
             storage.start_offload()  # what is being written follows when its operation is over
@@ -220,9 +220,9 @@ class ActivationSet:
         if saved:
             self.transfers.end_batch()
 
-    def release(self, call: str | None = None) -> None:
+    def release(self) -> None:
         """Let the device memory go: the compute stream waits for the copies, then reuses the memory."""
-        self.state = next_state("release", self.layer, self.state, call=call)
+        self.state = next_state("release", self.layer, self.state)
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
@@ -238,23 +238,23 @@ class ActivationSet:
         for storage in moved:
             storage.release()
 
-    def start_reload(self, call: str | None = None) -> None:
+    def start_reload(self) -> None:
         """Queue the copies back to the device, last saved first, as backward will ask for them."""
-        self.state = next_state("start_reload", self.layer, self.state, call=call)
+        self.state = next_state("start_reload", self.layer, self.state)
         self._reload()
 
     def _reload_late(self, storage: SavedStorage) -> None:
         """Backward needs ``storage`` now, and nobody has started its reload: correct, but a stall."""
         with self.transfers.lock:
             if storage.memory is not None:
-                return  # another thread has brought it back meanwhile
+                return  # another thread has reloaded it meanwhile
             if storage.layer != self.layer:
                 # The later layer that the storage moves with has no backward here: reload it with this one.
                 self._storages.append(weakref.ref(storage))
                 storage.layer = self.layer
             self.transfers.late_reloads += 1
             if self.state is OffloadState.OFFLOADED:
-                self.state = next_state("start_reload", self.layer, self.state)
+                self.state = OffloadState.RELOADING
             self._reload()
 
     def _reload(self) -> None:
@@ -292,7 +292,7 @@ class ActivationSet:
     def _mark_read(self) -> None:
         """Backward has begun to read what was reloaded."""
         if self.state is OffloadState.RELOADING:
-            self.state = next_state("unpack", self.layer, self.state)
+            self.state = OffloadState.RELOADED
 
     def _live(self) -> list[SavedStorage]:
         """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""

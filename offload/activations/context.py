@@ -312,7 +312,7 @@ class OffloadContext(ContextDecorator):
     @property
     def _open(self) -> ActivationSet | None:
         """The set of the layer whose forward runs now."""
-        return next((opened for opened in self._entered if opened is not None), None)
+        return next(filter(None, self._entered), None)
 
     def _next_layer(self, layer: int | None) -> int:
         """The number of the layer that begins now, in a new round if the current one is over."""

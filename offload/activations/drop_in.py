@@ -238,20 +238,20 @@ class ManualOffloadSynchronizer:
                 f"start_offload_layer({layer_id}): layer {layer_id} must be RESIDENT, but its backward is over; "
                 "call it between the layer's forward and its backward."
             )
-        moving.start_offload("start_offload_layer")
+        moving.start_offload()
 
     def release_activation_forward_gpu_memory(self, layer_id: int, *, microbatch: int | None = None) -> None:
         """Let the device memory of a started layer go; compute waits, on the device, until the copies are done."""
         call = "release_activation_forward_gpu_memory"
         moving = self._find(call, layer_id, microbatch, OffloadState.OFFLOADING)
         if moving is not None:
-            moving.release(call)
+            moving.release()
 
     def start_reload_layer(self, layer_id: int, *, microbatch: int | None = None) -> None:
         """Queue the copies of a released layer back to the device, in the order in which backward asks for them."""
         moving = self._find("start_reload_layer", layer_id, microbatch, OffloadState.OFFLOADED)
         if moving is not None:
-            moving.start_reload("start_reload_layer")
+            moving.start_reload()
 
     def __repr__(self) -> str:
         return f"ManualOffloadSynchronizer({self._context.model_layers} layers, microbatch={self.microbatch})"

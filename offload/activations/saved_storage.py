@@ -239,19 +239,14 @@ class _Nothing(TorchDispatchMode):
         return torch.empty(0, device="cpu")
 
 
-Known = dict[int, "weakref.ref[SavedStorage]"]
-# Weakly, as the graphs own the microbatches; by identity, as a dict cannot be hashed.
-_watched: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
-
-
-def watch(known: Known) -> None:
-    """Learn when a storage that is in ``known`` by then, by its address, is resized."""
-    _watched[id(known)] = known
+watched: weakref.WeakValueDictionary[int, dict[int, weakref.ref[SavedStorage]]] = weakref.WeakValueDictionary()
+"""The storages of each microbatch, by address, to find those that are resized. Weakly, as the graphs own the
+microbatches; by identity, as a dict cannot be hashed."""
 
 
 def give_up_resized(storage: torch.UntypedStorage) -> None:
     """The program is about to resize a storage: autograd reads what the program puts there."""
-    for known in tuple(_watched.values()):
+    for known in tuple(watched.values()):
         reference = known.get(address_of(storage))
         saved = None if reference is None else reference()
         if saved is not None:

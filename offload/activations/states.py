@@ -38,24 +38,29 @@ TRANSITIONS: dict[str, tuple[OffloadState, OffloadState]] = {
 }
 """Verb → (state it needs, state it leads to)."""
 
+_CALLS = {
+    "start_offload": "start_offload_layer",
+    "release": "release_activation_forward_gpu_memory",
+    "start_reload": "start_reload_layer",
+}
 _REMEDY = {
-    OffloadState.RESIDENT: "call start_offload_layer first",
-    OffloadState.OFFLOADING: "call release_activation_forward_gpu_memory next",
-    OffloadState.OFFLOADED: "call start_reload_layer next, or let backward reload it on demand",
+    OffloadState.RESIDENT: f"call {_CALLS['start_offload']} first",
+    OffloadState.OFFLOADING: f"call {_CALLS['release']} next",
+    OffloadState.OFFLOADED: f"call {_CALLS['start_reload']} next, or let backward reload it on demand",
     OffloadState.RELOADING: "nothing is left to call: backward waits for the reload by itself",
     OffloadState.RELOADED: "nothing is left to call: its backward has already begun",
 }
 
 
-def next_state(verb: str, layer: int, state: OffloadState, *, call: str | None = None) -> OffloadState:
-    """The state that ``verb``, a key of :data:`TRANSITIONS`, leads to; ``call`` is the function that the user called.
+def next_state(verb: str, layer: int, state: OffloadState) -> OffloadState:
+    """The state that ``verb``, a key of :data:`TRANSITIONS`, leads to.
 
     Raises:
-        OffloadStateError: The verb is not allowed in ``state``.
+        OffloadStateError: The verb is not allowed in ``state``; it names the call of the manual synchronizer.
     """
     needed, reached = TRANSITIONS[verb]
     if state is not needed:
         raise OffloadStateError(
-            f"{call or verb}({layer}): layer {layer} must be {needed.name}, but it is {state.name}; {_REMEDY[state]}."
+            f"{_CALLS[verb]}({layer}): layer {layer} must be {needed.name}, but it is {state.name}; {_REMEDY[state]}."
         )
     return reached
