@@ -237,7 +237,7 @@ globalThis.offloadPlanner = (() => {
     }
 
     within(mostBytes, mostHostBytes = Infinity) {
-      return Object.assign(this, { mostBytes, mostHostBytes });
+      return Object.assign(this, { mostBytes, mostHostBytes, leastFits: null });
     }
 
     costs({ k, ways }) {
@@ -295,9 +295,10 @@ globalThis.offloadPlanner = (() => {
       if (this.isSmall()) return least(this.every().map(scored));
       const ends = [this.levels[0], last(this.levels)], numbers = range(this.count);
       const corner = (k, first, rest) => ({ k, ways: numbers.map((number) => (number < k ? first : rest)) });
-      const corners = numbers.flatMap((k) => ends.flatMap((first) => ends.map((rest) => corner(k, first, rest))));
+      const corners = (k, levels) => levels.flatMap((first) => levels.map((rest) => scored(corner(k, first, rest))));
+      const found = least(corners(least(numbers.flatMap((k) => corners(k, ends))).k, this.levels));
       const better = (found, number) => least([found, ...this.ways.map((_, way) => scored(withWay(found, number, way)))]);
-      return numbers.reduce(better, least(corners.map(scored)));
+      return numbers.reduce(better, found);
     }
 
     at(k, offloaded, kept) {
@@ -327,6 +328,7 @@ globalThis.offloadPlanner = (() => {
       const most = at(this.highest);
       if (!this.mayBeFaster(most, fastest_s) || this.hostBytes(most) > this.mostHostBytes) return null;
       if (fits(this.highest)) return this.scored(most);
+      if (!fits(0) && !(this.leastFits ??= this.scored(this.leastPeak()) !== null)) return null;
       let low = 0, high = this.highest; // bisect_left
       while (low < high) {
         const middle = Math.floor((low + high) / 2);

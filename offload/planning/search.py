@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from statistics import fmean
 from typing import NamedTuple
@@ -188,9 +189,15 @@ class Search:
         ends = (self.levels[0], self.levels[-1])
         corners = product(range(self.count), ends, ends)
         found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
+        k = found[1].num_layers
+        found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(self.levels, repeat=2))
         for number, ways in enumerate(self.ways):
-            found = least(iter([found[1], *(found[1].with_way(number, way) for way in range(len(ways)))]))
+            found = least(found[1].with_way(number, way) for way in range(len(ways)))
         return found
+
+    @cached_property
+    def _least_fits(self) -> bool:
+        return self.scored(self.least_peak()[1]) is not None
 
     @property
     def _is_small(self) -> bool:
@@ -249,7 +256,10 @@ class Search:
 
         if fits(self.highest):
             return self.scored(most)
-        # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some.
+        # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some. But
+        # nothing is found below the least peak that is known, which an error names.
+        if not fits(0) and not self._least_fits:
+            return None
         fitting = bisect_left(range(self.highest), True, key=lambda kept: not fits(kept))
         return self.scored(self._at(num_layers, offloaded, fitting - 1)) if fitting else None
 
