@@ -1,10 +1,13 @@
 """Schedules, profiles and links for tests: named ones, and hypothesis' strategies that draw them."""
 
 import warnings
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from offload.planning.profile import LayerProfile, Link
+from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.region_costs import LayerPolicy, inputs_of, region_costs, saved_of
+from offload.recompute.costs import RegionProfile
 from offload.schedule.points import Move, Point, backward, forward
 from offload.schedule.schedule import Schedule
 
@@ -63,3 +66,44 @@ layer_profiles = st.builds(
     st.lists(st.integers(1, 10**9), max_size=4),
 )
 links = st.builds(Link, *3 * [st.floats(1e8, 1e11)])
+
+
+def region(
+    name: str, mib: float, ms: float, *reads: int, saved: bool = True, recomputable: bool = True
+) -> RegionProfile:
+    return RegionProfile(name, round(mib * (1 << 20)), ms / 1e3, reads, saved, recomputable)
+
+
+@st.composite
+def region_layers(draw) -> LayerProfile:
+    """A layer that is given something, and computes from it."""
+    regions = [region("input", draw(st.integers(0, 100)), 0, recomputable=False)]
+    for number in range(1, draw(st.integers(2, 6))):
+        reads = draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=2))
+        saved, recomputable = draw(st.booleans()), draw(st.integers(0, 4)) > 0
+        mib, ms = draw(st.integers(0, 100)), draw(st.integers(0, 50)) / 10
+        made = region(f"r{number}", mib, ms, *sorted(reads), saved=saved, recomputable=recomputable)
+        if number > 1 and draw(st.integers(0, 4)) == 0:  # another result of the operation before
+            last = regions[-1]
+            first = number - 1 if last.another_of is None else last.another_of
+            made = replace(last, name=made.name, nbytes=made.nbytes, seconds=0.0, saved=saved, another_of=first)
+        regions.append(made)
+    forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
+    return LayerProfile.from_regions(
+        regions, forward_s, backward_s, workspace_bytes=draw(st.integers(0, 50)) * (1 << 20)
+    )
+
+
+@st.composite
+def steps(draw, of_schedules=None) -> tuple[Schedule, Profile, Link, list[LayerPolicy | None]]:
+    """A schedule, and layers with and without regions, those with regions under random policies."""
+    schedule = draw(schedules() if of_schedules is None else of_schedules)
+    count = schedule.model_layers
+    layers = draw(st.lists(layer_profiles | region_layers(), min_size=count, max_size=count))
+    policies: list[LayerPolicy | None] = []
+    for layer in layers:
+        some = st.sets(st.sampled_from(sorted(saved_of(layer.regions) | inputs_of(layer.regions)) or [0]))
+        kept = region_costs(layer.regions, frozenset(draw(some))).kept
+        policies.append(LayerPolicy(kept, kept & frozenset(draw(some))) if layer.regions else None)
+    other = draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1)), draw(st.integers(0, 200)) << 20
+    return schedule, Profile(tuple(layers), *other), draw(links), policies

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.device.select import get_backend
-from offload.host.page_locked import page_locked
 from offload.measuring import measure_link as measure
 from offload.measuring.measure_link import measure_link
 from offload.planning.profile import Link
@@ -126,19 +125,6 @@ class TestMeasurement:
         d2h, _ = backend.copy_streams
         monkeypatch.setattr(backend, "copy_streams", (d2h, d2h))
         assert not copies_meet(monkeypatch, patience_s=0.1)
-
-    def test_each_direction_moves_while_the_other_is_held(self, lab):
-        piece = [lab.backend.empty(self.PIECE).zero_(), page_locked(self.PIECE, lab.backend)]
-        lab.drain()
-        for held, free in ((lab.d2h_stream, lab.h2d_stream), (lab.h2d_stream, lab.d2h_stream)):
-            let_go = lab.hold(held, 2.0)
-            blocked = held.record_event()
-            lab.backend.copy(free, *(piece if free is lab.h2d_stream else reversed(piece)))
-            lab.settle(free, patience_s=60)
-            was_blocked = not blocked.query()
-            let_go()
-            assert was_blocked
-            lab.drain()
 
     def test_waits_for_what_compute_has_queued(self, monkeypatch):
         """Device memory comes from compute's allocator, which may hand it out while compute still uses it."""
