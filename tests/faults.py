@@ -81,32 +81,6 @@ def _calls_and_withs(code: CodeType) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(calls), frozenset(withs)
 
 
-class InterruptAt:
-    """Raises an error before the n-th line that is run of some modules, as Ctrl-C may."""
-
-    def __init__(self, error: type[BaseException], line: int, *modules: Any) -> None:
-        self.error = error
-        self.left = line
-        self._files = {module.__file__ for module in modules}
-
-    def __enter__(self) -> InterruptAt:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in self._files else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise self.error
-        return self._line
-
-
 def _patched(name: str, error: Callable[[], BaseException]) -> Fault:
     """Let a method of the backend fail."""
 

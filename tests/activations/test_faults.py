@@ -28,6 +28,7 @@ from models import Offloading, loss_of, offloading
 from torch import nn
 
 import offload
+from offload.activations import selective
 
 _logger = logging.getLogger(__name__)
 EACH = os.environ.get("FAULTS", "")
@@ -146,7 +147,7 @@ def streamed_and_offloaded(model: Model, device: torch.device) -> Iterator[Step]
 
 @contextmanager
 def by_regions(model: Model, device: torch.device) -> Iterator[Step]:
-    """Products travel, all else is computed again."""
+    """Products are offloaded, all else is recomputed."""
     policies = {"addmm": "offload", "*": "recompute"}
     with offload.offload_layers(model.layers, OFFLOADED, min_bytes=0, device=device, policies=policies):
         yield model.step
@@ -176,6 +177,8 @@ def attempt(way: str, fault: str, n: int | None, lab: Lab) -> list[str]:
                     raise
         for number in range(CLEAN_STEPS):
             assert all(map(torch.equal, expected, step())), f"a gradient of step {number} after the fault is wrong"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
+        assert not selective.opened, "a layer is left open"
     del step, model
     gc.collect(1)
     lab.pool.trim()
