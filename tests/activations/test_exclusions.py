@@ -1,4 +1,4 @@
-"""What does not travel is remembered by its storage, for as long as that lives."""
+"""What is not offloaded is remembered by its storage, for as long as the storage lives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def nothing_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | Parts | None:
-    """The reason to stay, or the parts; ``None`` for what travels."""
+    """The reason to stay, or the parts; ``None`` for what is offloaded."""
     decision = decide(tensor, Rules(CPU, min_bytes))
     return None if isinstance(decision, type) else decision
 
@@ -61,7 +61,7 @@ def test_parameters_stay(look: Callable[[torch.Tensor], torch.Tensor], frozen: b
     parameter = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
     tensor = look(parameter)
     if frozen and tensor.dtype is torch.bfloat16:
-        assert why(tensor) is None  # made anew each time, like an activation: it may travel
+        assert why(tensor) is None  # made anew each time, like an activation: it may be offloaded
     else:
         assert why(tensor) == "parameter"
 

@@ -115,7 +115,7 @@ def test_layers_that_recompute_themselves(reentrant: bool, device: torch.device)
         for _ in range(2):
             assert_same(expected, step_gradients(layers, x))
         stats = handle.stats()
-        # The inputs of the checkpoints travel; what is recomputed does not.
+        # The inputs of the checkpoints are offloaded; what is recomputed is not.
         assert stats.reloaded_bytes > 0
         assert stats.late_reloads == 0
         assert handle._hooks.context.microbatch == 1

@@ -167,7 +167,7 @@ def test_host_memory_is_free_for_others_as_soon_as_its_reload_is_queued(lab: Lab
 
 
 def forward_until(stage: OffloadState, offloaded: Offloading, chain: Chain) -> torch.Tensor:
-    """A graph whose layer 0, the only one that travels, has come to ``stage``."""
+    """A graph whose layer 0, the only one that is offloaded, has come to ``stage``."""
     layers = 2 if stage is OffloadState.OFFLOADING else 3
     y = chain.x
     outputs = []

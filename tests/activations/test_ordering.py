@@ -22,8 +22,8 @@ ELEMENTS = 256
 NBYTES = 4 * ELEMENTS
 
 
-class Trip:
-    """Three layers, of which the first saves a tensor that travels: released before F2, reloaded before B1."""
+class OneTensor:
+    """Three layers, of which the first saves a tensor that is offloaded: released before F2, reloaded before B1."""
 
     def __init__(self, lab: Lab, before_read: Callable[[], object] = lambda: None) -> None:
         self.lab = lab
@@ -49,63 +49,63 @@ class Trip:
 
 
 def copy_before_the_tensor_is_computed(lab: Lab) -> bool:
-    trip = Trip(lab)
+    case = OneTensor(lab)
 
     def make() -> torch.Tensor:
-        tensor = trip.full(0.0)
+        tensor = case.full(0.0)
         lab.write_late(tensor, 3.0, LATE_S)
         return tensor
 
-    trip.end(trip.begin(make)).sum().backward()
-    return trip.found == [3.0]
+    case.end(case.begin(make)).sum().backward()
+    return case.found == [3.0]
 
 
 def host_buffer_goes_to_the_next_microbatch(lab: Lab) -> bool:
-    trip = Trip(lab)
-    first = trip.begin(lambda: trip.full(3.0))
-    first_end = trip.end(first)
+    case = OneTensor(lab)
+    first = case.begin(lambda: case.full(3.0))
+    first_end = case.end(first)
     open_gate = lab.hold(lab.h2d_stream)
     torch.autograd.grad(first_end.sum(), first, retain_graph=True)  # its reload is queued, and held up
-    second = trip.begin(lambda: trip.full(5.0))
+    second = case.begin(lambda: case.full(5.0))
     lab.settle(lab.d2h_stream)
     open_gate()
     first_end.sum().backward()
-    trip.end(second).sum().backward()
+    case.end(second).sum().backward()
     assert lab.pool.pinned_bytes <= 4096, "the second microbatch took another buffer"
-    return trip.found == [3.0, 5.0]
+    return case.found == [3.0, 5.0]
 
 
 def device_memory_is_reused_during_the_copy(lab: Lab) -> bool:
     lab.backend.poison = True
     lab.slow(d2h_s=LATE_S)
-    trip = Trip(lab)
-    trip.end(trip.begin(lambda: trip.full(3.0))).sum().backward()
-    return trip.found == [3.0]
+    case = OneTensor(lab)
+    case.end(case.begin(lambda: case.full(3.0))).sum().backward()
+    return case.found == [3.0]
 
 
 def reload_lands_where_compute_still_writes(lab: Lab) -> bool:
-    trip = Trip(lab, before_read=lab.drain)
-    y = trip.end(trip.begin(lambda: trip.full(3.0)))
+    case = OneTensor(lab, before_read=lab.drain)
+    y = case.end(case.begin(lambda: case.full(3.0)))
     memory = torch.zeros(NBYTES, dtype=torch.uint8, device=lab.device)
     lab.recycle(memory)
     lab.write_late(memory, 255, LATE_S)
     y.sum().backward()
-    return trip.found == [3.0]
+    return case.found == [3.0]
 
 
 def backward_reads_during_the_reload(lab: Lab) -> bool:
     lab.poison_new()
     lab.slow(h2d_s=LATE_S)
-    trip = Trip(lab)
-    trip.end(trip.begin(lambda: trip.full(3.0))).sum().backward()
-    return trip.found == [3.0]
+    case = OneTensor(lab)
+    case.end(case.begin(lambda: case.full(3.0))).sum().backward()
+    return case.found == [3.0]
 
 
 def memory_of_an_abandoned_reload_is_reused(lab: Lab) -> bool:
     lab.slow(h2d_s=LATE_S)
-    trip = Trip(lab)
-    first = trip.begin(lambda: trip.full(3.0))
-    end = trip.end(first)
+    case = OneTensor(lab)
+    first = case.begin(lambda: case.full(3.0))
+    end = case.end(first)
     memory = torch.zeros(NBYTES, dtype=torch.uint8, device=lab.device)
     lab.recycle(memory)
     torch.autograd.grad(end.sum(), first, retain_graph=True)
@@ -140,11 +140,11 @@ def test_wrong_without_the_wait(wait: Wait, lab: Lab) -> None:
 
 
 def test_a_reload_waits_for_what_allocating_its_memory_queued(lab: Lab) -> None:
-    trip = Trip(lab, before_read=lab.drain)
-    y = trip.end(trip.begin(lambda: trip.full(3.0)))
+    case = OneTensor(lab, before_read=lab.drain)
+    y = case.end(case.begin(lambda: case.full(3.0)))
     lab.fill_new_late(LATE_S)
     y.sum().backward()
-    assert trip.found == [3.0]
+    assert case.found == [3.0]
 
 
 def test_release_waits_for_a_copy_that_began_late(lab: Lab) -> None:
@@ -217,19 +217,19 @@ def test_backward_goes_on_during_the_reload_until_it_reads(lab: Lab) -> None:
 
 def test_copies_of_the_two_directions_pass_each_other(lab: Lab) -> None:
     """The link is full duplex: a reload does not queue behind copies to the host."""
-    trip = Trip(lab)
-    trip.end(trip.begin(lambda: trip.full(1.0))).sum().backward()
-    first = trip.end(trip.begin(lambda: trip.full(3.0)))
+    case = OneTensor(lab)
+    case.end(case.begin(lambda: case.full(1.0))).sum().backward()
+    first = case.end(case.begin(lambda: case.full(3.0)))
     open_gate = lab.hold(lab.d2h_stream)
-    second = trip.begin(lambda: trip.full(5.0))
+    second = case.begin(lambda: case.full(5.0))
     copied = lab.d2h_stream.record_event()
     first.sum().backward()
     lab.finish_compute()
     assert not copied.query()
-    assert trip.found == [1.0, 3.0]
+    assert case.found == [1.0, 3.0]
     open_gate()
-    trip.end(second).sum().backward()
-    assert trip.found == [1.0, 3.0, 5.0]
+    case.end(second).sum().backward()
+    assert case.found == [1.0, 3.0, 5.0]
 
 
 def test_what_leaves_again_during_its_reload_waits_for_it(lab: Lab) -> None:
@@ -237,7 +237,7 @@ def test_what_leaves_again_during_its_reload_waits_for_it(lab: Lab) -> None:
     lab.backend.poison = True
     lab.poison_new()
     lab.slow(h2d_s=LATE_S)
-    taken = [lab.pool.take(NBYTES) for _ in range(4)]  # so that the second trip takes another buffer than the first
+    taken = [lab.pool.take(NBYTES) for _ in range(4)]  # so that the second case takes another buffer than the first
     for buffer in taken:
         lab.pool.give(buffer, lab.d2h_stream.record_event())
     lab.drain()
@@ -308,17 +308,17 @@ def test_one_wait_per_set_not_per_tensor(lab: Lab) -> None:
 
 def test_copy_waits_for_its_tensor_not_for_the_layer(lab: Lab) -> None:
     """What the layer computes after it has saved a tensor does not hold the tensor's copy up."""
-    trip = Trip(lab)
-    trip.end(trip.begin(lambda: trip.full(1.0))).sum().backward()
-    copied_bytes = trip.offloaded.stats.offloaded_bytes
+    case = OneTensor(lab)
+    case.end(case.begin(lambda: case.full(1.0))).sum().backward()
+    copied_bytes = case.offloaded.stats.offloaded_bytes
     copied: list[bool] = []
 
     def layer(y: torch.Tensor) -> torch.Tensor:
-        y = save(y, trip._receive, trip.full(3.0))
-        y = save(y, lambda _: None, trip.full(4.0))  # with that, the operation before is over
-        assert trip.offloaded.stats.offloaded_bytes == copied_bytes + NBYTES
+        y = save(y, case._receive, case.full(3.0))
+        y = save(y, lambda _: None, case.full(4.0))  # with that, the operation before is over
+        assert case.offloaded.stats.offloaded_bytes == copied_bytes + NBYTES
         done = lab.d2h_stream.record_event()
-        other = trip.full(0.0)
+        other = case.full(0.0)
         lab.write_late(other, 1.0, LATE_S)
         computed = lab.backend.compute_stream().record_event()
         lab.settle(lab.d2h_stream)
@@ -326,7 +326,7 @@ def test_copy_waits_for_its_tensor_not_for_the_layer(lab: Lab) -> None:
         return y
 
     x = torch.ones(1, device=lab.device, requires_grad=True)
-    trip.offloaded.layer(layer, x)
+    case.offloaded.layer(layer, x)
     assert copied == [True]
 
 

@@ -1,4 +1,4 @@
-"""What autograd saves comes back exactly as it was, and each storage travels once or not at all."""
+"""What autograd saves is reloaded exactly as it was, and each storage is offloaded once or not at all."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_host_buffer_in_several_pieces(lab: Lab, x: torch.Tensor) -> None:
     assert taken
 
 
-# One storage travels once.
+# One storage is offloaded once.
 
 
 def test_views_of_one_storage_in_one_layer(lab: Lab, x: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor)
 
 @pytest.mark.parametrize(("layer", "reloads"), [(1, 0), (2, 1)], ids=["first that stays", "a later one"])
 def test_storage_that_a_layer_on_the_device_saves_too(layer: int, reloads: int, lab: Lab, x: torch.Tensor) -> None:
-    """Only the first layer that stays looks for what it shares with those that travel; others cost nothing."""
+    """Only the first layer that stays looks for what it shares with offloaded layers; others cost nothing."""
     base = [normal(8, 12).to(lab.device)]
     expected = base[0].clone()
     offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 4))
@@ -234,7 +234,7 @@ def test_storage_that_a_layer_on_the_device_saves_too(layer: int, reloads: int, 
     assert lab.pool.used_bytes == 0
 
 
-def test_storage_that_stayed_travels_with_a_later_layer(lab: Lab, x: torch.Tensor) -> None:
+def test_storage_that_stayed_is_offloaded_with_a_later_layer(lab: Lab, x: torch.Tensor) -> None:
     """The first layer stays on the device, but what it shares with one that does not leaves with that one."""
     base = [normal(8, 12).to(lab.device)]
     storage = StorageWeakRef(base[0].untyped_storage())
@@ -280,7 +280,7 @@ def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:
     assert offloaded.stats.offloaded_storages == 2
 
 
-# What does not travel.
+# What is not offloaded.
 
 
 def linear(width: int, device: torch.device) -> nn.Linear:
@@ -597,7 +597,7 @@ def test_backward_in_another_thread_while_versions_are_compared(lab: Lab, x: tor
     assert not errors
 
 
-def test_views_of_a_changed_tensor_travel_as_one(lab: Lab, x: torch.Tensor) -> None:
+def test_views_of_a_changed_tensor_are_offloaded_as_one(lab: Lab, x: torch.Tensor) -> None:
     def make() -> tuple[torch.Tensor, ...]:
         return normal(8, 12).to(lab.device).add_(1).chunk(4)
 

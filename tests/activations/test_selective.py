@@ -1,4 +1,4 @@
-"""What PyTorch's selective checkpointing keeps inside of layers travels with them, and comes back exact."""
+"""What PyTorch's selective checkpointing keeps inside of layers is offloaded with them, and reloaded exactly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ POLICIES = {
     "whole layers": None,
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
-    "products travel": {"mm": "offload", "*": "recompute"},
-    "products are computed again": {"input": "offload", "mm": "recompute"},
+    "products are offloaded": {"mm": "offload", "*": "recompute"},
+    "products are recomputed": {"input": "offload", "mm": "recompute"},
 }
 
 
@@ -51,7 +51,7 @@ def offloaded(layers: Any, lab: Lab, num_layers: int = 2, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
-def test_kept_results_travel(policies: dict[str, str] | None, lab: Lab) -> None:
+def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
     layers, x = build(Selective, LAYERS, lab.device)
     expected = step_gradients(layers, x)
     tokens = x.numel() // WIDTH
@@ -83,7 +83,7 @@ class Chain(nn.Module):
 
 
 def test_device_memory(lab: Lab) -> None:
-    """Between forward and backward, what was kept of layers that travel is not there."""
+    """Between forward and backward, what was kept of offloaded layers is not on the device."""
     layers, _ = build(lambda: Selective(Chain), 6, lab.device)
     x = torch.rand(1024, 256, device=lab.device, requires_grad=True)
     one = 4 * x.numel()

@@ -1,4 +1,4 @@
-"""Tensor subclasses come back as what they were, and their inner tensors travel at their own size."""
+"""Tensor subclasses are reloaded as what they were, and their inner tensors are offloaded at their own size."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 # PyTorch's protocol
 
 
-def test_subclass_travels_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
+def test_subclass_is_offloaded_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
     found, offloaded = round_trip(lambda: scaled(lab.device), x)
     assert isinstance(found, Scaled)
     assert found.note == "note"
@@ -154,7 +154,7 @@ def test_subclasses_and_views_in_a_subclass(lab: Lab, x: torch.Tensor) -> None:
     assert offloaded.stats.offloaded_bytes == 8 * 12 + 8 * 4
 
 
-def test_inner_tensor_of_two_wrappers_travels_once(lab: Lab, x: torch.Tensor) -> None:
+def test_inner_tensor_of_two_wrappers_is_offloaded_once(lab: Lab, x: torch.Tensor) -> None:
     def make() -> tuple[torch.Tensor, ...]:
         shared = normal(8, 12).to(lab.device)
         return Boxed(shared), Scaled(shared, normal(8, 1).to(lab.device), "note"), shared[2:]
@@ -187,7 +187,7 @@ def test_gradients_of_subclasses(depth: int, lab: Lab) -> None:
     assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4  # what tanh and exp return
 
 
-def test_profile_counts_what_travels(lab: Lab) -> None:
+def test_profile_counts_what_is_offloaded(lab: Lab) -> None:
     class Layer(nn.Module):
         def forward(self, y: torch.Tensor) -> torch.Tensor:
             return torch.tanh(y).exp()
@@ -285,7 +285,7 @@ def test_change_in_place_of_an_inner_tensor_after_saving_raises(min_bytes: int, 
         y.sum().backward()
 
 
-def test_what_is_saved_before_and_after_a_change_travels_twice(lab: Lab, x: torch.Tensor) -> None:
+def test_what_is_saved_before_and_after_a_change_is_offloaded_twice(lab: Lab, x: torch.Tensor) -> None:
     """The first would raise in backward, so only the second is used; it must not get the first one's copy."""
     received: list[tuple[torch.Tensor, ...]] = []
     first: list[torch.Tensor] = []
@@ -436,7 +436,7 @@ def quantized(device: torch.device) -> Quantized:
     return Quantizer(device)(normal(8, 12).to(device))
 
 
-def test_quantized_tensor_travels_at_one_byte_per_element(lab: Lab, x: torch.Tensor) -> None:
+def test_quantized_tensor_is_offloaded_at_one_byte_per_element(lab: Lab, x: torch.Tensor) -> None:
     quantizer = Quantizer(lab.device)
     found, offloaded = round_trip(lambda: quantizer(normal(8, 12).to(lab.device)), x)
     assert isinstance(found, Quantized)
@@ -568,7 +568,7 @@ def float8_bytes(cast_first: bool, device: torch.device) -> int:
     x = normal(16, 32, dtype=torch.bfloat16).to(device).requires_grad_()
 
     def step(offloaded: Offloading) -> list[torch.Tensor]:
-        # Whether RMSNorm saves the input depends on the device; as no leaf it would travel in any case.
+        # Whether RMSNorm saves the input depends on the device; as no leaf it would be offloaded in any case.
         return gradients([x, *layers.parameters()], lambda: loss_of(offloaded.forward(layers, x * 2)).backward())
 
     offloaded = offloading(1, 3, device)
@@ -708,7 +708,7 @@ def test_leaves_that_are_dtensors_stay(mesh: Any) -> None:
     assert isinstance(decide(leaf.exp(), rules), Parts)
 
 
-def test_local_tensors_of_activations_travel(mesh: Any) -> None:
+def test_local_tensors_of_activations_are_offloaded(mesh: Any) -> None:
     weight = distributed_layers(mesh)[0].weight
     activation = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
     for seen in (activation.to_local(), activation.exp().to_local().t(), weight.exp().to_local().t()):
@@ -735,7 +735,7 @@ def test_tensor_parallel_layers(name: str, ranks: list[dict[Any, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_float8_travels_in_dtensors(ranks: list[dict[Any, Any]]) -> None:
+def test_float8_is_offloaded_in_dtensors(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found["float8"]["dtypes in DTensors"] == {torch.float8_e4m3fn, torch.float32}
 

@@ -44,7 +44,7 @@ def device(device: torch.device, lab: Lab) -> torch.device:
 
 
 def assert_on_time(offloaded: Offloading) -> None:
-    """Something travelled, and no reload waited for backward to ask."""
+    """Something was offloaded, and no reload waited for backward to ask."""
     stats = offloaded.stats
     assert stats.reloaded_bytes > 0
     assert stats.late_reloads == 0
