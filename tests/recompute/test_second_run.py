@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
-from test_policies import ALL, Function, Seen, drawn, offloaded
+from test_policies import ALL, Function, Seen, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -613,9 +613,31 @@ def test_generators(given: bool, policies: dict[str, str], lab: Lab) -> None:
         assert handle.regions(0)["tanh"] == "recompute"
 
 
-@pytest.mark.parametrize(
-    ("draw", "kept"), [(F.dropout, ("bernoulli_", "mul #2")), (drawn, ("*drawn",))], ids=["dropout", "untagged"]
-)
+DRAWS = [False]
+
+
+@torch.library.custom_op("offload_tests::drawn_later", mutates_args=())
+def drawn_later(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers if it is told to, as with a dropout that begins later, and does not say so."""
+    return x + (torch.rand_like(x) if DRAWS[0] else 1)
+
+
+drawn_later.register_autograd(lambda ctx, gradient: gradient)
+
+
+def picked(x: torch.Tensor) -> torch.Tensor:
+    """What the numbers are drawn from is not saved, and must not be whatever memory holds: NaN is an error."""
+    return x.gather(-1, x.detach().softmax(-1).flatten(0, -2).multinomial(WIDTH, replacement=True).view(x.shape))
+
+
+DRAWN: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "dropout": (F.dropout, ("bernoulli_", "mul #2")),
+    "untagged": (drawn_later, ("*drawn_later",)),
+    "picked": (picked, ("multinomial", "gather")),
+}
+
+
+@pytest.mark.parametrize(("draw", "kept"), DRAWN.values(), ids=list(DRAWN))
 def test_what_draws_and_is_kept_runs_again_before_what_draws(
     draw: Callable[..., torch.Tensor], kept: tuple[str, ...], lab: Lab
 ) -> None:
@@ -628,10 +650,9 @@ def test_what_draws_and_is_kept_runs_again_before_what_draws(
 
     layers, x = functions(function, lab)
     policies = {**dict.fromkeys(kept, "keep"), "*": "recompute"}
-    expected = step(layers, x)
     with offloaded(layers, lab, policies) as handle:
-        for _ in range(3):
-            assert_same(expected, step(layers, x))
+        for DRAWS[0] in (False, False, True, True):
+            assert_same(step(functions(function, lab)[0], x), step(layers, x))
         assert handle.regions(0)["tanh"] == "recompute"
 
 
@@ -891,6 +912,77 @@ def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: L
             assert runs[0] == 2
 
 
+def test_a_layer_that_goes_another_way_for_good_is_learned_again(lab: Lab) -> None:
+    times = [1]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * w.mean()
+        for _ in range(times[0]):
+            y = (y + 1).sin()
+        return y.tanh()
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab):
+        for times[0] in (1, 1, 3, 3, 3):
+            plain, _ = functions(function, lab)
+            assert_same(step(plain, x), step(layers, x))
+        y = layers[0](x)
+        with Seen() as seen:
+            loss_of(y).backward()
+        assert (seen.times["sin"], seen.times["add"]) == (3, 3)  # the last one for the result of tanh
+
+
+def test_what_is_prepared_in_the_first_forward(lab: Lab) -> None:
+    """The forward that prepares it is not learned; the product before it is handed over from then on."""
+    table: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        RUNS[0] += 1
+        y = x @ w
+        if not table:
+            table.append(torch.linspace(-1, 1, WIDTH, device=x.device) * 2)
+        return F.dropout(y + table[0]).sin() * x
+
+    layers, x = build(lambda: Function(function), 1, lab.device)
+    expected = step(layers, x)
+    table.clear()
+    with offloaded(layers, lab, {"mm": "keep", "*": "recompute"}) as handle:
+        for _ in range(4):
+            RUNS[0] = 0
+            with Seen() as seen:
+                assert_same(expected, step(layers, x))
+        assert (RUNS[0], seen.times["mm"]) == (2, 3)
+        assert "recompute" in handle.regions(0).values()
+
+
+@pytest.mark.parametrize("policies", [ALL, {"mm": "keep", "*": "recompute"}], ids=["all", "products kept"])
+def test_experts(policies: dict[str, str], lab: Lab) -> None:
+    """Before the first operation whose sizes depend on data, regions are kept; the rest is run as a whole."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        RUNS[0] += 1
+        tokens = (x.flatten(0, -2) @ w).tanh()
+        found = torch.zeros_like(tokens)
+        for expert, chosen in enumerate((tokens[:, 0] > 0, tokens[:, 0] <= 0)):
+            (rows,) = chosen.nonzero(as_tuple=True)
+            for _ in range(expert + int(rows.numel() > 7)):
+                found = found.index_add(0, rows, (tokens[rows] * 2).sin())
+        return (found + tokens).cos().view_as(x) * x
+
+    layers, x = build(lambda: Function(function), 1, lab.device)
+    inputs = [(x.detach() + shift).requires_grad_() for shift in (0, 0.1, -0.1, 1, -1, 0.05)]
+    expected = [step(layers, given) for given in inputs]
+    with offloaded(layers, lab, policies) as handle:
+        for time, (given, wanted) in enumerate(zip(inputs, expected, strict=True)):
+            RUNS[0] = 0
+            with Seen() as seen:
+                assert_same(wanted, step(layers, given))
+            if time > 1:
+                assert RUNS[0] == 2
+                assert seen.times["mm"] == 3 + (policies is ALL)  # one of them in forward, two for gradients
+        assert handle.regions(0)["cos"] == "recompute"
+
+
 # Exceptions, and memory.
 
 
@@ -1062,6 +1154,7 @@ UNSEEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "changed in place": lambda x, z: _fill(torch.empty_like(x), z).mul_(1),
     "added in place": lambda x, z: (x * 0.1).add_(_fill(torch.empty_like(x), z)),
     "copied": lambda x, z: torch.empty_like(x).copy_(_fill(torch.empty_like(x), z)),
+    "made": lambda x, z: torch.from_numpy(z.numpy() * FACTOR[0]).nan_to_num_().add_(x),
     "out": lambda x, z: torch.sin(_fill(torch.empty_like(x), z), out=torch.empty_like(x)),
 }
 
