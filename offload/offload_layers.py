@@ -16,7 +16,8 @@ from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.measuring.follow_plan import FollowPlan
 from offload.planning.plan import Plan
-from offload.recompute.policies import LayerPolicies, Policy, parse_policies
+from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
 
 DEFAULT_NUM_LAYERS = 4

@@ -29,7 +29,7 @@ from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
-from offload.recompute.policies import LayerPolicies, warn_of_unmatched
+from offload.recompute.layer_policies import LayerPolicies, warn_of_unmatched
 from offload.schedule.schedule import Schedule
 
 LayerOutput = TypeVar("LayerOutput")

@@ -7,7 +7,6 @@ compared bit by bit. From then on, forward runs under hooks on saved tensors alo
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -25,14 +24,17 @@ from offload.base.torch_private import (
     without_modes,
 )
 from offload.device.capture import CaptureError
+from offload.recompute.layer_inputs import take_apart
+from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, SavedTensor
 from offload.recompute.list_regions import list_regions
 from offload.recompute.modules import ModuleNames
-from offload.recompute.policies import KEEP, RECOMPUTE, LayerPolicies, Way, names_of
+from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
-from offload.recompute.run_again import Frame, HandOver, Held, take_apart
+from offload.recompute.run_again import Frame, HandOver, Held
 from offload.recompute.state import LayerState, contents_of, in_autocast
+from offload.recompute.way import Way, names_of
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +54,11 @@ class RegionSet(ActivationSet):
     def __init__(self, *args: Any, policies: LayerPolicies, stays: bool) -> None:
         super().__init__(*args, stays=stays)
         self._policies = policies
-        self._key: Hashable = None
+        self._key: InputKind = (None, ())
+        self._sized = False
+        """Whether the inputs have a size that was not learned."""
+        self._proves = False
+        """Whether the second run is compared when forward has ended."""
         self._way: Way | None = None
         self._frame: Frame | None = None
         self._learn: Learn | None = None
@@ -83,13 +89,17 @@ class RegionSet(ActivationSet):
             tensors.append(tensor)
             return len(tensors) - 1
 
-        placed = (take_apart(inputs[0], take, key), take_apart(inputs[1], take, key))
+        sizes: list[int] = []
+        placed = (take_apart(inputs[0], take, key, sizes), take_apart(inputs[1], take, key, sizes))
         key += [torch.is_autocast_enabled(backend.device.type), in_autocast()]
-        self._key = tuple(key)
-        way = self._way = policies.ways.get(self._key)
+        self._key = tuple(key), tuple(sizes)
+        way, replay = policies.find(self._key)
+        self._sized = way is not None and way.sizes != self._key[1]
         if way is not None and backend.capturing:
-            way = self._way = self._captured(way)
-        if way is not None and not way.replay.run.dropped:
+            way = None if self._sized else self._captured(way)
+            replay = None if way is None else way.replay
+        self._way = way
+        if replay is not None and not replay.run.dropped:
             self._hook = self._pack_by_number
             return
         if backend.capturing and (way is None or not way.proven):
@@ -105,12 +115,13 @@ class RegionSet(ActivationSet):
         generators = () if way is None else way.trace.generators
         random = {} if backend.capturing else states_of(generators, [backend.device])
         frame = self._frame = Frame(layer, placed, held, state, backend.device, random)
-        if way is None:
+        if way is None or replay is None:
             self._begin_learning(layer, frame, inputs, tensors)
         else:
-            frame.replay = way.replay
+            frame.replay = replay
             frame.readings += way.constants()
-            self._hook = self._pack_by_number if way.proven else self._pack_to_prove
+            self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
+            self._hook = self._pack_to_prove if self._proves else self._pack_by_number
         self._first_node = next_node()
 
     def _captured(self, way: Way) -> Way:
@@ -150,9 +161,10 @@ class RegionSet(ActivationSet):
             return
         if learn is not None:
             way = self._finish_learning(frame, learn, originals)
-        elif way is not None and not way.proven:
+        elif way is not None and self._proves:
             self._prove(frame, way, originals)
-            way.proven = True
+            way.unproven_sizes -= self._sized and not frame.strange
+            way.proven = way.proven or not self._sized
         if way is not None and held:
             self._settle(frame, way, held, originals)
 
@@ -172,7 +184,7 @@ class RegionSet(ActivationSet):
             return self._keep(tensor)
         if number < way.limit:
             expected_node, shape, policy = way.expected[number]
-            if node != expected_node or tensor.shape != shape:
+            if node != expected_node or (tensor.shape != shape and not self._sized):
                 return self._take_another_way(tensor)
         elif way.trace.zone >= 0:
             policy = way.rest if isinstance(decide(tensor, self._rules), type) else KEEP
@@ -191,7 +203,7 @@ class RegionSet(ActivationSet):
     def _pack_undropped(self, tensor: torch.Tensor, way: Way, number: int) -> SavedHandle:
         """The same where nothing is dropped: the layer is not run again."""
         _, shape, policy = way.expected[number] if number < way.limit else (0, None, None)
-        keeps = self._stays or (policy is KEEP and tensor.shape == shape)
+        keeps = self._stays or (policy is KEEP and (tensor.shape == shape or self._sized))
         return self._keep(tensor) if keeps else self.pack(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> SavedHandle:
@@ -324,11 +336,11 @@ class RegionSet(ActivationSet):
         """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations."""
         same = len(originals) == len(way.nodes) or way.trace.zone >= 0
         same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
-        if not same:
+        proves = same and (not frame.replay.hands_over or prove_hand_over(frame, originals))
+        if not same or (self._sized and not proves):
             self._policies.forget(self._key)
             frame.strange = True
-            return
-        if way.replay.hands_over and not prove_hand_over(frame, originals):
+        elif not proves:
             way.hands_over = False
             way.forced |= way.differing
             if way.replay.communicates:

@@ -29,7 +29,7 @@ from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import Profile
-from offload.recompute.policies import LayerPolicies
+from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)

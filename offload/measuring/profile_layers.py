@@ -24,7 +24,8 @@ from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.region_costs import LayerPolicy, region_costs
 from offload.recompute.costs import RegionProfile
-from offload.recompute.policies import LayerPolicies, Policy
+from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.policies import Policy
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import pop_hooks, push_hooks
-from offload.recompute.policies import OFFLOAD, LayerPolicies, Policy
+from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.policies import OFFLOAD, Policy
 
 FindLayers = Callable[[nn.Module], Iterable[nn.Module]]
 """A stage's module → its layers, in the order of forward."""

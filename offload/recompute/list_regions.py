@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import Trace
-from offload.recompute.policies import SOURCE, UNSEEN, Way
+from offload.recompute.policies import SOURCE, UNSEEN
+from offload.recompute.way import Way
 
 
 def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[RegionProfile, ...]:

@@ -14,15 +14,15 @@ from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
 from offload.recompute.modules import ModuleNames
-from offload.recompute.policies import Way
-from offload.recompute.run_again import AnotherWayError, Check, Frame, HandOver, OtherRunError, Replay, same_bits
+from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, Replay, SavedCheck, same_bits
 from offload.recompute.second_run import second_run
+from offload.recompute.way import Way
 
 ROUNDS = 8
 """So many tensors that differ are told apart from those that differ only because they are computed from them."""
 
 
-class _Proof(Check):
+class _Proof(SavedCheck):
     """Compares what the second run saves with what forward has saved, as if forward had dropped some of it."""
 
     def __init__(

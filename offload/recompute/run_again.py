@@ -9,8 +9,9 @@ A second run that goes another way than the learned one is started anew, without
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from offload.base.torch_private import (
     push_hooks,
     without_wrapper,
 )
+from offload.recompute.layer_inputs import placed
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.random import drawn_again
 from offload.recompute.second_run import SecondRun
@@ -83,6 +85,10 @@ class Replay:
         self.functions = [step.operation.function for step in trace.steps]
         self.calls = [without_wrapper(function) for function in self.functions]
         """What runs each operation."""
+        self.sized = False
+        """Whether the results have other sizes than in the forward that was learned."""
+        self.wrong = False
+        """Whether a second run has gone another way."""
         self.results: list[tuple[StepResult, ...] | None] = [
             None if not hands_over or time in run.executed or step.only_views else step.outputs
             for time, step in enumerate(trace.steps)
@@ -193,8 +199,10 @@ class Frame:
         if self.replay.hands_over and not self.strange:
             try:
                 return self._run(hand_over=True)
-            except AnotherWayError:
-                self.strange = True
+            except (AnotherWayError, RuntimeError) as error:
+                if not (self.replay.sized or isinstance(error, AnotherWayError)):
+                    raise
+                self.strange = self.replay.wrong = True  # a result of a wrong size fails in the operation that reads it
         if self.replay.communicates:
             raise RuntimeError(
                 f"{_name(self.layer)} cannot be recomputed: run again in backward, it takes another way than in "
@@ -218,12 +226,12 @@ class Frame:
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         """One second run, with or without handing over what was kept."""
-        check = Check(self, hand_over=hand_over)
+        check = SavedCheck(self, hand_over=hand_over)
         mode = LayerMode() if self.learned else None
         self.run_under(check, HandOver(self, check.storages) if hand_over else mode)
         return check.found
 
-    def run_under(self, check: Check, mode: TorchDispatchMode | None) -> None:
+    def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
         """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
         if self.inputs is None:
             raise AssertionError("a frame is run before it is emptied")
@@ -247,7 +255,7 @@ class Frame:
         check.end()
 
 
-class Check:
+class SavedCheck:
     """Compares what autograd saves while a layer runs again, and collects the tensors that forward has dropped.
 
     Args:
@@ -315,7 +323,7 @@ class HandOver(LayerMode):
         self._storages = storages
         self._functions, self._calls = replay.functions, replay.calls
         self._results, self._zone = replay.results, replay.zone
-        self._suppliers = replay.suppliers
+        self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
         self._empty: set[int] = set()
         """The addresses of memory that nothing may read; only asked where the order of operations may change."""
@@ -350,6 +358,8 @@ class HandOver(LayerMode):
         number = self._suppliers.get(output.storage)
         if number is not None:
             memory = self._frame.kept[number].unpack().untyped_storage()
+            if self._sized and math.prod(output.geometry[2]) * output.geometry[0].itemsize > memory.nbytes():
+                raise AnotherWayError
             self._storages[number] = address_of(memory)
             return look_into(memory, output.geometry)
         made = _unfilled(output.geometry, output.device)
@@ -382,50 +392,6 @@ def _other(frame: Frame, what: str) -> Exception:
     if frame.replay.hands_over and not frame.strange:
         return AnotherWayError()
     return OtherRunError(_name(frame.layer), what)
-
-
-def placed(inputs: tuple[Any, Any], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """Arguments with tensors in place of their numbers."""
-    return _placed(inputs[0], given), _placed(inputs[1], given)
-
-
-def _placed(value: Any, given: Sequence[torch.Tensor]) -> Any:
-    if type(value) is Place:
-        return given[value.number]
-    if isinstance(value, dict):
-        return {key: _placed(item, given) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [_placed(item, given) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return [_placed(item, given) for item in value] if type(value) is list else value
-
-
-class Place:
-    """The place of a tensor among the arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def take_apart(value: Any, take: Callable[[torch.Tensor], int], key: list[Any]) -> Any:
-    """A value with places instead of tensors; ``key`` gets what tells this kind of input from another."""
-    if isinstance(value, torch.Tensor):
-        key.append((value.shape, value.dtype, value.device, value.requires_grad, type(value)))
-        return Place(take(value))
-    if isinstance(value, dict):
-        key.append(tuple(map(str, value)))
-        return {name: take_apart(item, take, key) for name, item in value.items()}
-    if isinstance(value, tuple):
-        key.append(len(value))
-        items = [take_apart(item, take, key) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value) is list:
-        key.append(len(value))
-        return [take_apart(item, take, key) for item in value]
-    key.append(value if isinstance(value, (bool, int, float, str, type(None))) else type(value))
-    return value
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -193,8 +193,9 @@ def test_autocast_and_random_numbers(lab: Lab) -> None:
             assert torch.equal(after, state())
 
 
-def test_layers_that_must_not_run_twice_are_kept(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) -> None:
     """Batch norm would count the batch twice; one that does something else each time has other bits."""
+    unplanned |= {"is never recomputed", "comes out with other bits"}
     layers, x = compiled("conv", in_place, lab)
     expected = step_gradients(layers, x)
     layers, x = compiled("conv", in_place, lab)

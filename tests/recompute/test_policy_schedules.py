@@ -11,7 +11,8 @@ import offload
 from offload.activations.activation_set import ActivationSet
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
-from offload.recompute.policies import LayerPolicies, Policy
+from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.policies import Policy
 
 LAYERS = 5
 SCHEDULES = {

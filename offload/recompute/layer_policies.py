@@ -1,0 +1,212 @@
+"""The policies of one layer: patterns or a plan, and the ways through its forward that were learned with each input."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Protocol
+
+from torch import nn
+
+from offload.base.checks import warn_caller
+from offload.recompute.costs import RegionProfile
+from offload.recompute.other_sizes import Sizes
+from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, Policy, matches, policy_of
+from offload.recompute.run_again import Replay
+from offload.recompute.way import Way
+
+InputKind = tuple[Hashable, Sizes]
+"""What tells one kind of input from another, and the sizes of its tensors."""
+
+MOST_WAYS = 64
+"""So many kinds of input are remembered for a layer."""
+
+
+class Numbered(Protocol):
+    """A policy of a layer's regions by their numbers, as a planner makes it."""
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """What is on the device or on the host until backward."""
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """What of that is offloaded, if the layer is."""
+
+
+class LayerPolicies:
+    """What happens to the regions of one layer: learned once for each kind of input, looked up from then on.
+
+    Args:
+        patterns: Of regions' names; the first that matches decides.
+        layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
+        measures: Whether learning also measures what each region costs.
+        planned: What happens to the regions by their numbers, in place of patterns, and the names that they have there.
+    """
+
+    def __init__(
+        self,
+        patterns: Mapping[str, Policy],
+        layer: nn.Module | None = None,
+        *,
+        measures: bool = False,
+        planned: tuple[Numbered, Sequence[str]] | None = None,
+    ) -> None:
+        # Weakly, as what the layer's hooks hold must not keep the layer.
+        self._layer = None if layer is None else weakref.ref(layer)
+        self.measures = measures
+        self.planned = planned
+        self.numbered: Numbered | None = None
+        """What is followed in place of patterns."""
+        self.ways: dict[InputKind, Way] = {}
+        """What was learned, by kind of input."""
+        self._bases: defaultdict[Hashable, list[Way]] = defaultdict(list)
+        """From which ways those of other sizes follow, by kind of input without its size."""
+        self.failures: Counter[InputKind] = Counter()
+        """How often each kind of input was learned in vain."""
+        self.costs: tuple[RegionProfile, ...] = ()
+        """What each region costs, where that was asked for."""
+        self.last: Way | None = None
+        """The way that was learned last."""
+        self.patterns = patterns
+        self._known: dict[str, Policy] = {}
+        self._parameters: list[nn.Parameter] | None = None
+        self.source = _held(policy_of(SOURCE, patterns))
+        """What happens to the layer's inputs, which cannot be recomputed."""
+        self.said: set[str] = set()
+        """What was written into the log."""
+
+    @property
+    def layer(self) -> nn.Module | None:
+        """The layer, if it was given and is still there."""
+        return None if self._layer is None else self._layer()
+
+    def kind_of_layer(self, layer: nn.Module) -> list[bool]:
+        """What tells whether the layer saves other tensors: its mode, and which parameters require gradients."""
+        if self._parameters is None:
+            self._parameters = list(layer.parameters())
+        return [layer.training, *[parameter.requires_grad for parameter in self._parameters]]
+
+    def of(self, name: str) -> Policy:
+        """The policy of a region."""
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = KEEP if self.numbered is not None else policy_of(name, self.patterns)
+        return known
+
+    def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
+        """What is known of a kind of input, learned with this size or with two others, and its second run."""
+        way = self.ways.get(key)
+        if way is not None:
+            return way, way.replay
+        found = ((base, base.at_size(key[1])) for base in self._bases[key[0]])
+        return next((pair for pair in found if pair[1] is not None), (None, None))
+
+    def add(self, key: InputKind, way: Way) -> None:
+        """A way was learned."""
+        if len(self.ways) >= MOST_WAYS:
+            oldest = next(iter(self.ways))
+            dropped = self.ways.pop(oldest)
+            self._bases[oldest[0]] = [base for base in self._bases[oldest[0]] if base is not dropped]
+        self.ways[key] = self.last = way
+        kind, way.sizes = key
+        if way.reason is None and not any(base.pair_with(way, way.sizes, self) for base in self._bases[kind]):
+            self._bases[kind].append(way)
+
+    def forget(self, key: InputKind) -> None:
+        """A kind of input has taken another way than the learned one: it is learned anew."""
+        way, _ = self.find(key)
+        if self.ways.pop(key, None) is not None:
+            self.failures[key] += 1
+            self._bases[key[0]] = [base for base in self._bases[key[0]] if base is not way]
+        elif way is not None:
+            way.learn_size(key[1])
+
+    @property
+    def are_planned(self) -> bool:
+        """Whether a plan says what happens to the regions, and no patterns."""
+        return self.numbered is not None
+
+    @property
+    def are_timed(self) -> bool:
+        """Whether recomputing the whole layer is timed, so that no operation is to be skipped."""
+        return self.measures and not self.are_planned
+
+    @property
+    def proven(self) -> bool:
+        """Whether the way that was learned last is recomputed as it was proven to be."""
+        return self.last is not None and self.last.proven
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether anything may be recomputed."""
+        return self.measures or self.planned is not None or RECOMPUTE in self.patterns.values()
+
+    def held(self) -> Iterator[tuple[int, Policy]]:
+        """The bytes and the policy of each storage that the last learned forward has saved, and not dropped."""
+        way, seen = self.last, set[int]()
+        if way is None:
+            return
+        for saved, policy in zip(way.trace.saved, way.policies, strict=True):
+            if saved.movable and saved.storage is not None and saved.storage not in seen and policy is not RECOMPUTE:
+                seen.add(saved.storage)
+                yield way.trace.storages[saved.storage].nbytes, policy
+
+    def names(self) -> list[str]:
+        """The names of the regions of all ways that were learned."""
+        return [name for way in self.ways.values() for name in way.names.values()]
+
+    def by_name(self) -> dict[str, str]:
+        """What happens to each region, by its name."""
+        return {} if self.last is None else self.last.by_name(self)
+
+    def follow(self, numbered: Numbered) -> None:
+        """Follow a plan for the regions by their numbers from now on."""
+        self.numbered, self._known, self.source = numbered, {}, KEEP
+        for number, cost in enumerate(self.costs):
+            held = OFFLOAD if number in numbered.offloaded else KEEP
+            if cost.name == SOURCE:
+                self.source = OFFLOAD if held is OFFLOAD else self.source
+            else:
+                self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
+        for way in self.ways.values():
+            way.captured = None
+            way.settle(self)
+
+    def follow_plan(self) -> None:
+        """Follow what was planned.
+
+        Raises:
+            ValueError: The regions are not those that were planned for.
+        """
+        if self.planned is None:
+            return
+        numbered, names = self.planned
+        found = [cost.name for cost in self.costs]
+        if found != list(names):
+            odd = next((pair for pair in zip_longest(names, found) if pair[0] != pair[1]), None)
+            raise ValueError(
+                f"the plan must be for these layers, but it has {len(names)} regions and the layer {len(found)}; the "
+                f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
+            )
+        self.follow(numbered)
+
+
+def _held(policy: Policy) -> Policy:
+    return OFFLOAD if policy is RECOMPUTE else policy
+
+
+def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:
+    """Warn of patterns that match no region of any layer, once the layers have run."""
+    known = [one for one in layers if one is not None and one.last is not None]
+    names = dict.fromkeys([*itertools.chain.from_iterable(one.names() for one in known), SOURCE])
+    patterns = dict.fromkeys(itertools.chain.from_iterable(one.patterns for one in known))
+    unmatched = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
+    if unmatched:
+        warn_caller(
+            f"policies has patterns that match no region: {', '.join(map(repr, unmatched))}. The layers have these "
+            f"regions: {', '.join(map(repr, names))}. Write one of these names, or a pattern of them such as '*mm*'."
+        )

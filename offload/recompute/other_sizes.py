@@ -1,0 +1,145 @@
+"""The second run of a layer for inputs of a size that was not learned, from two sizes that were.
+
+Lengths and batch sizes vary from step to step, and the operations mostly do not. Where a layer has done the same
+operations with inputs of two sizes, each dimension of a result is a linear function of the inputs' size between the two
+and beyond. Only results that the second run skips or hands over need their sizes: what is recomputed has them anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+from offload.base.tensors import Geometry
+from offload.recompute.learn import SavedTensor, Step, StepResult, Storage, Trace
+from offload.recompute.run_again import Replay
+
+Sizes = tuple[int, ...]
+"""The dimensions of all tensors among a layer's inputs, in order."""
+
+
+def position(one: Sizes, other: Sizes, sizes: Sizes) -> Fraction | None:
+    """Where ``sizes`` are on the line from ``one`` (0) through ``other`` (1); ``None`` if they are not on it."""
+    found: Fraction | None = None
+    for first, second, now in zip(one, other, sizes, strict=True):
+        if first == second:
+            if now != first:
+                return None
+            continue
+        place = Fraction(now - first, second - first)
+        if found is not None and place != found:
+            return None
+        found = place
+    return found
+
+
+def differ_in_one(one: Sizes, other: Sizes) -> bool:
+    """Whether one number alone, such as the length of the sequences, can tell two sizes apart."""
+    pairs = {(first, second) for first, second in zip(one, other, strict=True) if first != second}
+    ratios = {Fraction(first, second) for first, second in pairs if second}
+    return len(pairs) > 0 and (len(ratios) == 1 or len({first - second for first, second in pairs}) == 1)
+
+
+def are_alike(one: Trace, other: Trace) -> bool:
+    """Whether two forwards have done the same operations in the same order, with results of other sizes."""
+    if one.zone >= 0 or other.zone >= 0 or one.given != other.given or one.generators != other.generators:
+        return False
+    lists = (one.steps, other.steps), (one.saved, other.saved), (one.storages, other.storages)
+    if any(len(first) != len(second) for first, second in lists):
+        return False
+    return (
+        all(map(_same_step, one.steps, other.steps))
+        and all(map(_same_saved, one.saved, other.saved))
+        and all(map(_same_storage, one.storages, other.storages))
+        and one.constants.keys() == other.constants.keys()
+    )
+
+
+def _same_step(one: Step, other: Step) -> bool:
+    facts = [
+        (step.operation, step.reads, step.makes, step.writes, step.container, step.draws, step.only_views)
+        for step in (one, other)
+    ]
+    flags = [(step.barrier, step.final, len(step.outputs)) for step in (one, other)]
+    if facts[0] != facts[1] or flags[0] != flags[1]:
+        return False
+    return one.only_views or all(map(_same_result, one.outputs, other.outputs))
+
+
+def _same_result(one: StepResult, other: StepResult) -> bool:
+    if (one.storage, one.device, one.argument) != (other.storage, other.device, other.argument):
+        return False
+    if one.argument is not None:
+        return True
+    if one.geometry is None or other.geometry is None:
+        numbers = isinstance(one.value, int) and isinstance(other.value, int)
+        return one.geometry is other.geometry and (numbers or one.value == other.value)
+    order = _order(one.geometry)
+    kinds = [(geometry[0], geometry[4:]) for geometry in (one.geometry, other.geometry)]
+    return kinds[0] == kinds[1] and order is not None and order == _order(other.geometry)
+
+
+def _same_saved(one: SavedTensor, other: SavedTensor) -> bool:
+    kinds = [(saved.storage, saved.time, saved.node, saved.dtype, saved.movable) for saved in (one, other)]
+    return kinds[0] == kinds[1]
+
+
+def _same_storage(one: Storage, other: Storage) -> bool:
+    kinds = [(storage.writers, storage.first_seen, storage.unseen) for storage in (one, other)]
+    return kinds[0] == kinds[1]
+
+
+def _order(geometry: Geometry) -> list[int] | None:
+    """The dimensions from the innermost to the outermost, if the tensor fills its memory; else ``None``."""
+    _, start, size, stride, *_ = geometry
+    order = sorted(range(len(size)), key=lambda dim: (stride[dim], size[dim]))
+    return order if start == 0 and tuple(stride) == _strides(size, order) else None
+
+
+def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(size), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(1, size[dim])
+    return tuple(strides)
+
+
+def at_size(replay: Replay, other: Trace, place: Fraction) -> Replay | None:
+    """A second run with the results' sizes at a place on the line to ``other``; ``None`` where one is no whole number.
+
+    The traces are those for which :func:`are_alike` holds.
+    """
+    if not replay.hands_over:
+        return replay
+    found = copy.copy(replay)
+    found.results, found.sized = [], True
+    for outputs, step in zip(replay.results, other.steps, strict=True):
+        if outputs is None:
+            found.results.append(None)
+            continue
+        pairs = zip(outputs, step.outputs, strict=True)
+        sized = [_result_at(one, another, place) for one, another in pairs]
+        if any(one is None for one in sized):
+            return None
+        found.results.append(tuple(one for one in sized if one is not None))
+    return found
+
+
+def _result_at(one: StepResult, other: StepResult, place: Fraction) -> StepResult | None:
+    if one.argument is not None:
+        return one
+    if one.geometry is None or other.geometry is None:
+        if type(one.value) is not int or one.value == other.value:
+            return one
+        value = one.value + (other.value - one.value) * place
+        return one._replace(value=int(value)) if value.denominator == 1 else None
+    size = [first + (second - first) * place for first, second in zip(one.geometry[2], other.geometry[2], strict=True)]
+    order = _order(one.geometry)
+    if order is None or any(length.denominator != 1 or length < 0 for length in map(Fraction, size)):
+        return None
+    lengths = [int(length) for length in size]
+    geometry = (*one.geometry[:2], torch.Size(lengths), _strides(lengths, order), *one.geometry[4:])
+    return one._replace(geometry=geometry)

@@ -1,0 +1,239 @@
+"""One way through a layer's forward, as it was learned, and what happens to each tensor that is saved on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from offload.recompute.learn import Trace
+from offload.recompute.operations import EMPTY
+from offload.recompute.other_sizes import Sizes, are_alike, at_size, differ_in_one, position
+from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, UNSEEN, Policy
+from offload.recompute.run_again import NOTHING, Replay
+from offload.recompute.second_run import SecondRun, second_run
+from offload.recompute.state import LayerState
+
+PROVEN_SIZES = 2
+"""So many of the sizes that were not learned are compared bit by bit before the next ones are trusted."""
+
+MOST_SIZES = 1024
+"""So many second runs of other sizes are remembered for a layer."""
+
+
+class RegionPolicies(Protocol):
+    """The policies of a layer's regions."""
+
+    source: Policy
+    """What happens to the layer's inputs, which cannot be recomputed."""
+
+    @property
+    def are_planned(self) -> bool:
+        """Whether a plan says them, and no patterns."""
+
+    @property
+    def are_timed(self) -> bool:
+        """Whether recomputing the whole layer is timed, so that no operation is to be skipped."""
+
+    def of(self, name: str) -> Policy:
+        """The policy of a region."""
+
+
+class Way:
+    """One way through a layer's forward, as it was learned, and what happens to each saved tensor.
+
+    Args:
+        trace: What forward has done.
+        state: The layer's attributes, and which of them forward changes.
+        names: The regions' names, by storage.
+    """
+
+    def __init__(self, trace: Trace, state: LayerState, names: Mapping[int, str]) -> None:
+        self.trace = trace
+        self.state = state
+        self.names = names
+        self.forced: set[int] = set()
+        """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
+        self.differing: set[int] = set()
+        """Numbers of saved tensors that come out with other bits when all operations run again."""
+        self.impossible: set[int] = set()
+        """Numbers of saved tensors that depend on what must not run twice."""
+        self.hands_over = True
+        """Whether a second run may skip operations: where it gave other bits, all of them run."""
+        self.reason: str | None = None
+        """Why the layer must not be run again."""
+        self.draws_unseen = False
+        """Whether forward draws random numbers where no operation was seen to."""
+        self.instead = OFFLOAD
+        """What happens to what cannot be recomputed."""
+        self.again = False
+        """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
+        self.proven = False
+        """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
+        self.policies: list[Policy] = []
+        """Of each saved tensor."""
+        self.replay: Replay = NOTHING
+        self.expected: list[tuple[int, torch.Size, Policy]] = []
+        """Of each saved tensor, how many autograd nodes the forward had made, its shape, and what happens to it."""
+        self.nodes = [saved.node for saved in trace.saved]
+        self.limit = trace.dynamic_from
+        self.saved_inputs: frozenset[int] = frozenset()
+        """Numbers of the inputs that autograd saves, and that are offloaded."""
+        self.rest = KEEP
+        """What happens to what is saved after the operation from which the way depends on data."""
+        self.partner: tuple[Sizes, Trace] | None = None
+        """A forward with inputs of another size that did the same operations."""
+        self.unproven_sizes = PROVEN_SIZES
+        """How many sizes that were not learned are still to be proven."""
+        self.sizes: Sizes = ()
+        self._replays: dict[Sizes, Replay | None] = {}
+        self.captured: Way | None = None
+        """The same in a CUDA graph, where no random numbers are drawn again."""
+
+    def constants(self) -> list[tuple[torch.Tensor, int]]:
+        """What counts the changes of tensors from outside that forward reads, and how often each was changed."""
+        return [(counter, counter._version) for counter in self.trace.constants.values()]
+
+    def at_size(self, sizes: Sizes) -> Replay | None:
+        """The second run for inputs of a size that was not learned; ``None`` where it is not known."""
+        if self.partner is None:
+            return None
+        if sizes not in self._replays:
+            if len(self._replays) >= MOST_SIZES:
+                self._replays.clear()
+            place = position(self.sizes, self.partner[0], sizes)
+            self._replays[sizes] = None if place is None else at_size(self.replay, self.partner[1], place)
+        found = self._replays[sizes]
+        return None if found is None or (found.sized and found.wrong) else found
+
+    def learn_size(self, sizes: Sizes) -> None:
+        """A forward with inputs of this size has gone another way: the next one is learned."""
+        self._replays[sizes] = None
+
+    def pair_with(self, other: Way, sizes: Sizes, policies: RegionPolicies) -> bool:
+        """Take another size's forward as the second one, if it did the same operations."""
+        if self.partner or not differ_in_one(self.sizes, sizes) or not are_alike(self.trace, other.trace):
+            return False
+        self.partner = sizes, other.trace
+        if not other.forced <= self.forced or not other.hands_over:
+            self.forced |= other.forced
+            self.hands_over = self.hands_over and other.hands_over
+            self.settle(policies)
+        return True
+
+    def droppable(self) -> list[int]:
+        """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
+        return [number for number, saved in enumerate(self.trace.saved) if saved.movable and self._made(number)]
+
+    def names_of(self, numbers: Iterable[int]) -> set[str]:
+        """The names of the regions that saved tensors look into."""
+        storages = (self.trace.saved[number].storage for number in numbers)
+        return {self.names[storage] for storage in storages if storage is not None and storage in self.names}
+
+    def _made(self, number: int) -> bool:
+        storage = self.trace.saved[number].storage
+        return storage is not None and storage in self.names
+
+    def settle(self, policies: RegionPolicies, *, draws: bool = True) -> None:
+        """Find what happens to each saved tensor."""
+        trace = self.trace
+        wanted = [self._wanted(number, policies) for number in range(len(trace.saved))]
+        rest = [policy for number, policy in enumerate(wanted[self.limit :], self.limit) if trace.saved[number].movable]
+        if RECOMPUTE in rest and any(policy is not RECOMPUTE for policy in rest):
+            wanted[self.limit :] = [OFFLOAD if one is RECOMPUTE else one for one in wanted[self.limit :]]
+        while True:
+            dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
+            run = second_run(trace, dropped, draws=draws)
+            self.impossible |= run.impossible
+            changes = dict.fromkeys(run.impossible, self.instead) or self._instead(run, policies)
+            if not changes:
+                break
+            for number, policy in changes.items():
+                wanted[number] = policy
+        self.policies = wanted
+        self.expected = [
+            (saved.node, saved.shape, policy if saved.movable else KEEP)
+            for saved, policy in zip(trace.saved, wanted, strict=True)
+        ]
+        offloaded = {
+            saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
+        }
+        self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
+        held = [policy for number, policy in enumerate(wanted) if number >= self.limit and trace.saved[number].movable]
+        self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
+        self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
+        if policies.are_timed and not self.replay.communicates:
+            self.replay = Replay(trace, run, hands_over=False)
+        self._replays.clear()
+        self.proven = not self.replay.hands_over
+
+    def _wanted(self, number: int, policies: RegionPolicies) -> Policy:
+        saved = self.trace.saved[number]
+        if saved.storage is None or not saved.movable:
+            return OFFLOAD
+        name = self.names.get(saved.storage)
+        if name is None:
+            return policies.source
+        policy = policies.of(name)
+        if policy is RECOMPUTE and (self.reason is not None or number in self.forced):
+            return self.instead
+        return policy
+
+    def _instead(self, run: SecondRun, policies: RegionPolicies) -> dict[int, Policy]:
+        """Saved tensors that are kept in place of outputs which they are computed from, and which are not saved."""
+        trace = self.trace
+        saved = {one.storage for one in trace.saved}
+        changes: dict[int, Policy] = {}
+        if policies.are_planned:
+            return changes
+        for time in sorted(run.needed):
+            for storage in trace.steps[time].makes:
+                policy = policies.of(self.names[storage]) if storage in self.names else RECOMPUTE
+                if storage in saved or policy is RECOMPUTE:
+                    continue
+                nearest = self._computed_from(storage, time, run.needed, saved)
+                for number in run.dropped:
+                    if trace.saved[number].storage in nearest:
+                        changes[number] = policy
+        return changes
+
+    def _computed_from(self, storage: int, time: int, needed: frozenset[int], saved: set[int | None]) -> set[int]:
+        """The saved storages that are computed from one that is not, with no saved one in between."""
+        unsaved, nearest = {storage}, set[int]()
+        for later in range(time + 1, len(self.trace.steps)):
+            step = self.trace.steps[later]
+            if later in needed and unsaved & set(step.reads):
+                for made in {*step.makes, *step.writes} - unsaved:
+                    (nearest if made in saved else unsaved).add(made)
+        return nearest
+
+    def by_name(self, policies: RegionPolicies) -> dict[str, str]:
+        """The policy of each region, by name."""
+        found = {name: policies.of(name) for name in self.names.values()}
+        for number, saved in enumerate(self.trace.saved):
+            if saved.storage is not None and saved.storage in self.names and saved.movable:
+                found[self.names[saved.storage]] = self.policies[number]
+        return {name: policy.value for name, policy in found.items()}
+
+
+def names_of(trace: Trace) -> dict[int, str]:
+    """The name of each region, by the storage that it is in."""
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+
+    def add(storage: int, name: str) -> None:
+        counts[name] += 1
+        names[storage] = name if counts[name] == 1 else f"{name} #{counts[name]}"
+
+    for step in trace.steps:
+        for storage in step.makes:
+            writers = trace.storages[storage].writers
+            only_allocates = len(writers) > 1 and step.operation.effect is EMPTY
+            maker = trace.steps[writers[1]] if only_allocates else step
+            add(storage, f"{maker.module}: {maker.operation.name}" if maker.module else maker.operation.name)
+    for saved in trace.saved:
+        if saved.storage is not None and trace.storages[saved.storage].unseen and saved.storage not in names:
+            names[saved.storage] = UNSEEN
+    return names

@@ -1,0 +1,133 @@
+"""Inputs of many sizes: a layer is learned with two of them, and recomputed with any other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Lab
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from test_policies import ALL, Function, offloaded
+from torch import nn
+
+LAYERS = 3
+PRODUCTS = {"*mm": "keep", "*": "recompute"}
+SOME = {"*mm": "offload", "mul": "offload", "*": "recompute"}
+
+
+def step(layers: nn.ModuleList, shape: tuple[int, ...], lab: Lab) -> list[torch.Tensor]:
+    torch.manual_seed(sum(shape))
+    x = torch.randn(*shape, WIDTH).to(lab.device).requires_grad_()
+
+    def run() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss_of(y).backward()
+
+    return gradients(leaves_of(layers, x), run)
+
+
+class Calls:
+    """How often the second layer's forward has run."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.count = 0
+        layers[1].register_forward_pre_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+    def since(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+@pytest.mark.parametrize("policies", [ALL, PRODUCTS, SOME], ids=["all", "products", "some"])
+@pytest.mark.parametrize("kind", ["decoder", "gpt"])
+@pytest.mark.filterwarnings("ignore:policies has patterns that match no region", "ignore:num_layers = model_layers - 1")
+def test_two_sizes_are_learned(kind: str, policies: dict[str, str], num_layers: int, lab: Lab) -> None:
+    shapes = [(2, 8), (2, 16), (2, 11), (2, 64), (2, 3), (2, 1), (2, 57), (2, 8), (2, 100)]
+    layers, _ = build(kind, LAYERS, lab.device)
+    expected = [step(layers, shape, lab) for shape in shapes]
+    calls = Calls(layers)
+    with offloaded(layers, lab, policies, num_layers=num_layers):
+        ran = []
+        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+            assert_same(gradients_of_shape, step(layers, shape, lab))
+            ran.append(calls.since())
+    assert min(ran[:2]) > 2  # learned and compared
+    assert ran[4:7] == [2, 2, 2]  # forward, and once more in backward
+    assert ran[8] == 2
+
+
+def _scores(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ x.transpose(1, 2)).mul(0.1).softmax(-1).sin() @ (x @ w).tanh()
+
+
+def _flat(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.flatten(0, 1) @ w).sin().mul(2).tanh().view_as(x)
+
+
+def _pooled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    pooled = F.max_pool1d((x @ w).sin().transpose(1, 2), 4, ceil_mode=True)
+    return F.interpolate(pooled.mul(2).tanh(), size=x.shape[1]).transpose(1, 2).contiguous() + x
+
+
+def _in_parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.cat([(part @ w).sin().mul(2).tanh() for part in x.split(8, 1)], 1)
+
+
+def _long_differs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).sin().mul(2).tanh() if x.shape[1] > 20 else (x @ w).tanh().mul(2).sin()
+
+
+def _square(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A result whose length is the square of the input's."""
+    pairs = (x[:, :, None] * (x @ w)[:, None]).flatten(1, 2).sin().mul(2).tanh()
+    return pairs.unflatten(1, (x.shape[1], x.shape[1])).sum(2)
+
+
+def _odd_differs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The same number of nodes, with results in other layouts."""
+    first, second = (0, 1) if x.shape[1] % 2 else (0, 2)
+    return (x @ w).sin().transpose(first, second).contiguous().mul(2).transpose(first, second).tanh()
+
+
+def _padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Results of a multiple of eight, as long as the input for the first lengths of all."""
+    length = x.shape[1]
+    y = F.pad(x, (0, 0, 0, -length % 8)) @ w
+    return ((y + 1).sin() * (y.mul(2) + 1).tanh())[:, :length] + x
+
+
+@pytest.mark.parametrize("policies", [PRODUCTS, SOME], ids=["products", "some"])
+@pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
+def test_sizes_that_follow_from_others_only_mostly(policies: dict[str, str], lab: Lab) -> None:
+    layers, _ = build(lambda: Function(_padded), LAYERS, lab.device)
+    shapes = [(2, length) for length in (8, 16, 24, 32, 11, 40, 13, 11, 48)]
+    expected = [step(layers, shape, lab) for shape in shapes]
+    with offloaded(layers, lab, policies):
+        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+            assert_same(gradients_of_shape, step(layers, shape, lab))
+
+
+@pytest.mark.parametrize("policies", [PRODUCTS, SOME], ids=["products", "some"])
+@pytest.mark.parametrize("function", [_scores, _flat, _pooled, _in_parts, _long_differs, _square, _odd_differs])
+@pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
+def test_gradients_are_the_same_bits_at_any_size(
+    function: Callable[..., Any], policies: dict[str, str], lab: Lab
+) -> None:
+    layers, _ = build(lambda: Function(function), LAYERS, lab.device)
+    draw = random.Random(0)
+    shapes = [(draw.choice([2, 2, 2, 3]), draw.randint(1, 40)) for _ in range(30)]
+    expected = {shape: step(layers, shape, lab) for shape in shapes}
+    with offloaded(layers, lab, policies) as handle:
+        for shape in shapes:
+            assert_same(expected[shape], step(layers, shape, lab))
+        assert "recompute" in handle.regions(0).values()
