@@ -1,7 +1,7 @@
 """Limits on host memory: how much activations may take, what happens at the limit, and memory pinned in advance.
 
 Pinning can fail: locked memory and containers have limits, and machines are full. A training step that has begun should
-still end. So by default a storage that finds no room stays on the device, with one warning.
+still end. So by default a storage that finds no room is kept on the device, with one warning.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
 
 def empty_host_cache(device: torch.device | str | int | None = None) -> int:
     """Give pinned memory that holds no activations now back to the system. Waits for copies in flight.
+
+    Memory that an interrupt (Ctrl-C) has lost counts as used until then.
 
     Args:
         device: The device whose pool to empty; the current accelerator by default, and the CPU where there is none.

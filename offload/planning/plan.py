@@ -107,10 +107,7 @@ class Plan(Stored):
         """
         budget, link, host = self.memory_budget, self.link, self.max_host_bytes
         faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
-        asked: dict[str, tuple[int, Link, int | None]] = {
-            "device": (round(MORE * budget), link, host),
-            "link": (budget, faster, host),
-        }
+        asked = {"device": (round(MORE * budget), link, host), "link": (budget, faster, host)}
         if host is not None:
             asked["host"] = (budget, link, round(MORE * host))
         return {

@@ -6,10 +6,6 @@ once, and its copies start no earlier than compute has come to that point, the t
 recomputes what was dropped, once the offloaded regions before the last dropped one are reloaded. Then backward waits
 for one tensor at a time, and frees each when it is done with it. While both directions are busy they share the duplex
 bandwidth.
-
-Note:
-    A profile without regions says how many tensors a layer saves, not when. The n-th of m is taken to be ready
-    after the fraction n/m of the forward, and to be used in the mirrored part of the backward.
 """
 
 from __future__ import annotations

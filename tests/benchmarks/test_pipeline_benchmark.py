@@ -1,11 +1,9 @@
-import functools
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from scripts import NO_GPU, as_torchrun, run_scripts
 
 from benchmarks import pipeline
@@ -59,30 +57,6 @@ def test_the_first_ranks_peak_shrinks_and_its_steady_state_is_recorded(record_pa
     monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(record_path)])
     pipeline.main()
     assert capsys.readouterr().out.count(HALF) == 4
-
-
-def test_the_record_is_written_after_each_case(tmp_path, monkeypatch):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    alone = functools.partial(dist.init_process_group, store=store, rank=0, world_size=1)
-    monkeypatch.setattr(pipeline.dist, "init_process_group", lambda *_, **__: alone("gloo"))
-    link = Link(1.0, 1.0, 2.0)
-    monkeypatch.setattr(pipeline, "measure_links", lambda _: {"alone": link, "all at once": link})
-
-    def run_case(name, *_):
-        if name == "ZBV":
-            raise TimeoutError
-        return [{"rank": 0, "offload": NOTHING, "step_s": 1.0, "peak_bytes": 1, "bit_identical": True}]
-
-    monkeypatch.setattr(pipeline, "run_case", run_case)
-    path = tmp_path / "records" / "pipeline.json"
-    monkeypatch.setattr(sys, "argv", ["pipeline", "--small", "--out", str(path)])
-    try:
-        with pytest.raises(TimeoutError):
-            pipeline.main()
-    finally:
-        dist.destroy_process_group()
-    assert [row["schedule"] for row in json.loads(path.read_text("utf-8"))["rows"]] == ["1F1B"]
-    assert [found.name for found in path.parent.iterdir()] == ["pipeline.json"]
 
 
 def test_steady_state_is_from_the_first_backward_to_the_last_forward():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pipeline_prediction
-from benchmarks.pipeline_prediction import plan_of, read_moves, with_predictions, written_moves
+from benchmarks.pipeline_prediction import plan_of, with_predictions, written_moves
 from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import StageProfile
 
@@ -66,12 +66,3 @@ def test_the_plans_are_those_that_were_measured(record):
                 for stage, costs in row["profile"].items()
             }
             assert replace(plan, profile=measured).offloaded_bytes == row["offloaded_bytes"]
-
-
-def test_moves_are_read_as_they_are_written():
-    moves = read_moves("0:F25-B11 16:F29-B29")
-    assert [(move.layer, move.release, move.reload) for move in moves] == [
-        (0, ("F", 25), ("B", 11)),
-        (16, ("F", 29), ("B", 29)),
-    ]
-    assert read_moves("") == ()

@@ -59,7 +59,7 @@ def test_regions_of_a_decoder(recomputed: bool, lab: Lab) -> None:
 
 @pytest.mark.parametrize(("longer_s", "expected"), [(0.006, 2.0), (0.0015, 0.5), (-0.001, 1.0)])
 def test_regions_take_what_backward_is_longer_by(longer_s: float, expected: float) -> None:
-    """If everything is computed again; but for a backward that seems to be shorter then."""
+    """If everything is recomputed; but for a backward that seems to be shorter then."""
     regions = (RegionProfile("input", 8, 0.0, recomputable=False), RegionProfile("mm", 8, 0.003, (0,)))
     regions += (RegionProfile("add", 8, 0.001, (1,), saved=False),)  # that nobody asks for
     plain = LayerProfile.from_regions(regions, 0.005, 0.010, workspace_bytes=7)
@@ -81,8 +81,7 @@ def planned(profile: Profile, way: int, num_layers: int) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [0, 2])
-@pytest.mark.parametrize("way", [0, 2, 5, 99])
+@pytest.mark.parametrize(("way", "num_layers"), [(0, 2), (2, 0), (5, 2), (99, 2)])
 def test_each_way_is_carried_out(way: int, num_layers: int, lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)

@@ -1,4 +1,4 @@
-"""Profiles of real models: times of the right layer, and the bytes that really travel."""
+"""Profiles of real models: times of the right layer, and the bytes that really are offloaded."""
 
 import statistics
 import time
@@ -132,7 +132,7 @@ class TestTimes:
 
 
 class TestBytes:
-    def test_are_those_that_travel(self):
+    def test_are_those_that_are_offloaded(self):
         model, x = stack(), torch.randn(2, 32, 64)
         step = training_step(model, x)
         profile = profile_layers(model, step, min_bytes=MIN_BYTES, device="cpu", steps=1)

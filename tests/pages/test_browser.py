@@ -251,18 +251,6 @@ def test_a_fault_is_seen(reader, axe):
         assert words in found, words
 
 
-def test_theme_switch(reader):
-    reader.widen(1400)
-    reader.open("index.html")
-    ground = "() => getComputedStyle(document.body).backgroundColor"
-    grounds = [reader.page.evaluate(ground)]
-    for _ in range(3):  # Furo goes from the system's choice through both themes and back
-        reader.page.locator(".theme-toggle:visible").first.click()
-        grounds.append(reader.page.evaluate(ground))
-    assert len(set(grounds)) == 2, grounds
-    assert grounds[0] == grounds[3], grounds
-
-
 def test_folded_code_opens_by_keyboard_and_without_scripts(reader, address):
     context = reader.page.context.browser.new_context(java_script_enabled=False)
     page = context.new_page()

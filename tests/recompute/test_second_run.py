@@ -633,6 +633,7 @@ def picked(x: torch.Tensor) -> torch.Tensor:
 DRAWN: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "dropout": (F.dropout, ("bernoulli_", "mul #2")),
     "untagged": (drawn_later, ("*drawn_later",)),
+    "untagged, recomputed": (lambda x: drawn_later(drawn_later(x)), ()),
     "picked": (picked, ("multinomial", "gather")),
 }
 
