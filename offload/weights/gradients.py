@@ -117,7 +117,6 @@ class GradientWriter:
         for host, gradient in gradients.items():
             self.counters["gradient_bytes"] += gradient.nbytes
             first = host.total is None or host.replaces
-            host.replaces = False
             if host.total is None:
                 # .data: with a version of its own. The gradient from before is added at the end, from ordinary memory.
                 host.total = self._memory[host].data if host.before is None else torch.empty_like(host.before)

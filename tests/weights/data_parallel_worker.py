@@ -174,7 +174,12 @@ CASES = {
 # Each part of a weight's gradient is averaged by itself, and so rounded.
 ROUNDED = {
     "shared weights": {"build": {"shared": True}, "microbatches": 2},
-    "layers that backward enters twice": {"build": {"order": (0, 1, 2, 3, 0, 1, 2, 3)}, "microbatches": 2},
+    "layers that backward enters twice": {
+        "build": {"checkpoints": True, "order": (0, 1, 2, 3, 0, 1, 2, 3)},
+        "stream": {"static": True},
+        "microbatches": 2,
+        "syncs": "each",
+    },
 }
 
 
