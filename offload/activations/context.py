@@ -214,10 +214,12 @@ class OffloadContext(ContextDecorator):
 
     def check_thread(self, layer: int | None = None) -> None:
         """Raise if ``layer`` begins in this thread while another one is between its first layer and its last."""
+        if self.in_this_thread or not self._thread.is_alive():
+            return
         last = self._round.last_layer
         number = last + 1 if layer is None else layer
         goes_on = last < number < self.model_layers and bool(self._round.sets) and not self._round.abandoned
-        if not self.in_this_thread and self._thread.is_alive() and (goes_on or self._open is not None):
+        if goes_on or self._open is not None:
             raise RuntimeError(
                 f"layer {number} must run in the thread {self._thread.name!r}, which is in the forward of the same "
                 f"layers, but runs in {threading.current_thread().name!r}; use one copy of the model per thread, each "

@@ -67,8 +67,9 @@ class Round:
         """The layer's forward begins: act on the schedule, then open its activation set."""
         if not self.sets:
             self.transfers.begin_round()
-        for passed in range(self.last_layer + 1, layer + 1):
-            self._act(forward(passed))
+        if self._offloaded:
+            for passed in range(self.last_layer + 1, layer + 1):
+                self._act(forward(passed))
         trace.point("forward", layer)
         rules = self._rules_to_stay if layer >= self._first_to_stay else self._rules
         stays = self.schedule is not None and layer not in self._offloaded
@@ -90,7 +91,7 @@ class Round:
         self._act(backward(layer))
 
     def _act(self, point: Point) -> None:
-        if self.schedule is None:
+        if self.schedule is None or not self._offloaded:
             return
         for layer in self.schedule.releases(point):
             if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADING:
