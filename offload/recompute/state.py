@@ -173,18 +173,13 @@ class LayerState:
                 self._set(present, keep=())
 
     def _is_now(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is of the state as it is now: the same objects, or numbers and texts that are equal."""
-        if self._cloned or self._forgotten:
-            return False
-        try:
-            return self._dicts == snapshot
-        except (RuntimeError, ValueError, TypeError):  # two tensors, which are not the same
-            return False
+        """Whether a snapshot holds the same objects as the state does now."""
+        return all(map(_same_objects, self._dicts, snapshot))
 
     def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
         kept = set(keep)
         for index, (part, values) in enumerate(zip(self._dicts, wanted, strict=True)):
-            if len(part) == len(values) and all(map(is_, part.values(), values.values())):
+            if _same_objects(part, values):
                 continue
             for key in [key for key in part if key not in values and (index, key) not in kept]:
                 del part[key]
@@ -233,6 +228,11 @@ class LayerState:
             for key, value in part.items()
             if key not in _OWN and type(value) in (list, dict, set, deque)
         ]
+
+
+def _same_objects(part: dict[str, Any], values: dict[str, Any]) -> bool:
+    """Identity, as two tensors of one element may be equal, and have other graphs."""
+    return list(part) == list(values) and all(map(is_, part.values(), values.values()))
 
 
 def _address(value: Any) -> int:

@@ -328,7 +328,7 @@ class Switched(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(x * self.weight)
         if self.adapter:
-            y = y * 3
+            y = y * (2 if hasattr(self, "more") else 3)
         return (y * self.scale).sin() + (0.0 if self.training else 1.0)
 
 
@@ -395,15 +395,16 @@ def test_other_weights_of_a_functional_call(lab: Lab) -> None:
 
 
 class Normed(nn.Module):
-    """Batch norm and a spectral norm: both write their buffers in forward."""
+    """Batch norm, a spectral norm and a sign that changes back and forth: all are written in forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
         self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("sign", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)).tanh() * x
+        return self.norm(self.linear(x)).tanh() * x * self.sign.neg_().clone()
 
 
 def test_buffers_that_forward_writes(lab: Lab) -> None:
@@ -431,6 +432,42 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         for _ in range(4):
             assert_same(run(plain, x), run(layers, x))
         assert handle.regions(0)["tanh"] == "recompute"
+
+
+class Balanced(nn.Module):
+    """Leaves a part of the loss behind, as routers of experts do, in place of that of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.balance: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * self.weight).sin()
+        self.balance = y.tanh().mean()
+        return y * x
+
+
+def test_what_forward_leaves_behind(lab: Lab) -> None:
+    """It is of forward's own graph, although a second run computes an equal number."""
+    plain, x = build(Balanced, LAYERS, lab.device)
+    layers, _ = build(Balanced, LAYERS, lab.device)
+
+    def run(layers: nn.ModuleList) -> list[torch.Tensor]:
+        def forward_and_backward() -> None:
+            y = x
+            for layer in layers:
+                y = layer(y)
+            left = [layer.balance for layer in layers]
+            (loss_of(y) + sum(left)).backward()
+            assert all(layer.balance is one for layer, one in zip(layers, left, strict=True))
+
+        return gradients(leaves_of(layers, x), forward_and_backward)
+
+    with offloaded(layers, lab) as handle:
+        for _ in range(4):
+            assert_same(run(plain), run(layers))
+        assert handle.regions(0)["sin"] == "recompute"
 
 
 class HighWater(nn.Module):
