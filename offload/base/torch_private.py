@@ -54,14 +54,14 @@ _top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
 _graph_task = _find("_C._current_graph_task_id")
 _executes = _find("_C._will_engine_execute_node")
-_tracing = _find("_C._get_tracing_state")
 _proxy_mode = _find("fx.experimental.proxy_tensor.get_proxy_mode")
-_fx_traces = _find("fx._symbolic_trace.is_fx_symbolic_tracing")
+_tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
 _count_modes = _find("_C._len_torch_dispatch_stack")
-_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
-_exclude = _find("_C._ExcludeDispatchKeyGuard")
-_set_excluded = _find("_C._SetExcludeDispatchKeyGuard")
+dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
+"""The dispatch modes that this thread has entered, the outermost first."""
+_pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils._python_dispatch._push_mode")
+_exclude, _set_excluded = _find("_C._ExcludeDispatchKeyGuard"), _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
 _uses = _find("_C._storage_Use_Count")
 _set_eval_frame = _find("_C._dynamo.eval_frame.set_eval_frame")
@@ -119,11 +119,8 @@ def before_backward(output: Iterable[torch.Tensor], first_node: int, begin: Call
     The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only returns
     belongs to another layer; its node may live on from step to step, and would collect a hook in each.
     """
-    nodes = {
-        tensor.grad_fn: None
-        for tensor in output
-        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node
-    }
+    made = (tensor.grad_fn for tensor in output)
+    nodes = dict.fromkeys(node for node in made if node is not None and node._sequence_nr() >= first_node)
     for node in nodes:
         node.register_prehook(begin)
     return list(nodes)
@@ -182,10 +179,18 @@ def is_transformed() -> bool:
 
 def leave_modes(kind: type[TorchDispatchMode]) -> None:
     """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
-    stack = _modes() if _count_modes() else []
+    stack = dispatch_modes() if _count_modes() else []
     outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
     for mode in reversed(stack[outermost:]):
         mode.__exit__(None, None, None)
+
+
+def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:
+    """Let this thread be in these dispatch modes, the outermost first, and in no others."""
+    for _ in range(_count_modes()):
+        _pop_mode()
+    for mode in wanted:
+        _push_mode(mode)
 
 
 def without_modes() -> AbstractContextManager[object]:
@@ -212,10 +217,7 @@ def without_wrapper(function: Any) -> Any:
 
 
 def counting_versions() -> AbstractContextManager[object]:
-    """Let ``detach`` inside of a dispatch mode give a tensor that counts changes together with its origin.
-
-    PyTorch has left the part that sees to this by the time that a mode is called.
-    """
+    """Let ``detach`` count changes with its origin in a dispatch mode, above which PyTorch has left that part."""
     return _set_excluded(_COUNTING, False)  # type: ignore[no-any-return]
 
 
@@ -368,9 +370,8 @@ class CheckpointListener(Protocol):
 def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: CheckpointListener) -> None:
     """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
 
-    ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory by themselves,
-    ``storage.resize_(0)``, and fill it again before backward, as checkpoints that discard their output do. PyTorch
-    frees the memory at once, while a copy may still read it.
+    ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory themselves, by
+    ``storage.resize_(0)``, and fill it before backward. PyTorch frees it at once, while a copy may still read it.
     """
     with _patching:
         resize: Any = torch.UntypedStorage.resize_

@@ -24,6 +24,7 @@ from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
+from offload.measuring.memory_peak import memory_peak
 from offload.measuring.profile_layers import learned_profile, learning_policies, learning_schedule, recompute_all
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
@@ -43,6 +44,9 @@ AUTO_SHARE = 0.92
 RESERVE = 0.02
 """Part of the budget that a first plan leaves free, as recomputing everything does not show all that is used."""
 
+TOLERANCE = 0.02
+"""By what part of the budget a peak may be above it without a warning."""
+
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
@@ -50,8 +54,8 @@ CORRECTIONS = 3
 class FollowPlan(HookedLayers):
     """Layers that follow a plan as soon as there is one; undone by ``remove()``.
 
-    Where an accelerator tells its peak, a plan for a budget leaves room for what no profile knows, and is made again
-    with less if a microbatch breaks the budget.
+    A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
+    budget. On the CPU, where measuring a peak takes time, that ends with the first microbatch that keeps to the budget.
 
     Args:
         layers: The layers, in call order.
@@ -72,8 +76,8 @@ class FollowPlan(HookedLayers):
     ) -> None:
         context = OffloadContext(Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, host=host)
         self._backend = context.backend
-        self._has_peak = self._backend.device.type != "cpu"
-        if memory_budget == "auto" and not self._has_peak:
+        self._peak = memory_peak(self._backend.device)
+        if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._makes_plan = self._free_plan if memory_budget is None else self._first_plan
         self._budget = 0 if memory_budget in (None, "auto") else parse_bytes(memory_budget, "memory_budget")
@@ -81,6 +85,8 @@ class FollowPlan(HookedLayers):
         self._missing_bytes = 0
         """What of the budget is needed outside of the layers."""
         self._corrections_left = 0
+        self._said = False
+        """Whether a broken budget was warned of."""
         self._max_host_bytes = host.max_bytes
         super().__init__(layers, context)
         self._layers = layers
@@ -102,13 +108,15 @@ class FollowPlan(HookedLayers):
         super().remove()
         self._ends.remove()
         self._times.remove()
+        self._peak.stop()
 
     def _restart(self, elements: int) -> None:
         """Recompute everything, and learn what the regions cost with inputs of so many elements."""
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self.plan = None
         self._elements = elements
-        self._start_bytes = 0
+        self._watches = True
+        """Whether the peaks of microbatches are measured."""
         self._input_bytes = 0
         """Of what there was when the microbatch began, what its step had allocated by then."""
         self._times.remove()
@@ -134,29 +142,26 @@ class FollowPlan(HookedLayers):
             self._elements = elements
             if all(one.costs and one.proven for one in self._policies):
                 self._stage = "timing"
-                self._times.start(reads_memory=self._has_peak)
+                self._times.start(self._peak)
         elif self._stage == "timing" and self._times.complete:
             self._times.remove()
             self._stage = "following"
             self._follow(self._makes_plan(learned_profile(self._policies, self._times)))
-        elif self.plan is not None and self._peak_bytes > self._budget and self._corrections_left:
-            self._corrections_left -= 1
-            self._missing_bytes += self._peak_bytes - self._budget
-            self._follow(self._plan_within(self.plan.profile, "the plan is followed that has broken it"))
+        elif self.plan is not None and self._watches:
+            self._keep_to_budget(self.plan)
         self._input_bytes = _bytes_of(inputs, self._backend.device)
-        if self._has_peak and not self.measures:
-            torch.accelerator.reset_peak_memory_stats(self._backend.device)
-            self._start_bytes = torch.accelerator.memory_allocated(self._backend.device)
+        if not self.measures:
+            self._peak.stop()
+            if self._watches:
+                self._peak.start()
 
     def end_backward(self) -> None:
         """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
-        if self._backend.capturing or not self._has_peak:
+        if self._backend.capturing or not self._watches or self._stage == "learning":
             return
-        if self._stage == "timing":
-            most_bytes = self._times.most_bytes()
-        else:
-            most_bytes = torch.accelerator.max_memory_allocated(self._backend.device) - self._start_bytes
+        most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
         self._peak_bytes = most_bytes + self._input_bytes
+        self._peak.stop()
 
     def _follow(self, plan: Plan | None) -> None:
         """Do as a plan says from here on, if there is one."""
@@ -170,8 +175,25 @@ class FollowPlan(HookedLayers):
             followed.append(None if policy is None else learned)
         self.context.follow(plan.schedule, followed)
 
+    def _keep_to_budget(self, plan: Plan) -> None:
+        """Plan again with less if the last microbatch, under this plan, has broken the budget."""
+        over = self._peak_bytes - self._budget
+        if over > 0 and self._corrections_left:
+            self._corrections_left -= 1
+            self._missing_bytes += over
+            self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it"))
+            return
+        if over > TOLERANCE * self._budget and not self._said:
+            self._said = True
+            warn_caller(
+                f"memory_budget = {format_bytes(self._budget)} was not met by {CORRECTIONS + 1} plans: the last "
+                f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
+            )
+        self._watches = not self._peak.costs_time
+
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
+        self._watches = False  # there is no budget to keep to
         made = free_plan(profile, self._link, max_host_bytes=self._max_host_bytes)
         peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)
         amounts = made.num_layers, len(profile.layers), *peaks
@@ -186,6 +208,7 @@ class FollowPlan(HookedLayers):
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
         self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._budget)
         self._corrections_left = CORRECTIONS
+        self._said = False
         return self._plan_within(profile, "everything is recomputed and inputs are offloaded")
 
     def _plan_within(self, profile: Profile, otherwise: str) -> Plan | None:
@@ -200,6 +223,8 @@ class FollowPlan(HookedLayers):
                 "outside of the layers."
             )
             self._corrections_left = 0
+            self._said = True
+            self._watches = not self._peak.costs_time
             return None
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step of the layers %s, peak "

@@ -17,6 +17,7 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
+from offload.measuring.memory_peak import MemoryPeak
 from offload.planning.closed_form import Peaks
 from offload.planning.profile import LayerProfile
 
@@ -50,10 +51,8 @@ class LayerTimes(Attachment):
         """Takes the hooks on inputs and parameters off."""
         self.running: MeasuredLayer | None = None
         """The layer whose first forward since :meth:`start` runs now."""
-        self.reads_memory = False
-        """Whether an accelerator is asked what is allocated."""
-        self.start_bytes = 0
-        """What was allocated when the step began."""
+        self.memory: MemoryPeak | None = None
+        """Tells what is allocated, if that is asked for."""
         self.between_bytes = 0
         """The most that was allocated between the last forward and its backward, above that at the step's start."""
         self._most_bytes = 0
@@ -62,15 +61,20 @@ class LayerTimes(Attachment):
     def remove(self) -> None:
         super().remove()
         self.hooks.close()
+        self._watch(None)
 
-    def start(self, *, reads_memory: bool = False) -> None:
-        """Forget what was timed so far; from now on, ask an accelerator what is allocated only if that is wanted."""
+    def start(self, memory: MemoryPeak | None = None) -> None:
+        """Forget what was timed so far; from now on, ask ``memory`` what is allocated."""
         for layer in self.layers:
             layer.rounds.clear()
-        self.reads_memory = reads_memory
-        if reads_memory:
-            torch.accelerator.reset_peak_memory_stats(self.backend.device)  # what was before may have needed more
-            self.start_bytes = torch.accelerator.memory_allocated(self.backend.device)
+        self._watch(memory)
+
+    def _watch(self, memory: MemoryPeak | None) -> None:
+        if self.memory is not None:
+            self.memory.stop()
+        self.memory = memory
+        if memory is not None:
+            memory.start()
 
     @property
     def complete(self) -> bool:
@@ -87,9 +91,9 @@ class LayerTimes(Attachment):
             self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_rounds())
         )
 
-    def time(self, step: Callable[[], object], steps: int, *, reads_memory: bool = False) -> None:
+    def time(self, step: Callable[[], object], steps: int, memory: MemoryPeak | None = None) -> None:
         """Run steps of one or several microbatches, and time them."""
-        self.start(reads_memory=reads_memory)
+        self.start(memory)
         self._marks = [self.backend.mark()]
         for _ in range(steps):
             step()
@@ -114,9 +118,9 @@ class LayerTimes(Attachment):
     def mark(self) -> tuple[Event, int]:
         """A mark, and the most that was allocated since the last one, above what there was at the step's start."""
         most_bytes = 0
-        if self.reads_memory:
-            most_bytes = torch.accelerator.max_memory_allocated(self.backend.device) - self.start_bytes
-            torch.accelerator.reset_peak_memory_stats(self.backend.device)
+        if self.memory is not None:
+            most_bytes = self.memory.most_bytes()
+            self.memory.begin_part()
             self._most_bytes = max(self._most_bytes, most_bytes)
         return self.backend.mark(), most_bytes
 

@@ -20,6 +20,7 @@ from offload.base.progress import progress_bar
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
+from offload.measuring.memory_peak import MemoryPeak, memory_peak
 from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.region_costs import LayerPolicy, region_costs
@@ -106,7 +107,7 @@ def _measure(
     with LayerTimes(modules, backend, min_bytes) as times:
         with torch.autograd.graph.saved_tensors_hooks(times.pack, lambda tensor: tensor), selective.sees(times):
             step()
-        times.start(reads_memory=backend.device.type != "cpu")
+        times.start(memory_peak(backend.device))
         step()  # without hooks, under which some tensors live longer
         times.time(step, steps)
     profiles = tuple(layer.profile() for layer in times.layers)
@@ -131,6 +132,7 @@ def _recomputing(
     min_bytes: int | str,
     device: torch.device | str | int | None,
     steps: int,
+    memory: MemoryPeak | None = None,
 ) -> tuple[list[LayerPolicies], LayerTimes]:
     """Run a step in which each operation is run once more, compared and timed, and steps with everything recomputed.
 
@@ -142,7 +144,7 @@ def _recomputing(
     with HookedLayers(list(layers), context):
         step()
         with LayerTimes(layers, context.backend) as times:
-            times.time(step, steps, reads_memory=context.backend.device.type != "cpu")
+            times.time(step, steps, memory)
     return policies, times
 
 
@@ -184,7 +186,8 @@ def measure_recomputed(
 
     ``step`` is called ``steps + 1`` times; the first learns the regions.
     """
-    policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps)
+    memory = memory_peak(get_backend(device).device)
+    policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps, memory)
     return replace(learned_profile(policies, times), other_s=times.other_s())
 
 

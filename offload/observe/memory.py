@@ -82,6 +82,10 @@ class CpuAllocations(TorchDispatchMode):
                 self._count(tensor.untyped_storage())
         return result
 
+    def forget_peak(self) -> None:
+        """Let the peak be what is alive now."""
+        self.peak_bytes = self._live_bytes
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._seen:
             nbytes = storage.nbytes()

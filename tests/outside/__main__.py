@@ -1,4 +1,4 @@
-"""The complete runs: all operations, architectures, random programs, the long soak.
+"""The complete runs: all operations, architectures, random programs, budgets, the long soak.
 
 Each writes its record into ``results/``.
 """
@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 from collections import Counter
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from offload.device.select import resolve_device
 
 from . import soak
 from .architectures import architectures as find_architectures
+from .budgets import TOLERANCE as BUDGET_TOLERANCE
+from .budgets import check as check_budget
 from .operations import DTYPES, KINDS, differentiable
 from .programs import check as check_program
 from .programs import draw as draw_program
@@ -52,6 +55,10 @@ def main() -> None:
     programs.add_argument("--number", type=int, default=2000, help="how many seeds")
     programs.add_argument("--record", type=Path, default=RESULTS / "outside_programs.json")
     programs.set_defaults(run=run_programs)
+    budgets = commands.add_parser("budgets", help="random models on the CPU under random budgets")
+    budgets.add_argument("--number", type=int, default=40, help="how many models")
+    budgets.add_argument("--record", type=Path, default=RESULTS / "outside_budgets.json")
+    budgets.set_defaults(run=run_budgets)
     soaked = commands.add_parser("soak", help="many small steps")
     soaked.add_argument("--device", default="cpu")
     soaked.add_argument("--steps", type=int, help="by default 10,000 on the CPU and 2,000 on another device")
@@ -118,6 +125,22 @@ def run_programs(options: argparse.Namespace) -> None:
         if number % 100 == 99 or number == options.number - 1:
             print(dict(counts), flush=True)
             write(origin | {"programs": number + 1, **counts, "same_by": decided, "wrong_seeds": wrong}, options.record)
+
+
+def run_budgets(options: argparse.Namespace) -> None:
+    """Random models under random budgets: the peak of each, by ``memory_budget`` and by ``plan``, as fractions."""
+    rows = []
+    for seed in range(options.number):
+        report = check_budget(seed)
+        row = asdict(report) | {"peak": report.peak / report.budget, "planned": report.planned / report.budget}
+        rows.append(row)
+        print(f"{seed}: {row['peak']:.3f} {row['planned']:.3f} {report.wrong or len(report.messages)}", flush=True)
+    held = sum(row["peak"] <= 1 + BUDGET_TOLERANCE for row in rows)
+    held_by_plan = sum(0 < row["planned"] <= 1 + BUDGET_TOLERANCE for row in rows)
+    wrong = sum(bool(row["wrong"]) for row in rows)
+    counts = {"models": len(rows), "held": held, "held_by_plan": held_by_plan, "wrong": wrong}
+    print(counts)
+    write(origin_now() | counts | {"rows": rows}, options.record)
 
 
 def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:

@@ -195,8 +195,8 @@ class Model(nn.Module):
         return x.float()
 
 
-SEVERAL_USES = {"spectral norm", "old spectral norm", "autocast"}
-"""Parts that use their weight several times."""
+SEVERAL_USES = {"spectral norm", "old spectral norm", "autocast", "reentrant"}
+"""Parts that use their weight several times, or add to its gradient in a backward of their own."""
 AROUND = ("plain", "microbatches", "retain", "partial", "grad", "evaluation", "shapes", "error", "scales", "double")
 STREAMED_AROUND = ("plain", "microbatches", "evaluation", "shapes", "error", "scales")
 LINK = Link(1e9, 1e9, 1.5e9)

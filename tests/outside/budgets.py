@@ -1,0 +1,148 @@
+"""Random models on the CPU, each under a random budget: the peak keeps to the budget, or one message says why."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import offload
+
+TOLERANCE = 0.02
+"""By what part a peak may be above the budget."""
+LINK = offload.Link(1e9, 1e9, 1.5e9)
+STEPS = 9
+"""Of which the first two are measured, and at most four are corrected."""
+
+
+@dataclass
+class Report:
+    """What became of one model, in bytes."""
+
+    model: str = ""
+    free: int = 0
+    """The peak of a step without offloading."""
+    budget: int = 0
+    peak: int = 0
+    """The highest peak of the last three steps under ``memory_budget``."""
+    planned: int = 0
+    """The highest peak of the last steps under ``plan``; 0 where there is no such plan."""
+    messages: list[str] = field(default_factory=list)
+    wrong: str = ""
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = Mlp(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.mlp(x + F.dropout(self.out(mixed), 0.1, self.training))
+
+
+class Convolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(width, width, 3, padding=1), nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x)).tanh()
+
+
+KINDS: dict[str, type[Any]] = {"mlp": Mlp, "attention": Attention, "convolution": Convolution, "gated": Gated}
+
+
+class Model(nn.Module):
+    """An embedding, layers and a loss over a vocabulary, as language models have them."""
+
+    def __init__(self, layers: list[nn.Module], width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def build(seed: int) -> tuple[Model, torch.Tensor, str, float]:
+    """A model, its input, what it is in words, and which part of the free peak the budget is."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    width, count = rng.choice([16, 32, 64, 128]), rng.randint(3, 10)
+    rows, length = rng.randint(1, 4), rng.choice([16, 64, 128])
+    vocabulary = rng.choice([16, 128, 512])
+    kinds = rng.choices(list(KINDS), k=count) if rng.random() < 0.4 else [rng.choice(list(KINDS))] * count
+    model = Model([KINDS[kind](width) for kind in kinds], width, vocabulary)
+    tokens = torch.randint(vocabulary, (rows, length))
+    words = f"{count} x {'+'.join(sorted(set(kinds)))}, width {width}, {rows} x {length} tokens of {vocabulary}"
+    return model, tokens, words, rng.uniform(0.35, 1.1)
+
+
+def step(model: Model, tokens: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
+    """A step of training; returns the most bytes that it needed at once."""
+    with offload.memory_meter("cpu") as meter:
+        model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return meter.peak_bytes
+
+
+def check(seed: int) -> Report:
+    """Train one model under a budget, by ``memory_budget`` and by ``plan``."""
+    model, tokens, words, share = build(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    report = Report(words)
+    report.free = max(step(model, tokens, optimizer) for _ in range(2))
+    report.budget = budget = int(share * report.free)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with offload.offload_layers(model.layers, memory_budget=budget, min_bytes=1, device="cpu"):
+            peaks = [step(model, tokens, optimizer) for _ in range(STEPS)]
+    report.peak = max(peaks[-3:])
+    report.messages = [str(one.message) for one in told if "memory_budget" in str(one.message)]
+    if len(report.messages) > 1:
+        report.wrong = "more than one message"
+    elif report.peak > (1 + TOLERANCE) * budget and not report.messages:
+        report.wrong = f"memory_budget: {report.peak / budget:.3f} of the budget without a message"
+    try:
+        profile = offload.profile_layers(
+            model.layers, lambda: step(model, tokens, optimizer), min_bytes=1, device="cpu", regions=True, steps=1
+        )
+        plan = offload.plan(profile, budget, LINK)
+    except ValueError as error:
+        report.messages.append(str(error))
+        return report
+    with offload.offload_layers(model.layers, plan=plan, min_bytes=1, device="cpu"):
+        report.planned = max([step(model, tokens, optimizer) for _ in range(3)][1:])
+    if report.planned > (1 + TOLERANCE) * budget and not report.wrong:
+        report.wrong = f"plan: {report.planned / budget:.3f} of the budget, {plan.peak_bytes / budget:.3f} predicted"
+    return report
