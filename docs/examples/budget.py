@@ -12,7 +12,7 @@ import offload
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-layers, width, tokens = (24, 4096, 8192) if device.type != "cpu" else (6, 128, 256)
+layers, width, tokens = (24, 4096, 8192) if device.type != "cpu" else (6, 128, 1024)
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
 model = nn.Sequential(*(Block() for _ in range(layers))).to(device, torch.bfloat16 if device.type != "cpu" else None)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 x = torch.randn(tokens, width, device=device, dtype=next(model.parameters()).dtype)
-budget = "9GiB" if device.type != "cpu" else "3MiB"
+budget = "9GiB" if device.type != "cpu" else "14MiB"
 
 with offload.offload_layers(model, memory_budget=budget, min_bytes="1MiB" if device.type != "cpu" else 1) as handle:
     for number in range(6):
