@@ -435,17 +435,19 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
 
 
 class Balanced(nn.Module):
-    """Leaves a part of the loss behind, as routers of experts do, in place of that of the step before."""
+    """Leaves a part of the loss behind, as routers of experts do, and an average that it reads in the next step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
         self.balance: torch.Tensor | None = None
+        self.average = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = (x * self.weight).sin()
         self.balance = y.tanh().mean()
-        return y * x
+        self.average = self.average * 0.5 + y.detach().square().mean()
+        return y * x * self.average
 
 
 def test_what_forward_leaves_behind(lab: Lab) -> None:
@@ -1021,6 +1023,32 @@ def test_experts(policies: dict[str, str], lab: Lab) -> None:
         assert handle.regions(0)["cos"] == "recompute"
 
 
+class _ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(ctx.saved_tensors[0], ctx.saved_tensors[0])
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def test_a_saved_tensor_that_is_read_again(lab: Lab) -> None:
+    """By the same backward, and before it by a program that looks at the graph."""
+    layers, x = functions(lambda x, w: _ReadsTwice.apply((x + w.mean()).tanh() * 2), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab) as handle:
+        for time in range(4):
+            y = layers[0](x)
+            if time % 2:
+                assert torch.equal(y.grad_fn.saved_tensors[0].sin(), y)
+            loss = loss_of(layers[2](layers[1](y)))
+            assert_same(expected, gradients(leaves_of(layers, x), loss.backward))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
 # Exceptions, and memory.
 
 
@@ -1154,7 +1182,7 @@ def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
     gc.collect()
     gc.disable()
     try:
-        with offloaded(layers, lab, ADD):
+        with offloaded(layers, lab, {**dict.fromkeys(("add", "tanh"), "keep"), "*": "recompute"}):
             for time in range(4):
                 made.clear()
                 y = given
