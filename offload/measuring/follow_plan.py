@@ -2,12 +2,14 @@
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
-plan's schedule and policies are followed. Where the size of the inputs changes much, all of it is done again.
+plan's schedule and policies are followed. Larger inputs than any before get a new plan before they run, from the same
+profile at their size; smaller ones follow the plan that there is. Much larger ones are measured.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -29,14 +31,14 @@ from offload.measuring.profile_layers import learned_profile, learning_policies,
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
-from offload.planning.profile import Profile
+from offload.planning.profile import Profile, at_ratio
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
 
-OTHER_SIZE = 1.25
-"""From this factor on, inputs of another size are worth another plan."""
+MUCH_LARGER = 4
+"""From this factor on, what larger inputs cost does not follow from what was measured."""
 
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
@@ -79,11 +81,12 @@ class FollowPlan(HookedLayers):
         self._peak = memory_peak(self._backend.device)
         if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
-        self._makes_plan = self._free_plan if memory_budget is None else self._first_plan
+        self._makes_plan = self._free_plan if memory_budget is None else self._budget_plan
+        self._asks_device = memory_budget == "auto"
         self._budget = 0 if memory_budget in (None, "auto") else parse_bytes(memory_budget, "memory_budget")
         """Bytes; 0 if there is none, or until the device has said what it has left."""
         self._missing_bytes = 0
-        """What of the budget is needed outside of the layers."""
+        """What of the budget is needed outside of the layers, for inputs of the size that was timed."""
         self._corrections_left = 0
         self._said = False
         """Whether a broken budget was warned of."""
@@ -114,7 +117,10 @@ class FollowPlan(HookedLayers):
         """Recompute everything, and learn what the regions cost with inputs of so many elements."""
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self.plan = None
-        self._elements = elements
+        self._profile: Profile | None = None
+        self._learned_elements = self._timed_elements = self._planned_elements = elements
+        """The numbers of elements of the first layer's inputs when the regions were learned, when the layers were
+        timed, and for which the plan was made."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._input_bytes = 0
@@ -124,6 +130,12 @@ class FollowPlan(HookedLayers):
         self._times = LayerTimes(self._layers, self._backend)
         self._policies = learning_policies(self._layers)
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
+
+    def _time(self, elements: int) -> None:
+        """Time the layers in the microbatch that begins."""
+        self._stage, self._timed_elements = "timing", elements
+        self._learned = sum(one.learned for one in self._policies)
+        self._times.start(self._peak)
 
     def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer, which is given these."""
@@ -136,17 +148,24 @@ class FollowPlan(HookedLayers):
                 )
             return
         elements = sum(tensor.numel() for tensor in inputs)
-        if self._elements and not self._elements / OTHER_SIZE <= elements <= self._elements * OTHER_SIZE:
+        if self._learned_elements and elements > MUCH_LARGER * self._learned_elements:
             self._restart(elements)
         elif self._stage == "learning":
-            self._elements = elements
             if all(one.costs and one.proven for one in self._policies):
-                self._stage = "timing"
-                self._times.start(self._peak)
+                self._time(elements)
+            else:
+                self._learned_elements = elements
         elif self._stage == "timing" and self._times.complete:
-            self._times.remove()
-            self._stage = "following"
-            self._follow(self._makes_plan(learned_profile(self._policies, self._times)))
+            if self._learned != sum(one.learned for one in self._policies):
+                self._learned_elements = self._timed_elements  # a size that was not known: its times are no use
+                self._time(elements)
+            else:
+                self._times.remove()
+                self._stage = "following"
+                self._profile = self._timed_profile()
+                self._plan_for(max(elements, self._timed_elements))
+        elif self._profile is not None and elements > self._planned_elements:
+            self._plan_for(elements)
         elif self.plan is not None and self._watches:
             self._keep_to_budget(self.plan)
         self._input_bytes = _bytes_of(inputs, self._backend.device)
@@ -180,7 +199,7 @@ class FollowPlan(HookedLayers):
         over = self._peak_bytes - self._budget
         if over > 0 and self._corrections_left:
             self._corrections_left -= 1
-            self._missing_bytes += over
+            self._missing_bytes += math.ceil(over * self._timed_elements / self._planned_elements)
             self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it"))
             return
         if over > TOLERANCE * self._budget and not self._said:
@@ -191,6 +210,27 @@ class FollowPlan(HookedLayers):
             )
         self._watches = not self._peak.costs_time
 
+    def _timed_profile(self) -> Profile:
+        """What the layers cost with inputs of the size that was timed."""
+        ratio = self._timed_elements / self._learned_elements
+        learned = [[at_ratio(cost, ratio) for cost in one.costs] for one in self._policies]
+        profile = learned_profile(learned, self._times)
+        if self._asks_device:
+            self._budget = int(AUTO_SHARE * _left_bytes(self._backend.device))
+            self._asks_device = False
+        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
+        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
+        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
+        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._budget)
+        self._corrections_left = CORRECTIONS
+        return profile
+
+    def _plan_for(self, elements: int) -> None:
+        """Follow a plan for inputs of so many elements."""
+        if self._profile is not None:
+            self._planned_elements, self._watches, self._said = elements, True, False
+            self._follow(self._makes_plan(self._profile.at_ratio(elements / self._timed_elements)))
+
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
         self._watches = False  # there is no budget to keep to
@@ -200,21 +240,16 @@ class FollowPlan(HookedLayers):
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
         return made
 
-    def _first_plan(self, profile: Profile) -> Plan | None:
+    def _budget_plan(self, profile: Profile) -> Plan | None:
         """The plan for the budget, less what was needed outside of the layers while they were measured."""
-        self._budget = self._budget or int(AUTO_SHARE * _left_bytes(self._backend.device))
-        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
-        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
-        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
-        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._budget)
-        self._corrections_left = CORRECTIONS
-        self._said = False
-        return self._plan_within(profile, "everything is recomputed and inputs are offloaded")
+        frugal = "everything is recomputed and inputs are offloaded"
+        return self._plan_within(profile, "the last plan is followed" if self.plan else frugal)
 
     def _plan_within(self, profile: Profile, otherwise: str) -> Plan | None:
         """A plan that fits; if there is none, say so, and what is done then."""
-        budget, missing = format_bytes(self._budget), format_bytes(self._missing_bytes)
-        most_bytes = max(0, self._budget - self._missing_bytes)
+        missing_bytes = math.ceil(self._missing_bytes * self._planned_elements / self._timed_elements)
+        budget, missing = format_bytes(self._budget), format_bytes(missing_bytes)
+        most_bytes = max(0, self._budget - missing_bytes)
         try:
             made = make_plan(profile, most_bytes, self._link, max_host_bytes=self._max_host_bytes)
         except ValueError as error:

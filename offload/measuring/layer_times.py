@@ -67,6 +67,8 @@ class LayerTimes(Attachment):
         """Forget what was timed so far; from now on, ask ``memory`` what is allocated."""
         for layer in self.layers:
             layer.rounds.clear()
+            layer.peaks = {"forward": 0, "backward": 0}
+        self.between_bytes = self._most_bytes = 0
         self._watch(memory)
 
     def _watch(self, memory: MemoryPeak | None) -> None:

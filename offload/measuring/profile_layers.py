@@ -188,7 +188,7 @@ def measure_recomputed(
     """
     memory = memory_peak(get_backend(device).device)
     policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps, memory)
-    return replace(learned_profile(policies, times), other_s=times.other_s())
+    return replace(learned_profile([one.costs for one in policies], times), other_s=times.other_s())
 
 
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
@@ -207,12 +207,12 @@ def recompute_all(profile: Profile) -> list[LayerPolicy]:
     return [LayerPolicy(one, one) for one in kept]
 
 
-def learned_profile(policies: Sequence[LayerPolicies], times: LayerTimes) -> Profile:
-    """What the layers cost if nothing is recomputed, from steps in which everything is."""
+def learned_profile(regions: Sequence[Sequence[RegionProfile]], times: LayerTimes) -> Profile:
+    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is."""
     layers = []
-    for learned, (forward_s, backward_s) in zip(policies, times.seconds(), strict=True):
-        again_s = region_costs(learned.costs, frozenset()).recompute_s
-        layers.append(LayerProfile.from_regions(learned.costs, forward_s, max(forward_s, backward_s - again_s)))
+    for costs, (forward_s, backward_s) in zip(regions, times.seconds(), strict=True):
+        again_s = region_costs(tuple(costs), frozenset()).recompute_s
+        layers.append(LayerProfile.from_regions(costs, forward_s, max(forward_s, backward_s - again_s)))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len(learning_schedule(len(layers)).offloaded_layers)
     return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))

@@ -69,6 +69,8 @@ class LayerPolicies:
         """How often each kind of input was learned in vain."""
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
+        self.learned = 0
+        """How many forwards were learned."""
         self.last: Way | None = None
         """The way that was learned last."""
         self.patterns = patterns
@@ -112,6 +114,7 @@ class LayerPolicies:
             dropped = self.ways.pop(oldest)
             self._bases[oldest[0]] = [base for base in self._bases[oldest[0]] if base is not dropped]
         self.ways[key] = self.last = way
+        self.learned += 1
         kind, way.sizes = key
         if way.reason is None and not any(base.pair_with(way, way.sizes, self) for base in self._bases[kind]):
             self._bases[kind].append(way)

@@ -69,23 +69,47 @@ def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
         assert handle.plan is not None
 
 
-@pytest.mark.parametrize("ratio", [3.0, 1 / 3])
-def test_other_sizes_are_measured_anew(ratio: float, lab: Lab) -> None:
-    """Much larger inputs and much smaller ones; those of nearly the same size are not."""
+def test_larger_inputs_are_planned_before_they_run_and_smaller_ones_follow(lab: Lab) -> None:
+    """Nothing is measured again, unless inputs are much larger."""
     layers, _ = build("decoder", LAYERS, lab.device)
-    sizes = (24, 26, round(24 * ratio))
-    x, alike, other = (torch.randn(2, tokens, WIDTH, device=lab.device, requires_grad=True) for tokens in sizes)
-    expected = step_gradients(layers, other)
+    inputs = {
+        length: torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in (8, 24, 48, 120)
+    }
+    expected = {length: step_gradients(layers, x) for length, x in inputs.items()}
     with budgeted(layers, lab, "1GiB") as handle:
-        for _ in range(4):
-            step_gradients(layers, x)
+        for _ in range(3):
+            assert_same(expected[24], step_gradients(layers, inputs[24]))
         first = handle.plan
-        step_gradients(layers, alike)
+        assert_same(expected[8], step_gradients(layers, inputs[8]))
         assert handle.plan is first
-        for _ in range(4):
-            assert_same(expected, step_gradients(layers, other))
-        assert handle.plan is not first
-        assert handle.plan.profile.saved_bytes == pytest.approx(ratio * first.profile.saved_bytes, rel=0.1)
+        assert_same(expected[48], step_gradients(layers, inputs[48]))
+        second = handle.plan
+        assert second.profile.saved_bytes == pytest.approx(2 * first.profile.saved_bytes, rel=0.01)
+        assert_same(expected[24], step_gradients(layers, inputs[24]))
+        assert handle.plan is second
+        assert_same(expected[120], step_gradients(layers, inputs[120]))
+        assert handle.plan is None
+        for _ in range(2):
+            assert_same(expected[120], step_gradients(layers, inputs[120]))
+        assert handle.plan.profile.saved_bytes == pytest.approx(5 * first.profile.saved_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_lengths_that_vary_are_measured_in_three_steps(share: float, lab: Lab) -> None:
+    """The second length that is seen has to be learned, so its times are no use."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    lengths = (20, 30, 25, 35, 60, 7, 41)
+    inputs = [torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in lengths]
+    budget = round(share * saved_bytes(layers, inputs[4], lab))
+    expected = [step_gradients(layers, x) for x in inputs]
+    with budgeted(layers, lab, budget) as handle:
+        measured = []
+        for x, wanted in zip(inputs, expected, strict=True):
+            assert_same(wanted, step_gradients(layers, x))
+            measured.append(handle.plan is None)
+        assert measured == [True, True, True, False, False, False, False]
+        assert handle.plan.peak_bytes <= budget
+        assert handle.plan.recompute_s > 0 or handle.plan.num_layers > 0
 
 
 def test_microbatches_before_the_first_backward(lab: Lab) -> None:
