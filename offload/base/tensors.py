@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            # As it is stored: some configurations of Hugging Face raise where one of their fields is asked for.
+            with contextlib.suppress(AttributeError):
+                yield from tensors_in(object.__getattribute__(value, field.name))
 
 
 def has_memory(storage: torch.UntypedStorage) -> bool:

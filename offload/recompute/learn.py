@@ -280,6 +280,18 @@ class Learn(LayerMode):
                         self.trace.constants[number] = plain_version_counter(tensor)
         return number
 
+    def left_behind(self, other: Learn) -> bool:
+        """Whether memory that an operation made is still held, and was not seen in another run."""
+        if any(step.operation.collective for step in self.trace.steps):
+            return False  # who communicates may hold a tensor until all ranks have it
+        # Autocast holds what it has cast.
+        made = {number for step in self.trace.steps if step.operation.function is not CAST for number in step.makes}
+        return any(
+            not self._references[number].expired() and address not in other._numbers
+            for address, number in self._numbers.items()
+            if number in made
+        )
+
     def has_seen(self, tensor: torch.Tensor) -> bool:
         """Whether an operation has read or written the storage of a tensor."""
         return plain_memory(tensor) is not None and address_of(tensor.untyped_storage()) in self._numbers

@@ -6,7 +6,9 @@ computed from the result is recomputed from what was kept.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
+from contextvars import Context
 
 import torch
 
@@ -74,7 +76,8 @@ def prove_all(
     begin = None if backend is None else backend.mark()
     try:
         frame.random.update(learn.first_states)
-        frame.run_under(proof, None if is_compiled(frame.layer) else again)
+        # Without the program's context variables: Hugging Face's collect what layers return, and would do so twice.
+        Context().run(frame.run_under, proof, None if is_compiled(frame.layer) else again)
     except OtherRunError as error:
         way.reason, way.again = f"run again, it {error.what} than before", True
     except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
@@ -84,6 +87,12 @@ def prove_all(
         for number in [number for number in contents if learn.same_storage(number, again)]:
             learn.unseen_writes[number].copy_(contents[number])
             way.reason = "forward writes into a tensor that is no attribute of it"
+    if again.left_behind(learn) and (gc.collect(), again.left_behind(learn))[1]:
+        raise RuntimeError(
+            f"{type(frame.layer).__name__} cannot be recomputed: a hook, a list or a global variable keeps tensors "
+            "that the layer computes, and has those of a second run now. Keep or offload this layer, "
+            'policies={"*": "offload"}, take the hook off, or let the layer return these tensors.'
+        )
     if way.reason is not None:
         return None
     end = None if backend is None else backend.mark()
@@ -149,7 +158,7 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | No
     proof = _Proof(frame, originals, frame.replay.run.dropped, hand_over=True)
     frame.kept = {number: _Held(_copy(originals[number])) for number in frame.replay.numbers}
     try:
-        frame.run_under(proof, HandOver(frame, proof.storages))
+        Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
     except (AnotherWayError, RuntimeError):
         return None
     finally:

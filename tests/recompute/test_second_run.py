@@ -7,6 +7,7 @@ import contextlib
 import gc
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pytest
@@ -1258,16 +1259,69 @@ def test_a_kernel_that_writes_unseen(how: Callable[..., torch.Tensor], lab: Lab)
 def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab) -> None:
     """Recomputation would read what was handed over: it raises, as autograd does for what it has saved."""
     outputs: list[torch.Tensor] = []
+    way = Way()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        outputs.append(y)
+        if way.now:  # not while the layer is learned, which is refused if it leaves tensors elsewhere
+            outputs.append(y)
         return (y.sin() * 2).tanh()
 
     layers, x = functions(function, lab)
     with offloaded(layers, lab, {"add": policy, "*": "recompute"}, int(policy == "offload")):
         for _ in range(2):
             step(layers, x)
-        outputs.clear()
+        way.turn()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             step(layers, x, lambda: outputs[-1].detach().add_(1))
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["layer", "submodule"])
+def test_a_hook_that_collects_results_is_refused(inner: bool, lab: Lab) -> None:
+    """It would have a second run's results as well, through which no gradient goes."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    features: list[torch.Tensor] = []
+    hooked = layers[1].norm1 if inner else layers[1]
+    hooked.register_forward_hook(lambda module, args, output: features.append(output))
+
+    def run() -> None:
+        features.clear()
+        y = x
+        for layer in layers:
+            y = layer(y)
+        (loss_of(y) + sum(loss_of(feature) for feature in features)).backward()
+
+    expected = gradients(leaves_of(layers, x), run)
+    with (
+        offloaded(layers, lab, ALL),
+        pytest.raises(RuntimeError, match="a hook, a list or a global variable keeps tensors that the layer computes"),
+    ):
+        run()
+    with offloaded(layers, lab, {"*": "offload"}, 1):
+        for _ in range(2):
+            assert_same(expected, gradients(leaves_of(layers, x), run))
+
+
+COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("collected", default=None)
+
+
+def test_a_hook_that_collects_results_for_the_caller_alone(lab: Lab) -> None:
+    """As Hugging Face's models do with ``output_hidden_states=True``: the second run sees no collector."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: (COLLECTED.get() or []).append(output))
+
+    def run() -> None:
+        found: list[torch.Tensor] = [x]
+        token = COLLECTED.set(found)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        COLLECTED.reset(token)
+        assert len(found) == 1 + LAYERS
+        sum(loss_of(one) for one in found).backward()
+
+    expected = gradients(leaves_of(layers, x), run)
+    with offloaded(layers, lab, ALL):
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), run))
