@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from offload.base.checks import check_int, describe
+from offload.base.checks import check_int, check_type, describe
 from offload.base.layer_events import Handle, as_modules, replace_attribute
 from offload.base.torch_private import interpreted, leave_to_interpreter
 from offload.recompute.random import drawn_again, states_of
@@ -140,6 +140,8 @@ def chunked_cross_entropy(
     Raises:
         ValueError: Shapes do not match, or ``chunk_tokens`` is less than 1.
     """
+    for name, given in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        check_type(name, given, torch.Tensor, "a tensor")
     if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:]:
         got = f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         raise ValueError(f"hidden must have shape (…, width) and weight (vocabulary, width), got {got}")

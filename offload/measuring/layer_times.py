@@ -64,11 +64,13 @@ class LayerTimes(Attachment):
         self._watch(None)
 
     def start(self, memory: MemoryPeak | None = None) -> None:
-        """Forget what was timed so far; from now on, ask ``memory`` what is allocated."""
+        """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
         for layer in self.layers:
             layer.rounds.clear()
-            layer.peaks = {"forward": 0, "backward": 0}
-        self.between_bytes = self._most_bytes = 0
+            if memory is not None:
+                layer.peaks = {"forward": 0, "backward": 0}
+        if memory is not None:
+            self.between_bytes = self._most_bytes = 0
         self._watch(memory)
 
     def _watch(self, memory: MemoryPeak | None) -> None:

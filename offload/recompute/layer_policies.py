@@ -102,7 +102,9 @@ class LayerPolicies:
     def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""
         way = self.ways.get(key)
-        if way is not None:
+        if way is not None and way.replay.wrong:
+            self.forget(key)  # a second run has gone another way in backward
+        elif way is not None:
             return way, way.replay
         found = ((base, base.at_size(key[1])) for base in self._bases[key[0]])
         return next((pair for pair in found if pair[1] is not None), (None, None))
@@ -121,12 +123,12 @@ class LayerPolicies:
 
     def forget(self, key: InputKind) -> None:
         """A kind of input has taken another way than the learned one: it is learned anew."""
-        way, _ = self.find(key)
-        if self.ways.pop(key, None) is not None:
+        way = self.ways.pop(key, None)
+        if way is not None:
             self.failures[key] += 1
             self._bases[key[0]] = [base for base in self._bases[key[0]] if base is not way]
-        elif way is not None:
-            way.learn_size(key[1])
+        for base in self._bases[key[0]]:
+            base.learn_size(key[1])
 
     @property
     def are_planned(self) -> bool:

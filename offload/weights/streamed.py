@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -147,6 +147,11 @@ class StreamedWeights(Handle):
         """
         if self._stream is not None:
             self._stream.settle()
+
+    @property
+    def state(self) -> Literal["following", "removed"]:
+        """Whether the weights are streamed, or the handle was removed."""
+        return "removed" if self._stream is None else "following"
 
     def stats(self) -> WeightStats:
         """A snapshot of the copies so far."""

@@ -90,7 +90,7 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.parametrize(("budget", "options"), [("200KiB", {}), ("1GiB", {}), ("200KiB", MIXED)])
+@pytest.mark.parametrize(("budget", "options"), [("320KiB", {}), ("1GiB", {}), ("320KiB", MIXED)])
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
     trainer = trained(tmp_path, callback, max_steps=6, **options)
@@ -180,7 +180,7 @@ def test_resumes_with_streamed_weights(tmp_path):
     assert_same(trainer, expected)
 
 
-@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "200KiB"}])
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "320KiB"}])
 def test_offloads_activations_beside_streamed_weights(tmp_path, options):
     model = moving_llama()
     callback = OffloadCallback(min_bytes=1, **options)

@@ -216,7 +216,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
         layers, LAYERS - 2, min_bytes=1, policies={"*attention*": "offload", "*": "recompute"}
     ),
     "recomputed": lambda layers: offload.offload_layers(layers, 0, min_bytes=1, policies={"*": "recompute"}),
-    "budget": lambda layers: offload.offload_layers(layers, min_bytes=1, memory_budget="200KiB"),
+    "budget": lambda layers: offload.offload_layers(layers, min_bytes=1, memory_budget="640KiB"),
     "streamed": partial(offload.stream_weights, device="cpu"),
 }
 

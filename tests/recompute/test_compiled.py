@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,6 +275,8 @@ def test_profiles_and_plans(lab: Lab) -> None:
         assert forward.recomputable
         assert forward.reads == (0,)
     link = offload.Link(1e9, 1e9, 1e9)
+    # The gradients, which each step allocates anew, are more than what such small layers save.
+    profile = replace(profile, layers=tuple(replace(layer, workspace_bytes=0) for layer in profile.layers))
     whole = offload.plan(profile, "1TiB", link).peak_bytes
     made = offload.plan(profile, memory_budget=whole - profile.layers[0].saved_bytes * 2, link=link, max_host_bytes=0)
     assert made.recompute_s > 0
