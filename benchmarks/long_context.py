@@ -234,7 +234,7 @@ class Benchmark:
         more = 4 * 2 * model.width * (tokens - self.record["profiled"])
         layers = tuple(_longer(layer, ratio) for layer in profile.layers)
         scaled = offload.Profile(layers, profile.loss_s * ratio, profile.other_s, profile.loss_bytes + max(0, more))
-        budget = scaled.saved_bytes // 2
+        budget = scaled.saved_bytes
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
