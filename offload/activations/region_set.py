@@ -16,6 +16,7 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import decide
 from offload.base.layer_events import LayerListener, Turn, listeners_on
+from offload.base.tensors import plain_memory
 from offload.base.torch_private import (
     address_of,
     is_compiled,
@@ -231,7 +232,7 @@ class RegionSet(ActivationSet):
         clock = backend.mark if self._policies.measures else None
         names = ModuleNames(layer)
         learn = Learn(names, [*tensors, *state.tensors()], clock=clock, before_write=before_write)
-        given = [learn.number_of(one, 0) if type(one) is torch.Tensor else None for one in tensors]
+        given = [learn.number_of(one, 0) if plain_memory(one) is not None else None for one in tensors]
         movable = [isinstance(decide(one, self._rules), type) for one in tensors]
         learn.trace.given = given
         learn.trace.movable_inputs = {
@@ -251,19 +252,21 @@ class RegionSet(ActivationSet):
             return self.pack(tensor)
         with without_modes():
             trace = learn.trace
-            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            plain = plain_memory(tensor) is not None
             time = len(trace.steps)
             trace.saved.append(
                 SavedTensor(
-                    learn.number_of(tensor, time) if plain or type(tensor) is nn.Parameter else None,
+                    learn.number_of(tensor, time) if plain else None,
                     time,
                     frame.node(self._first_node),
                     tensor.shape,
                     tensor.dtype,
-                    plain and isinstance(decide(tensor, self._rules), type),
+                    plain and type(tensor) is torch.Tensor and isinstance(decide(tensor, self._rules), type),
                 )
             )
-            return self._hold_saved(tensor)
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                return self._hold_saved(tensor)
+        return self._hold_saved(tensor)  # a subclass detaches by its own dispatch
 
     def _pack_to_prove(self, tensor: torch.Tensor) -> SavedHandle:
         """The pack hook of a forward whose second run is compared with it."""

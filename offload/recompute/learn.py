@@ -332,7 +332,9 @@ class Learn(LayerMode):
                 outputs.append(StepResult(None, None, None, value=result))
                 continue
             memory = plain_memory(result)
-            if memory is None and not (type(result) is torch.Tensor and not result.numel()):
+            if memory is None and (
+                type(result) is not torch.Tensor or result.numel() or result.layout is not torch.strided
+            ):
                 outputs.append(StepResult(None, None, None))
                 continue
             memory = result.untyped_storage()

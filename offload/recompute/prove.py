@@ -12,6 +12,7 @@ from contextvars import Context
 
 import torch
 
+from offload.base.tensors import plain_memory
 from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
@@ -68,7 +69,7 @@ def prove_all(
     """
     trace = way.trace
     plain = [
-        number for number, one in enumerate(originals) if type(one) is torch.Tensor and one.layout is torch.strided
+        number for number, one in enumerate(originals) if type(one) is torch.Tensor and plain_memory(one) is not None
     ]
     proof = _Proof(frame, originals, plain, hand_over=False)
     again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
