@@ -15,6 +15,7 @@ from offload.base.checks import format_bytes, parse_bytes
 from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.host.limits import HostMemory, WhenFull
 from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy, parse_policies
@@ -106,7 +107,8 @@ def offload_layers(
             with everything recomputed and are measured; the result is the handle's ``plan``.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
-            with a ``schedule``; in place of ``num_layers``.
+            with a ``schedule``; in place of ``num_layers``. On the CPU, where nobody else counts memory, the peak of
+            one microbatch is counted, and a peak above the plan's budget is warned of.
         min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
@@ -154,6 +156,8 @@ def offload_layers(
         patterns = parse_policies(policies)
         regions = [LayerPolicies(patterns, layer) for layer in modules]
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, policies=regions)
+    if isinstance(plan, Plan) and context.backend.device.type == "cpu":
+        return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
     return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -99,7 +99,7 @@ class FollowPlan(HookedLayers):
         self._times = LayerTimes(layers, self._backend)
         self._peak_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began."""
-        self._ends = Attachment([layers[0], layers[-1]], [_Begins(self), _Backwards(self)])
+        self._ends = Attachment([layers[0], layers[-1]], [MicrobatchBegins(self), MicrobatchEnds(self)])
         self._restart(0)
 
     @property
@@ -168,7 +168,7 @@ class FollowPlan(HookedLayers):
             self._plan_for(elements)
         elif self.plan is not None and self._watches:
             self._keep_to_budget(self.plan)
-        self._input_bytes = _bytes_of(inputs, self._backend.device)
+        self._input_bytes = sum(one.nbytes() for one in allocated_for(inputs, self._backend.device))
         if not self.measures:
             self._peak.stop()
             if self._watches:
@@ -279,19 +279,31 @@ def _left_bytes(device: torch.device) -> int:
     return max(0, free + reserved - torch.accelerator.memory_allocated(device))
 
 
-def _bytes_of(inputs: Iterable[torch.Tensor], device: torch.device) -> int:
+def allocated_for(inputs: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """What the step has allocated for the first layer's inputs, as an embedding's output: leaves outlive a step."""
     made = (tensor for tensor in inputs if tensor.device == device and not (tensor.is_leaf and tensor.requires_grad))
     storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
-    return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
+    return list({address_of(storage): storage for storage in storages}.values())
 
 
-class _Begins(LayerListener):
+class Planned(Protocol):
+    """What the listeners below tell."""
+
+    context: OffloadContext
+
+    def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A microbatch is about to enter the first layer, which is given these."""
+
+    def end_backward(self) -> None:
+        """A microbatch's backward has ended."""
+
+
+class MicrobatchBegins(LayerListener):
     """Tells when a microbatch enters the first layer, before anything else happens there."""
 
     turn = Turn.WEIGHTS
 
-    def __init__(self, planned: FollowPlan) -> None:
+    def __init__(self, planned: Planned) -> None:
         self._planned = planned
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
@@ -299,12 +311,12 @@ class _Begins(LayerListener):
             self._planned.begin_microbatch(list(tensors_in(inputs)))
 
 
-class _Backwards(LayerListener):
+class MicrobatchEnds(LayerListener):
     """Tells when the backward that has come to the last layer is over."""
 
     turn = Turn.MEASURING
 
-    def __init__(self, planned: FollowPlan) -> None:
+    def __init__(self, planned: Planned) -> None:
         self._planned = planned
 
     def forward_returned(self, call: LayerCall, output: object) -> None:

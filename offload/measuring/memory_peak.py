@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from offload.base.torch_private import dispatch_modes, set_modes
@@ -53,6 +55,12 @@ class CpuMemoryPeak(MemoryPeak):
         self._counted = _Counted()
         # Outside of all others, which the program may leave while this one counts on.
         set_modes([self._counted, *dispatch_modes()])
+
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count storages that were allocated before the start, too, until they are freed."""
+        if self._counted is not None:
+            for storage in storages:
+                self._counted.count(storage)
 
     def most_bytes(self) -> int:
         return 0 if self._counted is None else self._counted.peak_bytes

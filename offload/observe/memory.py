@@ -79,14 +79,15 @@ class CpuAllocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
-                self._count(tensor.untyped_storage())
+                self.count(tensor.untyped_storage())
         return result
 
     def forget_peak(self) -> None:
         """Let the peak be what is alive now."""
         self.peak_bytes = self._live_bytes
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
         if storage not in self._seen:
             nbytes = storage.nbytes()
             self._seen.add(storage)

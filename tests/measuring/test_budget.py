@@ -238,6 +238,38 @@ def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypat
         assert handle.plan is first
 
 
+@pytest.mark.parametrize("regions", [True, False])
+def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bool, lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    outside = [0]
+
+    def step() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = x * 1
+            for layer in layers:
+                y = layer(y)
+            temporary = torch.empty(outside[0], dtype=torch.uint8)
+            y.square().mean().backward()
+            del temporary
+        return meter.peak_bytes
+
+    profile = offload.profile_layers(layers, step, min_bytes=1, device=lab.device, regions=regions)
+    host = 0 if regions else None  # without memory on the host, regions are recomputed
+    plan = offload.plan(profile, round(0.8 * step()), offload.Link(1e9, 1e9, 1.5e9), max_host_bytes=host)
+    assert any(plan.policies) == regions
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
+        assert max([step() for _ in range(4)][1:]) <= plan.memory_budget  # and no word
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
+        if regions:
+            step()  # a microbatch that learns is not counted
+        outside[0] = plan.memory_budget
+        step()
+        with pytest.warns(UserWarning, match="not met by the plan, which predicted .*; plan with a smaller"):
+            step()
+        outside[0] *= 2
+        step()
+
+
 @pytest.mark.gpu
 def test_auto_and_the_measured_peak() -> None:
     device = torch.device("cuda")
