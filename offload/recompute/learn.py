@@ -201,7 +201,13 @@ class Learn(LayerMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_counted(function, args):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if function is CAST and plain_memory(result) is not None:
+                # Known as the parameter is, and cast again by the second run: else whoever reads the copy would seem
+                # to read what was made unseen, before which every operation has to run again.
+                self._outside.add(address_of(result.untyped_storage()))
+                self.number_of(result, len(self.trace.steps))
+            return result
         operation = known_operation(function)
         trace, time = self.trace, len(self.trace.steps)
         given = tensors_of([*args, *kwargs.values()])

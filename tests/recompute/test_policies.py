@@ -115,6 +115,25 @@ def test_below_autocast(lab: Lab) -> None:
             assert_same(expected, gradients_of_step())
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_parameter_that_is_cast_makes_nothing_run_again(autocast: bool, lab: Lab) -> None:
+    """The copy of the parameter is known, whoever has cast it: what comes before in the layer can be skipped."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        with torch.autocast(lab.device.type, torch.bfloat16, enabled=autocast):
+            return (y @ (w if autocast else w.bfloat16().float())).sin().cos().float()
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    with offloaded(layers, lab, {"exp": "keep", "mm": "keep", "*": "recompute"}):
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        found = count_in_backward(layers, x)
+    assert (found["exp"], found["mm"]) == (0, 2 * LAYERS)
+    assert found["sin"] > LAYERS
+
+
 def _part_doubled(y: torch.Tensor) -> torch.Tensor:
     y[..., : WIDTH // 2].mul_(2)
     return y
