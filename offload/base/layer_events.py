@@ -297,7 +297,7 @@ class _Checkpoint:
             return self.function(*args, **kwargs)
         output = None
         try:  # before the first event, so that an interrupt at any place ends what has begun
-            self.events.begin((args, kwargs), training=True, in_checkpoint=True)
+            self.events.begin(_layer_inputs(args, kwargs), training=True, in_checkpoint=True)
             output = self.function(*args, **kwargs)
         finally:
             self.events.end(output, training=True)
@@ -305,6 +305,12 @@ class _Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_same, (self.function,))
+
+
+def _layer_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What a layer is called with: the checkpoint function's first argument calls the layer, and has its keywords."""
+    keywords = args[0].keywords if args and isinstance(args[0], partial) else {}
+    return args[1:], keywords | kwargs
 
 
 _CHECKPOINT = "_gradient_checkpointing_func"
