@@ -17,6 +17,7 @@ from offload.observe.record import record_timeline
 from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 from offload.offload_layers import OffloadedLayers, offload_layers
+from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.region_costs import LayerPolicy
@@ -44,6 +45,7 @@ __all__ = [
     "OffloadStateError",
     "OffloadStats",
     "OffloadedLayers",
+    "OptimizerStats",
     "Plan",
     "Point",
     "Policy",
@@ -51,6 +53,7 @@ __all__ = [
     "RegionProfile",
     "Schedule",
     "Span",
+    "StreamedOptimizer",
     "StreamedWeights",
     "Timeline",
     "Undoable",
@@ -69,6 +72,7 @@ __all__ = [
     "reserve_host_memory",
     "simulate",
     "start_offload",
+    "stream_optimizer",
     "stream_weights",
     "tile_mlp",
     "use_chunked_loss",

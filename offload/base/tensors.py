@@ -12,6 +12,9 @@ import torch
 
 from offload.base.torch_private import negated
 
+ALIGNMENT_BYTES = 256
+"""Where a tensor may start in flat memory: what CUDA's own allocator guarantees, at least."""
+
 Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
 """How a tensor views its storage: dtype, offset, sizes, strides, whether conjugated, whether negated."""
 
@@ -34,6 +37,19 @@ def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Ten
 def whole(memory: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage, uint8 of one dimension, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` and the gap up to where the next tensor may start."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def own_storage(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, uint8, with a storage of just its bytes: ``torch.save`` of one tensor writes no others."""
+    if not len(flat):
+        return flat.clone()
+    own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(flat))  # type: ignore[attr-defined]  # public
+    return own
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -31,7 +31,7 @@ from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps
-from offload.host.page_locked import HostMemoryError, forget_on_fork, page_locked
+from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork, page_locked
 
 _logger = logging.getLogger(__name__)
 
@@ -115,14 +115,63 @@ class HostPool:
         self._buffers.append(buffer)
         return buffer
 
-    def give(self, buffer: HostBuffer, event: Event) -> None:
-        """Take ``buffer`` back, which the caller has forgotten already; it may be written again after ``event``.
+    def give(self, buffer: HostBuffer, *events: Event) -> None:
+        """Take ``buffer`` back, which the caller has forgotten already; it may be written again after ``events``.
 
         Safe in finalizers and from any thread.
         """
-        buffer.events = (event,)  # the last copy's, behind which all earlier ones are done
+        buffer.events = events  # the last copy's, behind which all earlier ones are done
         ready = self.ready if buffer.arena is None else buffer.arena.ready
         ready[buffer.nbytes].append(buffer)
+
+    def take_whole(self, sizes: Sequence[int], max_bytes: int | None = None) -> list[HostBuffer]:
+        """Buffers of one piece each, for tensors that the program reads; what is missing is pinned at once.
+
+        Blocks until no copy reads or writes their memory.
+
+        Raises:
+            CaptureError, HostMemoryError: As :meth:`take`; nothing has been taken then.
+        """
+        with self._lock:
+            self._max_bytes = max_bytes
+            self._reclaim()
+            ranges: dict[int, Range] = {}
+            missing: list[list[int]] = []  # numbers of the buffers in each new slab
+            room = 0  # what the last of these can still take
+            rounded = [_round_up(max(size, 1), BUFFER_ALIGNMENT_BYTES) for size in sizes]
+            for number in sorted(range(len(sizes)), key=rounded.__getitem__, reverse=True):
+                size = rounded[number]
+                fitting = [piece for piece in self._free if piece.nbytes >= size]
+                if fitting:
+                    ranges[number] = self._cut(min(fitting, key=lambda piece: piece.nbytes), size)
+                    continue
+                if room < size:
+                    missing.append([])
+                    room = max(RESERVE_BYTES, size)
+                missing[-1].append(number)
+                room -= size
+            slabs = [_round_up(sum(rounded[number] for number in numbers), PAGE_BYTES) for numbers in missing]
+            if slabs:
+                self._check_size(sum(slabs))
+                check_room(sum(slabs))
+                self._pin_all(slabs)
+            for numbers, slab in zip(missing, self._slabs[len(self._slabs) - len(slabs) :], strict=True):
+                [free] = [piece for piece in self._free if piece.slab is slab]
+                for number in numbers:
+                    ranges[number] = self._cut(free, rounded[number])
+                    free = self._free[-1]
+            taken = [HostBuffer(size, [ranges[number]]) for number, size in enumerate(sizes)]
+            events = [event for copied, event in self._copied if any(map(copied.overlaps, ranges.values()))]
+            self._buffers += taken
+        for event in dict.fromkeys(events):
+            event.synchronize()
+        return taken
+
+    def _cut(self, piece: Range, size: int) -> Range:
+        """Take the first bytes of a free range; the rest becomes the last of the free ranges."""
+        self._free.remove(piece)
+        self._free.append(Range(piece.slab, piece.start + size, piece.nbytes - size))
+        return Range(piece.slab, piece.start, size)
 
     def read(self, buffer: HostBuffer) -> None:
         """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it."""
@@ -141,16 +190,7 @@ class HostPool:
             self._refusal = None
             missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
             if missing:
-                _forbid_in_capture(missing)
-                slabs = [min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)]
-                begin_s = time.perf_counter()
-                with (
-                    progress_bar("pinning host memory", missing) as advance,
-                    ThreadPoolExecutor(RESERVE_THREADS) as threads,
-                ):
-                    for size, _ in zip(slabs, threads.map(self._pin, slabs), strict=True):  # an error cancels the rest
-                        advance(size)
-                self._say_pinned(missing, time.perf_counter() - begin_s)
+                self._pin_all([min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)])
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
@@ -230,6 +270,19 @@ class HostPool:
         more = _round_up(self.pinned_bytes // GROWTH, PAGE_BYTES)
         if self._max_bytes is None or self.pinned_bytes + more <= self._max_bytes:
             nbytes = max(nbytes, more)
+        size = self._check_size(nbytes)
+        if self._refusal is not None and size >= self._refusal[0]:
+            raise HostMemoryError(self._refusal[1])
+        begin_s = time.perf_counter()
+        try:
+            self._add(self._allocate(nbytes))
+        except HostMemoryError as error:
+            self._refusal = (size, str(error))
+            raise
+        self._say_pinned(nbytes, time.perf_counter() - begin_s)
+
+    def _check_size(self, nbytes: int) -> int:
+        """The pool's size with ``nbytes`` more, unless the limit forbids it."""
         size = self.pinned_bytes + nbytes
         if self._max_bytes is not None and size > self._max_bytes:
             raise HostMemoryError(
@@ -237,20 +290,22 @@ class HostPool:
                 f"{format_bytes(self.pinned_bytes)}, but max_host_bytes is {format_bytes(self._max_bytes)}; "
                 "offload fewer layers or raise the limit."
             )
-        if self._refusal is not None and size >= self._refusal[0]:
-            raise HostMemoryError(self._refusal[1])
-        begin_s = time.perf_counter()
-        try:
-            self._pin(nbytes)
-        except HostMemoryError as error:
-            self._refusal = (size, str(error))
-            raise
-        self._say_pinned(nbytes, time.perf_counter() - begin_s)
+        return size
 
-    def _pin(self, nbytes: int) -> None:
-        slab = self._allocate(nbytes)
+    def _pin_all(self, slabs: Sequence[int]) -> None:
+        """Pin slabs of these sizes, several at a time, and append them in order."""
+        missing = sum(slabs)
+        _forbid_in_capture(missing)
+        begin_s = time.perf_counter()
+        with progress_bar("pinning host memory", missing) as advance, ThreadPoolExecutor(RESERVE_THREADS) as threads:
+            for size, slab in zip(slabs, threads.map(self._allocate, slabs), strict=True):  # an error cancels the rest
+                self._add(slab)
+                advance(size)
+        self._say_pinned(missing, time.perf_counter() - begin_s)
+
+    def _add(self, slab: torch.Tensor) -> None:
         self._slabs.append(slab)
-        self._free.append(Range(slab, 0, nbytes))
+        self._free.append(Range(slab, 0, len(slab)))
 
     def _say_pinned(self, nbytes: int, seconds: float) -> None:
         amounts = format_bytes(nbytes), format_s(seconds), format_bytes(self.pinned_bytes)

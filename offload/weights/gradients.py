@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from offload.base import trace
+from offload.base.tensors import aligned, own_storage
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event, owners
 from offload.host.page_locked import page_locked
 from offload.weights.layer import WeightLayer, WeightWait
-from offload.weights.parameter import Gradients, HostParameter, aligned, own_storage
+from offload.weights.parameter import Gradients, HostParameter
 
 _Staged = tuple[HostParameter, torch.Tensor, Callable[[torch.Tensor], object]]
 """A gradient on the device, and what adds its host copy to the sum, or replaces the sum by it."""

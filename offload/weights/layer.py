@@ -24,10 +24,11 @@ from torch import nn
 
 from offload.activations.what_moves import exclude
 from offload.base import trace
+from offload.base.tensors import aligned
 from offload.base.torch_private import address_of, ddp_parameters, flat_weights, ordinary_apply, running_ddp
 from offload.device.backend import Backend
 from offload.host.page_locked import page_locked
-from offload.weights.parameter import Gradients, HostParameter, StandIn, aligned
+from offload.weights.parameter import Gradients, HostParameter, StandIn
 
 
 class WeightWait(Enum):

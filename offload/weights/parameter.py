@@ -15,10 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.base.tensors import own_storage
 from offload.base.torch_private import has_gradient_hooks, is_captured, run_first
-
-ALIGNMENT_BYTES = 256
-"""Where a parameter may start in flat memory: what CUDA's own allocator guarantees, at least."""
 
 
 class HostParameter:
@@ -226,16 +224,3 @@ class _FromParameter(torch.autograd.Function):
         if stand_in is None:
             raise RuntimeError("backward through a streamed layer must run while the layer is there, but it is gone.")
         return stand_in.take(gradient), None
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` and the gap up to where the next parameter may start."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def own_storage(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, uint8, with a storage of just its bytes: ``torch.save`` of one parameter writes no others."""
-    if not len(flat):
-        return flat.clone()
-    own: torch.Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(flat))  # type: ignore[attr-defined]  # public
-    return own

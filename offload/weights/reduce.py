@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.base import trace
+from offload.base.tensors import aligned
 from offload.base.torch_private import running_ddp
 from offload.device.backend import Backend
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, WeightWait
-from offload.weights.parameter import Gradients, HostParameter, aligned
+from offload.weights.parameter import Gradients, HostParameter
 
 
 class GradientReducer:

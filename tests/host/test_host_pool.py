@@ -520,6 +520,42 @@ def test_many_threads(pool: HostPool) -> None:
     assert pool.used_bytes == pool.pinned_bytes == 0
 
 
+def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: Source) -> None:
+    sizes = [5 * KIB, 3, 2 * KIB, 7 * KIB, 1]
+    taken = pool.take_whole(sizes)
+    assert [[len(piece) for piece in buffer.pieces] for buffer in taken] == [[size] for size in sizes]
+    assert source.sizes == [4 * PAGE_BYTES]
+    for mark, buffer in enumerate(taken):
+        buffer.pieces[0].fill_(mark)
+    assert all(bool((buffer.pieces[0] == mark).all()) for mark, buffer in enumerate(taken))
+
+
+def test_whole_buffers_take_free_memory_first_and_wait_for_its_events(pool: HostPool, source: Source) -> None:
+    first, other = pool.take(8 * KIB), pool.take(8 * KIB)
+    assert len(source.sizes) == 2
+    event = FakeEvent()
+    pool.give(first, event)
+    pool.give(other, event)
+    [taken] = pool.take_whole([6 * KIB])
+    assert event.waited_for
+    assert len(source.sizes) == 2
+    pool.take_whole([4 * KIB, 12 * KIB])  # the second is longer than any free range
+    assert source.sizes[2:] == [12 * KIB]
+    assert taken.nbytes == 6 * KIB
+
+
+def test_whole_buffers_that_the_limit_forbids_are_not_taken(pool: HostPool, source: Source) -> None:
+    pool.give(pool.take(8 * KIB), REACHED)
+    with pytest.raises(
+        HostMemoryError, match=r"12\.00 KiB of pinned host memory are missing beyond the pool's 8\.00 KiB"
+    ):
+        pool.take_whole([4 * KIB, 12 * KIB], 16 * KIB)
+    assert pool.used_bytes == 0
+    assert len(source.sizes) == 1
+    assert pool.take(8 * KIB).nbytes == 8 * KIB
+    assert len(source.sizes) == 1, "all of it is free again"
+
+
 def test_one_pool_per_device(lab: Lab) -> None:
     pool = get_host_pool(lab.backend)
     assert pool is get_host_pool(lab.backend)

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
+from offload.base.tensors import aligned
 from offload.host import page_locked as pinned
 from offload.weights.layer import missing_bytes
-from offload.weights.parameter import aligned
 
 LAYERS = 4
 

@@ -1,0 +1,284 @@
+"""Steps an optimizer chunk by chunk: state to the device, step, state to the host, each on its own stream.
+
+A chunk is made of pieces of parameters. The state of the pieces is loaded into a device slot; the step of the user's
+own class runs on the pieces, by way of a stand-in; the new state is copied back to the host. Three slots let the load
+of one chunk, the step of another and the copy of a third run at the same time. Nothing blocks the host, and from the
+second step on nothing is allocated but what the optimizer's own step allocates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.base import trace
+from offload.base.tensors import aligned
+from offload.device.backend import Backend, Event
+from offload.optimizer.proof import dtype_of_step
+from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step
+from offload.optimizer.state import ParameterState, StateStore, local
+
+NUM_SLOTS = 3
+PIECE_ELEMENTS = 1024
+"""Pieces begin at multiples of this: vectors of kernels, and the alignment of copies."""
+
+
+class StepWait(Enum):
+    """The only places where streamed optimizer state waits, and what would go wrong without."""
+
+    LOADED = "compute steps with state that has not arrived on the device"
+    SLOT = "a load overwrites state that is still being copied to the host, or memory that compute still uses"
+    WRITTEN = "a load reads state on the host that is still being written"
+    STEPPED = "a copy to the host reads state before compute has written it"
+    RELEASE = "compute reuses the memory of state that is still being copied to the host"
+    READ = "the program reads state on the host that is still being written"
+
+
+class ParameterPiece(NamedTuple):
+    """Elements of a parameter, in the order of its memory; the parameter itself where it must not be split."""
+
+    state: ParameterState
+    group: int
+    start: int
+    stop: int
+    last: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor that looks like the parameter."""
+        if (self.last and not self.start) or not tensor.ndim:
+            return tensor
+        return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
+
+
+@dataclass
+class StateSlot:
+    """Device memory for the state of one chunk at a time."""
+
+    memory: torch.Tensor
+    free: Event
+    """After it, neither compute nor a copy uses the slot."""
+    held: list[torch.Tensor] = field(default_factory=list)
+    """State that the optimizer has allocated itself, until it is on the host."""
+
+
+class Loaded(NamedTuple):
+    """A chunk whose state is on the way to the device; of each piece, the tensors there."""
+
+    chunk: list[ParameterPiece]
+    slot: StateSlot
+    tensors: list[dict[str, torch.Tensor]]
+    event: Event | None
+
+
+class ChunkStepper:
+    """Steps the parameters of ``optimizer``, whose state is in ``store``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, chunk_bytes: int, **options: Any) -> None:
+        self.optimizer = optimizer
+        self.backend = backend
+        self.store = StateStore(backend, settle=self.settle, **options)
+        self.counters: Counter[str] = self.store.counters
+        self.torn = ""
+        """What was cut off in the middle of a step: parameters and state belong to different steps since."""
+        self._chunk_bytes = chunk_bytes
+        self._d2h_stream, self._h2d_stream = backend.copy_streams
+        self._slots: list[StateSlot] = []
+        self._next_slot = 0
+        self._last_copy: Event | None = None
+        self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def settle(self) -> None:
+        """Block until no copy to the host runs."""
+        if self._last_copy is not None:
+            self.backend.wait_on_host(self._last_copy, StepWait.READ)
+            self._last_copy = None
+
+    def step(self) -> None:
+        """Step every parameter that has a gradient."""
+        groups = enumerate(self.optimizer.param_groups)
+        chunks = self.split([(number, p) for number, group in groups for p in group["params"] if p.grad is not None])
+        loaded: list[Loaded] = []
+        for number in range(len(chunks)):
+            while len(loaded) < min(number + NUM_SLOTS, len(chunks)):
+                loaded.append(self.load(chunks[len(loaded)]))
+            self.step_chunk(loaded[number])
+        self.finish()
+
+    def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
+        """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
+        chunks: list[list[ParameterPiece]] = []
+        room = 0
+        for group, parameter in parameters:
+            state, numel = self.store.of(parameter), local(parameter).numel()
+            per_element = self.store.bytes_per_element(parameter)
+            size = max(1, self._chunk_bytes // per_element // PIECE_ELEMENTS) * PIECE_ELEMENTS
+            if not self.store.proof.elementwise:
+                size = max(1, numel)
+            for start in range(0, max(1, numel), size):
+                stop = min(start + size, numel)
+                if not chunks or (stop - start) * per_element > room:
+                    chunks.append([])
+                    room = self._chunk_bytes
+                chunks[-1].append(ParameterPiece(state, group, start, stop, last=stop == numel))
+                room -= (stop - start) * per_element
+        return chunks
+
+    def load(self, chunk: list[ParameterPiece]) -> Loaded:
+        """Queue the copies of a chunk's state into the next slot."""
+        backend, h2d = self.backend, self._h2d_stream
+        tensors: list[dict[str, torch.Tensor]] = []
+        sources: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+        for piece in chunk:
+            entry = self.store.shown.entry(piece.state.parameter)
+            # Others wait for the parameter's first step, which makes the state.
+            parts = {key: piece.of(home) for key, home in piece.state.homes.items() if key in entry}
+            tensors.append(parts)
+            if not piece.state.resident:
+                sources += [(parts, key, part) for key, part in parts.items()]
+        slot = self._take_slot(sum(aligned(part.nbytes) for *_, part in sources))
+        if not sources:
+            return Loaded(chunk, slot, tensors, None)
+        # The slot's last chunk must be on the host; compute must be done with the memory of a new slot.
+        backend.wait(h2d, slot.free, StepWait.SLOT)
+        for event in dict.fromkeys(piece.state.written for piece in chunk):
+            if event is not None:  # the copies of this state's last step
+                backend.wait(h2d, event, StepWait.WRITTEN)
+        start = 0
+        with trace.mark("h2d"):
+            for parts, key, part in sources:
+                target = torch.empty(0, dtype=part.dtype, device=backend.device)
+                offset = start // part.dtype.itemsize
+                parts[key] = target.set_(slot.memory.untyped_storage(), offset, part.shape, part.stride())
+                backend.copy(h2d, target, part)
+                start += aligned(part.nbytes)
+                self.counters["loaded_bytes"] += part.nbytes
+        return Loaded(chunk, slot, tensors, h2d.record_event())
+
+    def _take_slot(self, nbytes: int) -> StateSlot:
+        """The next slot, with at least so much memory."""
+        compute = self.backend.compute_stream()
+        if len(self._slots) < NUM_SLOTS:
+            self._slots.append(StateSlot(self.backend.empty(0), compute.record_event()))
+        slot = self._slots[self._next_slot % NUM_SLOTS]
+        self._next_slot += 1
+        if len(slot.memory) < nbytes:
+            self.counters["slot_bytes"] += nbytes - len(slot.memory)
+            # Copies out of the old memory must be over before compute uses it for something else.
+            self.backend.wait(compute, slot.free, StepWait.RELEASE)
+            slot.memory = self.backend.empty(nbytes)
+            slot.free = compute.record_event()
+        return slot
+
+    def step_chunk(self, loaded: Loaded) -> None:
+        """Step a chunk on the compute stream, and queue the copies of its new state to the host."""
+        backend, compute, slot = self.backend, self.backend.compute_stream(), loaded.slot
+        self.torn = self.torn or "optimizer.step() was cut off"
+        if loaded.event is not None:
+            backend.wait(compute, loaded.event, StepWait.LOADED)
+        if slot.held:
+            backend.wait(compute, slot.free, StepWait.RELEASE)
+            while slot.held:
+                backend.discard(slot.held.pop())
+        made = self._run(loaded)
+        copies: list[tuple[ParameterState, torch.Tensor, torch.Tensor]] = []
+        for piece, entry in zip(loaded.chunk, made, strict=True):
+            copies += self._keep(piece, entry)
+        slot.free = stepped = compute.record_event()
+        if copies:
+            backend.wait(self._d2h_stream, stepped, StepWait.STEPPED)
+            with trace.mark("d2h"):
+                for _, home, value in copies:
+                    backend.copy(self._d2h_stream, home, value)
+                    self.counters["written_bytes"] += home.nbytes
+            slot.free = self._last_copy = self._d2h_stream.record_event()
+            slot.held = [value for *_, value in copies]
+        for state, *_ in copies:
+            state.written = slot.free
+        self.counters["chunks"] += 1
+
+    def finish(self) -> None:
+        """All chunks of a step are queued: what they have set in groups and attributes holds from now on."""
+        for target, found in self._changes:
+            target.update(found)
+        self._changes.clear()
+        self.torn = ""
+        self.counters["steps"] += 1
+
+    def _run(self, loaded: Loaded) -> list[dict[str, Any]]:
+        """Run the step of the optimizer's class on a chunk; returns the state of each piece."""
+        groups: dict[int, Group] = {}
+        states: dict[Any, Any] = defaultdict(dict)
+        stepped = []
+        for piece, tensors in zip(loaded.chunk, loaded.tensors, strict=True):
+            target, parameter = self._parameter(piece)
+            stepped.append((target, parameter))
+            group = groups.setdefault(piece.group, {**self.optimizer.param_groups[piece.group], "params": []})
+            group["params"].append(parameter)
+            for key, value in self.store.shown.entry(piece.state.parameter).items():
+                # Each piece advances counters of its own; those of the last piece are kept.
+                counts = isinstance(value, torch.Tensor) and not piece.last and key not in tensors
+                states[parameter][key] = value.clone() if counts else tensors.get(key, value)
+        stand_in = stand_in_for(self.optimizer, list(groups.values()), states)
+        unhooked_step(self.optimizer)(stand_in)
+        for target, parameter in stepped:
+            if parameter.dtype is not target.dtype:
+                target.copy_(parameter)
+        for number, group in groups.items():
+            original = self.optimizer.param_groups[number]
+            self._changes.append((original, changes(original, group, {"params"})))
+        attributes = vars(self.optimizer)
+        self._changes.append((attributes, changes(attributes, vars(stand_in), OWN)))
+        return [states[parameter] for _, parameter in stepped]
+
+    def _parameter(self, piece: ParameterPiece) -> tuple[torch.Tensor, nn.Parameter]:
+        """The piece of the parameter, and what the step is given: that, or a copy in the state's dtype."""
+        given = piece.state.parameter
+        whole, gradient = local(given), local(given.grad)  # type: ignore[arg-type]  # only those with one are stepped
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
+                f"of shape {tuple(whole.shape)}; build the embedding with sparse=False."
+            )
+        if gradient.stride() != whole.stride():
+            gradient = torch.empty_like(whole, dtype=gradient.dtype).copy_(gradient)
+        target, gradient = piece.of(whole), piece.of(gradient)
+        dtype = dtype_of_step(target, self.store.state_dtype)
+        parameter = nn.Parameter(target.to(dtype), requires_grad=given.requires_grad)
+        if dtype is not target.dtype:
+            gradient = gradient.to(dtype)
+        if gradient.dtype is not dtype:
+            parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+        return target, parameter
+
+    def _keep(
+        self, piece: ParameterPiece, made: dict[str, Any]
+    ) -> list[tuple[ParameterState, torch.Tensor, torch.Tensor]]:
+        """Keep a piece's new state; returns the copies to the host that this needs."""
+        state, store = piece.state, self.store
+        like = piece.of(local(state.parameter))
+        held = {key: value for key, value in made.items() if store.is_home(value, like)}
+        if not held.keys() <= state.homes.keys():
+            store.add(state, held)
+        copies = []
+        for key, value in made.items():
+            if key in held:
+                home = piece.of(state.homes[key])
+                if not state.resident:
+                    copies.append((state, home, value))
+                elif value.data_ptr() != home.data_ptr():
+                    home.copy_(value)
+            elif store.proof.elementwise and isinstance(value, torch.Tensor) and value.numel() > 1:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} must hold state tensors of its parameters' shapes, as when "
+                    f"stream_optimizer was called, but {key} has the shape {tuple(value.shape)}; set its options first."
+                )
+            if piece.last:
+                store.shown.entry(state.parameter, keep=True)[key] = state.homes[key] if key in held else value
+        return copies

@@ -1,0 +1,179 @@
+"""Finds out how an optimizer may be split: by trying it on small parameters and comparing every bit.
+
+An optimizer is *elementwise* if stepping each piece of a parameter by itself gives the same bits as stepping the
+parameter; then its state is streamed in chunks. If that holds for whole parameters only (Adafactor's factors, Muon's
+products), the state is streamed parameter by parameter. An optimizer whose parameters depend on each other (LBFGS,
+a learning rate found from all gradients) has other bits then, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.optimizer.stand_in import stand_in_for, unhooked_step
+
+TRIAL_STEPS = 8  # some optimizers change their rule after a few: RAdam after five
+LARGEST = {1: 5184, 2: 72, 3: 18, 4: 9}
+"""The longest dimension of a parameter that is tried, by the number of dimensions: more than 4096 elements in all, from
+which on optimizers hold state in 8 bits."""
+SPLIT = 64  # elements: kernels of the CPU compute the last few, behind the last whole vector, by other instructions
+RATE = 1e-2  # in place of the learning rate, which may still be 0 while a scheduler warms up
+
+Layout = Mapping[str, torch.dtype]
+"""The state tensors that have the parameter's shape, by name."""
+
+
+class Proof(NamedTuple):
+    """How an optimizer may be split."""
+
+    elementwise: bool
+    layouts: dict[torch.Tensor, Layout]
+    """Of each parameter."""
+
+
+class _Tried(NamedTuple):
+    """One small parameter, and what is done to it."""
+
+    parameters: list[torch.Tensor]
+    """The parameters of the same kind."""
+    options: dict[str, Any]
+    value: torch.Tensor
+    gradients: list[torch.Tensor]
+
+    def pieces(self) -> list[_Tried]:
+        """Two of them, if it is long enough."""
+        at = self.value.numel() // 2 // SPLIT * SPLIT
+        if not at:
+            return [self]
+        parts = zip(*(tensor.flatten().tensor_split((at,)) for tensor in (self.value, *self.gradients)), strict=True)
+        return [_Tried([], self.options, value, gradients) for value, *gradients in parts]
+
+
+def prove(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> Proof:
+    """Try the optimizer's class, with its options, on small parameters of the same kinds.
+
+    Raises:
+        TypeError: The optimizer cannot step parameters one by one.
+    """
+    name = type(optimizer).__name__
+    tried = list(_small_parameters(optimizer, state_dtype))
+    devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
+    with torch.random.fork_rng(list(devices)):
+        try:
+            together = _step_sets(optimizer, [tried])
+        except Exception as error:
+            raise TypeError(
+                f"optimizer must be one that steps each parameter by itself, got {name}, whose step() does not run on "
+                f"small parameters ({type(error).__name__}: {error}); leave the optimizer as it is."
+            ) from error
+        for _, state in together:
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and type(value) is not torch.Tensor:
+                    raise TypeError(
+                        f"optimizer must hold its state in plain tensors, got {name}, whose {key} is a "
+                        f"{type(value).__name__}; leave the optimizer as it is."
+                    )
+        layouts: dict[torch.Tensor, Layout] = {
+            parameter: {key: value.dtype for key, value in state.items() if of_shape(value, one.value)}
+            for one, (_, state) in zip(tried, together, strict=True)
+            for parameter in one.parameters
+        }
+        alike = all(
+            of_shape(value, one.value)
+            for one, (_, state) in zip(tried, together, strict=True)
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
+        if alike and _same_bits(together, optimizer, [one.pieces() for one in tried]):
+            return Proof(True, layouts)
+        if _same_bits(together, optimizer, [[one] for one in tried]):
+            return Proof(False, layouts)
+    raise TypeError(
+        f"optimizer must be one that steps each parameter by itself, got {name}, whose parameters get other bits when "
+        "they are stepped one by one; leave the optimizer as it is."
+    )
+
+
+def of_shape(value: object, parameter: torch.Tensor) -> bool:
+    """Whether a value in an optimizer's state is a tensor with a number for each of the parameter's."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> Iterable[_Tried]:
+    """Two parameters for each kind of options, dtype and number of dimensions."""
+    numbers = torch.Generator().manual_seed(0)
+    kinds: dict[object, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        rate = options.get("lr")
+        if isinstance(rate, torch.Tensor):
+            options["lr"] = torch.full_like(rate, RATE)
+        elif rate is not None:
+            options["lr"] = RATE
+        told = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("lr", "initial_lr")))
+        for parameter in group["params"]:
+            kind = told, parameter.dtype, parameter.ndim
+            if not parameter.numel() or not parameter.ndim:
+                continue
+            kinds.setdefault(kind, []).append(parameter)
+            if len(kinds[kind]) > 1:
+                continue
+            size = [min(length, LARGEST.get(parameter.ndim, 4)) for length in parameter.shape]
+            dtype = dtype_of_step(parameter, state_dtype)
+            for scale in (1.0, 8.0):  # what depends on a norm of several parameters shows
+                drawn = [scale * torch.randn(size, generator=numbers) for _ in range(TRIAL_STEPS + 1)]
+                value, *gradients = (one.to(parameter.device, dtype) for one in drawn)
+                yield _Tried(kinds[kind], options, value, gradients)
+
+
+def dtype_of_step(parameter: torch.Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a parameter is stepped in."""
+    return state_dtype if state_dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+_Outcome = tuple[torch.Tensor, dict[str, Any]]
+
+
+def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> list[_Outcome]:
+    """Step each set of parameters by itself; returns their values and state in order."""
+    step = unhooked_step(optimizer)
+    results: list[_Outcome] = []
+    for tried in sets:
+        parameters = [nn.Parameter(one.value.clone()) for one in tried]
+        state: dict[Any, Any] = defaultdict(dict)
+        groups = [{**one.options, "params": [p]} for one, p in zip(tried, parameters, strict=True)]
+        stand_in = stand_in_for(optimizer, groups, state)
+        for number in range(TRIAL_STEPS):
+            for one, parameter in zip(tried, parameters, strict=True):
+                parameter.grad = one.gradients[number].clone()
+            step(stand_in)
+        results += [(parameter.detach(), state[parameter]) for parameter in parameters]
+    return results
+
+
+def _same_bits(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> bool:
+    """Whether parameters that are stepped in these sets get the same bits, and the same state of their shape."""
+    try:
+        found = iter(_step_sets(optimizer, sets))
+    except Exception:  # noqa: BLE001  Muon, for one, takes no piece
+        return False
+    for (value, state), tried in zip(together, sets, strict=True):
+        parts = [next(found) for _ in tried]
+        if not _equal(value, [part for part, _ in parts]):
+            return False
+        for key, expected in state.items():
+            if isinstance(expected, torch.Tensor) and expected.ndim:
+                tensors = [part.get(key) for _, part in parts]
+                if not all(isinstance(one, torch.Tensor) for one in tensors) or not _equal(expected, tensors):
+                    return False
+    return True
+
+
+def _equal(whole: torch.Tensor, parts: list[Any]) -> bool:
+    joined = torch.cat([part.flatten() for part in parts])
+    return torch.equal(whole.flatten().nan_to_num(), joined.nan_to_num())

@@ -1,0 +1,205 @@
+"""The state of an optimizer on the host: one pinned tensor for each state tensor of each parameter, its *home*.
+
+The program finds the homes in ``optimizer.state``, in their parameters' shapes, so that ``state_dict()`` copies
+nothing. Their memory is the device's pool's. It returns there when nobody holds the tensor any more, neither the
+optimizer nor a ``state_dict`` that the program has kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.base.tensors import own_storage
+from offload.device.backend import Backend, Event
+from offload.host.buffers import HostBuffer
+from offload.host.pool import HostPool, get_host_pool
+from offload.optimizer.proof import Proof, dtype_of_step, of_shape
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; any other tensor as it is."""
+    part = getattr(tensor, "to_local", None)
+    return tensor.detach() if part is None else part().detach()
+
+
+class HostStates(defaultdict[Any, Any]):
+    """``optimizer.state``: a look into it calls ``settle``, which waits until copies to the host are over."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._settle = settle
+
+    def __getitem__(self, key: Any) -> Any:
+        self._settle()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._settle()
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def entry(self, parameter: torch.Tensor, *, keep: bool = False) -> dict[str, Any]:
+        """The state of a parameter, without waiting; ``keep`` puts an empty one there if there is none."""
+        found: dict[str, Any] = dict.setdefault(self, parameter, {}) if keep else dict.get(self, parameter, {})
+        return found
+
+    def __reduce__(self) -> Any:
+        """A copy, or what is pickled, is an ordinary one."""
+        return defaultdict, (dict, dict(self.items()))
+
+
+class ParameterState:
+    """The state of one parameter. ``homes`` are on the host, or on the device if the parameter is ``resident``."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.resident = False
+        self.homes: dict[str, torch.Tensor] = {}
+        self.written: Event | None = None
+        """After it, the copies that were queued to the homes are over."""
+
+
+class _Wanted(NamedTuple):
+    """A home that is to be allocated: dense, with these sizes and strides."""
+
+    state: ParameterState
+    key: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
+
+class StateStore:
+    """All homes. ``shown`` is what the program finds in ``optimizer.state``, and has the homes that are in use."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        proof: Proof,
+        state_dtype: torch.dtype | None,
+        max_host_bytes: int | None,
+        resident_bytes: int,
+        settle: Callable[[], None],
+    ) -> None:
+        self.proof = proof
+        self.state_dtype = state_dtype
+        self.counters: Counter[str] = Counter()
+        self.shown = HostStates(settle)
+        self._backend = backend
+        self._max_host_bytes = max_host_bytes
+        self._resident_left = resident_bytes
+        self._states: dict[torch.Tensor, ParameterState] = {}
+
+    def of(self, parameter: torch.Tensor) -> ParameterState:
+        """The state of a parameter; made at the first call."""
+        if parameter not in self._states:
+            self._states[parameter] = ParameterState(parameter)
+        return self._states[parameter]
+
+    def bytes_per_element(self, parameter: torch.Tensor) -> int:
+        """What a chunk has of each element: its state, or, if there is none, what is stepped."""
+        state, numel = self.of(parameter), max(1, local(parameter).numel())
+        homes = sum(home.nbytes for home in state.homes.values()) // numel
+        layout = sum(dtype.itemsize for dtype in self.proof.layouts.get(parameter, {}).values())
+        return max(homes or layout, dtype_of_step(parameter, self.state_dtype).itemsize)
+
+    def is_home(self, value: object, parameter: torch.Tensor) -> bool:
+        """Whether a value in a parameter's state is held here; the optimizer's other values remain as they are."""
+        if not isinstance(value, torch.Tensor) or not parameter.ndim or not parameter.numel():
+            return False
+        return of_shape(value, parameter) if self.proof.elementwise else value.numel() > 1
+
+    def reserve(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Allocate what the first step of these parameters will need, as far as it is known."""
+        wanted = []
+        for parameter in parameters:
+            state, part = self.of(parameter), local(parameter)
+            for key, dtype in self.proof.layouts.get(parameter, {}).items():
+                if key not in state.homes:
+                    wanted.append(_Wanted(state, key, part.shape, part.stride(), dtype))
+        self._allocate(wanted)
+
+    def add(self, state: ParameterState, values: dict[str, torch.Tensor]) -> None:
+        """Allocate homes for these state tensors, or pieces of state tensors, where there are none."""
+        wanted = []
+        for key, value in values.items():
+            if key not in state.homes:
+                part = local(state.parameter)
+                like = part if self.proof.elementwise else value
+                stride = torch.empty_like(part if like.shape == part.shape else like, device="meta").stride()
+                dtype = self.state_dtype if self.state_dtype and value.is_floating_point() else value.dtype
+                wanted.append(_Wanted(state, key, like.shape, stride, dtype))
+        self._allocate(wanted)
+
+    def adopt(self, states: dict[Any, Any]) -> None:
+        """Take over state that there is, on whatever device; of sharded tensors, this rank's part."""
+        for parameter, entry in states.items():
+            if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict):
+                self.shown[parameter] = entry
+                continue
+            parts = {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+            held = {key: value for key, value in parts.items() if self.is_home(value, local(parameter))}
+            state = self.of(parameter)
+            self.add(state, held)
+            for key, value in held.items():
+                state.homes[key].copy_(value)  # blocks until it is there
+            self.shown[parameter] = parts | {key: state.homes[key] for key in held}
+
+    def on_device(self) -> defaultdict[Any, Any]:
+        """The state as the optimizer itself would hold it."""
+        states: defaultdict[Any, Any] = defaultdict(dict)
+        for parameter, entry in self.shown.items():
+            states[parameter] = entry
+            if parameter in self._states:
+                homes = self._states[parameter].homes
+                states[parameter] = {
+                    key: self._on_device(value, parameter) if key in homes else value for key, value in entry.items()
+                }
+        return states
+
+    def _on_device(self, home: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        dtype = parameter.dtype if self.state_dtype and home.is_floating_point() else home.dtype
+        return torch.empty_like(home, dtype=dtype, device=self._backend.device).copy_(home)
+
+    def _allocate(self, wanted: Sequence[_Wanted]) -> None:
+        """On the device as long as there is room for all of a parameter's homes, else on the host."""
+        needed: Counter[ParameterState] = Counter()
+        for one in wanted:
+            needed[one.state] += one.nbytes
+        for state, nbytes in needed.items():
+            if state.resident or (not state.homes and nbytes <= self._resident_left):
+                state.resident = True
+                self._resident_left -= nbytes
+                self.counters["resident_bytes"] += nbytes
+        for one in (one for one in wanted if one.state.resident):
+            device = self._backend.device
+            one.state.homes[one.key] = torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=device)
+        host = [one for one in wanted if not one.state.resident]
+        pool = get_host_pool(self._backend)
+        buffers = pool.take_whole([one.nbytes for one in host], self._max_host_bytes) if host else []
+        for one, buffer in zip(host, buffers, strict=True):
+            memory = own_storage(buffer.pieces[0]).untyped_storage()
+            weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
+            one.state.homes[one.key] = torch.empty(0, dtype=one.dtype).set_(memory, 0, one.size, one.stride)
+            self.counters["host_bytes"] += one.nbytes
+
+
+def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:
+    """Nobody holds the home any more; copies may still run."""
+    pool.give(buffer, *(stream.record_event() for stream in backend.copy_streams))

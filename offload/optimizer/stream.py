@@ -1,0 +1,283 @@
+"""Keep the state of an optimizer in host memory: the call, its handle, its counters, and the hooks on the optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+from offload.activations.stats import as_table, since
+from offload.base.checks import check_type, format_bytes, parse_bytes
+from offload.base.layer_events import Handle
+from offload.device.select import get_backend
+from offload.optimizer.chunks import ChunkStepper
+from offload.optimizer.proof import prove
+from offload.optimizer.stand_in import stand_in_for
+from offload.optimizer.state import local
+
+CHUNK_BYTES = 512 << 20
+"""Of state: AdamW's for 64 Mi parameters, in float32."""
+
+_streamed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class OptimizerStats:
+    """The copies of a :class:`~offload.StreamedOptimizer` since it was made, and the memory it holds.
+
+    ``after - before`` has the copies between two moments, and the memory that is held ``after``.
+    """
+
+    steps: int = 0
+    """Steps of the optimizer."""
+    chunks: int = 0
+    """Chunks that were stepped."""
+    loaded_bytes: int = 0
+    """State copied from the host to the device."""
+    written_bytes: int = 0
+    """State copied from the device to the host."""
+    host_bytes: int = 0
+    """Pinned host memory of the state."""
+    resident_bytes: int = 0
+    """Device memory of the state that is not streamed."""
+    slot_bytes: int = 0
+    """Device memory of the slots that chunks are loaded into."""
+
+    def __sub__(self, before: OptimizerStats) -> OptimizerStats:
+        return since(before, self, held=("host_bytes", "resident_bytes", "slot_bytes"))
+
+    def __str__(self) -> str:
+        return as_table(self)
+
+
+class StreamedOptimizer(Handle):
+    """An optimizer whose state is streamed, from :func:`stream_optimizer` to :meth:`remove` or the end of ``with``."""
+
+    def __init__(self, stepper: ChunkStepper) -> None:
+        self._stepper: ChunkStepper | None = stepper
+        self._counters = stepper.counters
+        self._name = type(stepper.optimizer).__name__
+        optimizer = stepper.optimizer
+        self._loading: dict[Any, Any] = {}
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        optimizer.state = stepper.store.shown
+        _streamed.add(optimizer)
+
+    def synchronize(self) -> None:
+        """Block until the copies to the host are over.
+
+        ``state_dict()`` and every look into ``optimizer.state`` do this by themselves. Call it before you read a state
+        tensor that you have kept from an earlier look.
+        """
+        if self._stepper is not None:
+            self._stepper.settle()
+
+    @property
+    def state(self) -> Literal["following", "removed"]:
+        """Whether the state is streamed, or the handle was removed."""
+        return "removed" if self._stepper is None else "following"
+
+    def stats(self) -> OptimizerStats:
+        """A snapshot of the copies so far."""
+        return OptimizerStats(**self._counters)
+
+    def remove(self) -> None:
+        """Bring the state back to the device. A second call does nothing.
+
+        State in ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it.
+        """
+        stepper = self._stepper
+        if stepper is None:
+            return
+        stepper.settle()
+        stepper.optimizer.state = stepper.store.on_device()
+        for hook in self._hooks:
+            hook.remove()
+        _streamed.discard(stepper.optimizer)
+        self._stepper = None
+
+    def __enter__(self) -> Self:
+        if self._stepper is None:
+            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
+        return self
+
+    def __repr__(self) -> str:
+        host, slots = (format_bytes(self._counters[name]) for name in ("host_bytes", "slot_bytes"))
+        state = "removed" if self._stepper is None else f"{slots} in slots on the device"
+        return f"StreamedOptimizer({self._name}, {host} on the host, {state})"
+
+    # Hooks on the optimizer.
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
+        stepper = self._stepper
+        assert stepper is not None  # noqa: S101
+        _check_whole(stepper)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            kwargs = {**kwargs, "closure": lambda: loss}
+        with torch.no_grad():
+            stepper.step()
+        return (stand_in_for(optimizer, [], defaultdict(dict)),), kwargs
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._stepper is not None  # noqa: S101
+        _check_whole(self._stepper)
+        self._stepper.settle()
+
+    def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+        """Counters that are on the device come to the host, as all else in the state."""
+        state = {
+            number: {key: _on_host(value) for key, value in entry.items()} if isinstance(entry, dict) else entry
+            for number, entry in found["state"].items()
+        }
+        return {**found, "state": state}
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        """Keep the large tensors from PyTorch, which would copy all of them to the device."""
+        assert self._stepper is not None  # noqa: S101
+        self._stepper.settle()
+        self._loading, small = {}, {}
+        for number, entry in given["state"].items():
+            if not isinstance(entry, dict):
+                small[number] = entry
+                continue
+            large = {
+                key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and value.numel() > 1
+            }
+            self._loading[number] = large
+            small[number] = {key: value for key, value in entry.items() if key not in large}
+        return {**given, "state": small}
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        stepper = self._stepper
+        assert stepper is not None  # noqa: S101
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = dict(optimizer.state)
+        for number, large in self._loading.items():
+            if large:
+                states[parameters[number]] = {**states.get(parameters[number], {}), **large}
+        self._loading = {}
+        stepper.store.shown.clear()
+        stepper.store.adopt(states)
+        stepper.torn = ""
+        optimizer.state = stepper.store.shown
+
+
+def stream_optimizer(
+    optimizer: torch.optim.Optimizer,
+    *,
+    chunk_bytes: int | str = CHUNK_BYTES,
+    max_host_bytes: int | str | None = None,
+    resident_bytes: int | str = 0,
+    state_dtype: torch.dtype | None = None,
+) -> StreamedOptimizer:
+    """Keep the state of ``optimizer`` in pinned host memory, and step the optimizer on the device in chunks.
+
+    The training loop does not change: ``step()``, ``zero_grad()``, groups, schedulers, ``state_dict()``, closures and
+    ``GradScaler`` work as before, and parameters get the same bits. ``step()`` loads one chunk of state, steps another
+    by the optimizer's own code, and copies a third back, all at the same time::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        with offload.stream_optimizer(optimizer):
+            for batch in batches:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        optimizer: Any optimizer that steps each parameter by itself, which is tried on small parameters. Its parameters
+            are on one device.
+        chunk_bytes: State in one chunk, and the size of each of three slots on the device: bytes, or a text such as
+            ``"512MiB"``. Optimizers that are not elementwise, such as Adafactor, are stepped parameter by parameter,
+            and their slots have the size of the largest parameter's state.
+        max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
+        resident_bytes: State of the first parameters, up to this size, that remains on the device.
+        state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
+            converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
+            the optimizer makes it, which is in the parameter's dtype in PyTorch.
+
+    Returns:
+        A handle with ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, does not step each parameter by itself, or has state that is not made
+            of plain tensors.
+        ValueError: ``optimizer`` is streamed already, is differentiable, or has parameters on several devices or with
+            gaps in memory.
+        HostMemoryError: The host has too little memory, or ``max_host_bytes`` is too small; nothing has been changed.
+    """
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    chunk_size, resident = parse_bytes(chunk_bytes, "chunk_bytes"), parse_bytes(resident_bytes, "resident_bytes")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 512 MiB.")
+    if state_dtype not in (None, torch.float32):
+        raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
+    device = _check_optimizer(optimizer)
+    stepper = ChunkStepper(
+        optimizer,
+        get_backend(device),
+        chunk_size,
+        proof=prove(optimizer, state_dtype),
+        state_dtype=state_dtype,
+        max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
+        resident_bytes=resident,
+    )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with torch.no_grad():
+        stepper.store.reserve(
+            [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
+        )
+        stepper.store.adopt(optimizer.state)
+    return StreamedOptimizer(stepper)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The device of the parameters, if they can be streamed."""
+    name = type(optimizer).__name__
+    if optimizer in _streamed:
+        raise ValueError(f"optimizer must not be streamed yet, but this {name} is; remove() its handle first.")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
+    if len(devices) != 1:
+        raise ValueError(
+            f"optimizer must have its parameters on one device, got {' and '.join(map(str, devices)) or 'none'}; build "
+            "an optimizer for each device. Parameters that stream_weights holds are on the CPU."
+        )
+    for parameter in parameters:
+        part = local(parameter)
+        if part.layout is not torch.strided or torch.empty_like(part, device="meta").stride() != part.stride():
+            raise ValueError(
+                f"optimizer must have dense parameters, got one of shape {tuple(part.shape)} with gaps in memory or "
+                "sparse; make it contiguous."
+            )
+    device: torch.device = devices[0]
+    return device
+
+
+def _check_whole(stepper: ChunkStepper) -> None:
+    """Raise if a step was cut off in the middle: some parameters have made it, and others have not."""
+    if stepper.torn:
+        raise RuntimeError(
+            f"parameters and optimizer state must belong to one step, but {stepper.torn}; load both from a checkpoint, "
+            "by load_state_dict."
+        )
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,323 @@
+"""Twenty steps of an optimizer whose state is streamed: the bits of the resident optimizer, in every kind of loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import Make, assert_same, batch, build, loss_of, plain_steps, stream, values
+
+STEPS = 20
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5),
+}
+FUSED: dict[str, Make] = {
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "SGD fused": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+}
+MORE: dict[str, Make] = FUSED | {
+    "AdamW foreach, amsgrad": functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+    "AdamW one by one": functools.partial(torch.optim.AdamW, foreach=False),
+    "SGD without state": functools.partial(torch.optim.SGD, lr=1e-2),
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("Adam", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
+    },
+}
+
+Loop = Callable[[nn.Module, Make, bool], torch.optim.Optimizer]
+
+
+def start(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = make(model.parameters())
+    if streamed:
+        stream(optimizer)
+    return optimizer
+
+
+def plain(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = start(model, make, streamed)
+    plain_steps(model, optimizer, range(STEPS))
+    return optimizer
+
+
+def clipping(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = start(model, make, streamed)
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+    return optimizer
+
+
+def accumulation(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = start(model, make, streamed)
+    for number in range(STEPS):
+        for microbatch in range(3):
+            loss_of(model, 3 * number + microbatch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def scheduler(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    """Schedulers wrap ``optimizer.step``: one before it is streamed, one after."""
+    optimizer = make(model.parameters())
+    before = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    if streamed:
+        stream(optimizer)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)
+    for number in range(STEPS):
+        plain_steps(model, optimizer, [number])
+        before.step()
+        after.step()
+    return optimizer
+
+
+def skipped(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    """A gradient that is not finite lets the scaler skip every fourth step."""
+    optimizer = start(model, make, streamed)
+    device = next(model.parameters()).device.type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
+    for number in range(STEPS):
+        scaler.scale(loss_of(model, number)).backward()
+        if number % 4 == 2:
+            next(model.parameters()).grad[0, 0] = float("inf")
+        if number % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def resumed(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    """Checkpoints of both kinds go into optimizers of both kinds."""
+    optimizer = start(model, make, streamed)
+    for part in range(4):
+        plain_steps(model, optimizer, range(part * 5, part * 5 + 5))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = make(model.parameters())
+        if streamed and part % 2 == 0:
+            stream(optimizer)
+            optimizer.load_state_dict(saved)
+        elif streamed:
+            optimizer.load_state_dict(saved)
+            handle = stream(optimizer)
+        else:
+            optimizer.load_state_dict(saved)
+        if streamed and part == 1:
+            handle.remove()
+    return optimizer
+
+
+def failing(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = start(model, make, streamed)
+
+    def stop(_: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    for number in range(STEPS):
+        if number % 3 == 0:
+            hidden = model[0](batch(number, model))
+            hidden.register_hook(stop)
+            with pytest.raises(ValueError, match="stop"):
+                model[1:](hidden).sum().backward()
+            optimizer.zero_grad()
+        plain_steps(model, optimizer, [number])
+    return optimizer
+
+
+def closure(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+    optimizer = start(model, make, streamed)
+
+    def again(number: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        return loss
+
+    for number in range(STEPS):
+        loss = optimizer.step(functools.partial(again, number))
+        assert isinstance(loss, torch.Tensor)
+        assert loss.requires_grad
+    return optimizer
+
+
+LOOPS: dict[str, Loop] = {
+    loop.__name__: loop for loop in (plain, clipping, accumulation, scheduler, skipped, resumed, failing, closure)
+}
+
+
+def compare(loop: Loop, make: Make, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    found = []
+    for streamed in (False, True):
+        model = build(device, dtype)
+        found.append(values(model, loop(model, make, streamed)))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", OPTIMIZERS | FUSED)
+def test_twenty_steps(name: str, loop: str, device: torch.device) -> None:
+    compare(LOOPS[loop], (OPTIMIZERS | FUSED)[name], device)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_optimizers(name: str, device: torch.device) -> None:
+    compare(plain, MORE[name], device)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "Adafactor"])
+def test_parameters_of_sixteen_bits(name: str, device: torch.device) -> None:
+    compare(plain, (OPTIMIZERS | FUSED)[name], device, torch.bfloat16)
+
+
+def test_several_groups_with_options_of_their_own(device: torch.device) -> None:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [{"params": [first], "weight_decay": 0.1}, {"params": others, "lr": 1e-3, "amsgrad": True}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    compare(plain, grouped, device)
+
+
+def test_parameters_without_gradients_frozen_later_and_added(device: torch.device) -> None:
+    def changing(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        parameters[0].requires_grad_(False)
+        optimizer = make(parameters[:-1])
+        if streamed:
+            stream(optimizer)
+        plain_steps(model, optimizer, range(3))
+        parameters[0].requires_grad_(True)
+        parameters[1].requires_grad_(False)
+        plain_steps(model, optimizer, range(3, 6))
+        optimizer.add_param_group({"params": parameters[-1:]})
+        plain_steps(model, optimizer, range(6, 9))
+        return optimizer
+
+    compare(changing, OPTIMIZERS["AdamW"], device)
+
+
+def test_tied_and_two_optimizers(device: torch.device) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = build(device)
+            self.layers[0].bias = self.layers[2].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layers(x)
+            return y
+
+    found = []
+    for streamed in (False, True):
+        model = Tied()
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.AdamW(parameters[::2]), torch.optim.SGD(parameters[1::2], lr=0.1, momentum=0.9)]
+        for optimizer in optimizers if streamed else ():
+            stream(optimizer)
+        for number in range(5):
+            loss_of(model, number).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([each for optimizer in optimizers for each in values(model, optimizer)])
+    assert_same(*found)
+
+
+def test_another_order_of_dimensions(device: torch.device) -> None:
+    """A convolution in channels-last: the parameter's memory is in another order than its indices."""
+
+    def convolved(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(8, 32, 5).to(device).to(memory_format=torch.channels_last)
+        optimizer = start(conv, make, streamed)
+        for number in range(4):
+            conv.weight.grad = torch.randn(conv.weight.shape, generator=torch.Generator().manual_seed(number)).to(
+                device
+            )
+            optimizer.step()
+        assert conv.weight.stride()[1] == 1
+        model.append(conv)
+        return optimizer
+
+    compare(convolved, OPTIMIZERS["AdamW"], device)
+
+
+class Lion(torch.optim.Optimizer):
+    """As of another package: counts in its groups, has attributes, and makes new tensors in each step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                momentum = state.get("momentum", torch.zeros_like(p))
+                p.sub_(torch.sign(0.9 * momentum + 0.1 * p.grad) * group["lr"] / group["count"])
+                state["momentum"] = 0.99 * momentum + 0.01 * p.grad
+
+
+def test_an_optimizer_of_another_package(device: torch.device) -> None:
+    compare(plain, Lion, device)
+    model = build(device)
+    optimizer = plain(model, Lion, True)
+    assert optimizer.calls == STEPS
+    assert [group["count"] for group in optimizer.param_groups] == [STEPS]
+
+
+def test_steps_in_float32(device: torch.device) -> None:
+    """Parameters in bfloat16, state and arithmetic in float32: as a loop that converts, steps and rounds."""
+    model = build(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    stream(optimizer, state_dtype=torch.float32)
+    plain_steps(model, optimizer, range(5))
+    resident = build(device, torch.bfloat16)
+    wide = [nn.Parameter(parameter.detach().float()) for parameter in resident.parameters()]
+    reference = torch.optim.AdamW(wide, lr=1e-2, fused=True)
+    for number in range(5):
+        loss_of(resident, number).backward()
+        for parameter, copied in zip(resident.parameters(), wide, strict=True):
+            copied.data.copy_(parameter)
+            copied.grad = parameter.grad.float()
+        reference.step()
+        for parameter, copied in zip(resident.parameters(), wide, strict=True):
+            parameter.data.copy_(copied)
+        resident.zero_grad()
+    assert_same(values(resident, reference), values(model, optimizer))
+
+
+@pytest.mark.parametrize("resident_bytes", [40 << 10, 1 << 30])
+def test_a_part_that_is_resident(resident_bytes: int, device: torch.device) -> None:
+    found = []
+    for options in ({}, {"resident_bytes": resident_bytes}):
+        model = build(device, torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle = stream(optimizer, state_dtype=torch.float32, **options)
+        plain_steps(model, optimizer, range(5))
+        found.append(values(model, optimizer))
+    assert_same(*found)
+    stats = handle.stats()
+    everything = sum(8 * parameter.numel() for parameter in model.parameters())
+    assert stats.resident_bytes + stats.host_bytes == everything
+    assert stats.loaded_bytes == 4 * stats.host_bytes
+    assert (stats.host_bytes == 0) == (resident_bytes > everything)

@@ -1,0 +1,197 @@
+"""Each wait of streamed optimizer state is needed: without it, and with bad timing, a number is wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from torch import nn
+from training import build, plain_steps, stream, values
+
+from offload import memory_meter
+from offload.optimizer.chunks import StepWait
+
+LATE_S = 0.02
+
+Scenario = Callable[[Lab], bool]
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+momentum = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+def trained(lab: Lab, make: Callable[..., torch.optim.Optimizer], steps: int, **options: Any) -> list[torch.Tensor]:
+    model = build(lab.device)
+    optimizer = make(model.parameters())
+    if options:
+        stream(optimizer, **options)
+    plain_steps(model, optimizer, range(steps))
+    lab.slow()
+    lab.drain()
+    return values(model, optimizer)
+
+
+def same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, expected, found))
+
+
+def slow_loads(lab: Lab) -> bool:
+    """Compute is ready long before the state is."""
+    expected = trained(lab, adamw, 4)
+    lab.slow(h2d_s=LATE_S)
+    return same(expected, trained(lab, adamw, 4, chunk_bytes="24KiB"))
+
+
+def slow_copies(lab: Lab) -> bool:
+    """The next chunk's load could begin long before the slot is on the host."""
+    expected = trained(lab, adamw, 4)
+    lab.slow(d2h_s=LATE_S)
+    return same(expected, trained(lab, adamw, 4, chunk_bytes="24KiB"))
+
+
+def one_chunk(lab: Lab) -> bool:
+    """The next step has another slot, but the same state."""
+    expected = trained(lab, adamw, 4)
+    lab.slow(d2h_s=LATE_S)
+    return same(expected, trained(lab, adamw, 4, chunk_bytes="64MiB"))
+
+
+def first_step(lab: Lab) -> bool:
+    """The optimizer makes the state itself, and nothing is loaded that could wait for the copies."""
+    expected = trained(lab, momentum, 1)
+    lab.slow(d2h_s=LATE_S)
+    lab.backend.poison = True
+    return same(expected, trained(lab, momentum, 1, chunk_bytes="4KiB"))
+
+
+def late_step(lab: Lab) -> bool:
+    """Compute writes the state only when its copy could have begun."""
+
+    class Late(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1.0})
+            self.late = False
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    made = self.state[p].setdefault("made", torch.zeros_like(p))
+                    if self.late:
+                        lab.write_late(made, 7.0, LATE_S)
+
+    parameter = nn.Parameter(torch.zeros(100, device=lab.device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = Late([parameter])
+    stream(optimizer)
+    optimizer.step()
+    optimizer.late = True
+    optimizer.step()
+    lab.drain()
+    return bool((optimizer.state[parameter]["made"] == 7.0).all())
+
+
+def read_at_once(lab: Lab) -> bool:
+    """The program looks at the state while it is on the way."""
+    parameter = nn.Parameter(torch.zeros(100, device=lab.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=1.0)
+    stream(optimizer)
+    lab.slow(d2h_s=LATE_S)
+    for _ in range(3):
+        optimizer.step()
+    found = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    lab.slow()
+    lab.drain()
+    return bool((found == 3.0).all())
+
+
+SCENARIOS: dict[StepWait, Scenario] = {
+    StepWait.LOADED: slow_loads,
+    StepWait.SLOT: slow_copies,
+    StepWait.WRITTEN: one_chunk,
+    StepWait.STEPPED: late_step,
+    StepWait.RELEASE: first_step,
+    StepWait.READ: read_at_once,
+}
+
+
+def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: StepWait) -> None:
+    lab.drop(dropped)  # type: ignore[arg-type]
+    wait_on_host = lab.backend.wait_on_host
+
+    def forgetful(event: Any, why: Enum) -> None:
+        if why is not dropped:
+            wait_on_host(event, why)
+
+    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
+
+
+@pytest.mark.slow
+@pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
+@pytest.mark.parametrize("wait", StepWait, ids=lambda wait: wait.name)
+def test_each_wait_is_needed(wait: StepWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SCENARIOS[wait](lab), "wrong with all waits"
+    drop(lab, monkeypatch, wait)
+    assert not SCENARIOS[wait](lab), wait.value
+
+
+def test_a_step_blocks_nothing_and_allocates_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on: neither the host, nor slots, nor pinned memory."""
+    model = build(lab.device)
+    optimizer = adamw(model.parameters(), fused=True)
+    stream(optimizer)
+    plain_steps(model, optimizer, range(2))
+    made: list[object] = []
+    for name in ("empty", "wait_on_host", "synchronize"):
+        monkeypatch.setattr(lab.backend, name, lambda *given: made.append(given))
+    pinned = lab.pool.pinned_bytes
+    plain_steps(model, optimizer, range(3))
+    assert not made
+    assert lab.pool.pinned_bytes == pinned
+
+
+def test_copies_run_beside_each_other(lab: Lab) -> None:
+    """With slow copies both ways, a step takes as long as one way, and not as long as both."""
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    handle = stream(optimizer, chunk_bytes="64KiB")
+    plain_steps(model, optimizer, range(2))
+    order: list[str] = []
+    load, step_chunk = handle._stepper.load, handle._stepper.step_chunk
+    handle._stepper.load = lambda chunk: (order.append("load"), load(chunk))[1]
+    handle._stepper.step_chunk = lambda loaded: (order.append("step"), step_chunk(loaded))[1]
+    plain_steps(model, optimizer, range(1))
+    chunks = order.count("step")
+    assert chunks > 3
+    assert order[:5] == ["load", "load", "load", "step", "load"]
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("make", [adamw, momentum], ids=["AdamW", "SGD"])
+def test_no_step_has_all_state_on_the_device(make: Callable[..., torch.optim.Optimizer], lab: Lab) -> None:
+    """Neither the first, which makes the state, nor the later ones."""
+    parameters = [nn.Parameter(torch.zeros(64, 1024, device=lab.device)) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make(parameters)
+    chunk = 128 << 10
+    handle = stream(optimizer, chunk_bytes=chunk)
+    state_bytes = handle.stats().host_bytes
+    assert state_bytes >= 32 * chunk
+    assert handle.stats().slot_bytes == 0
+    for _ in range(3):
+        with memory_meter(lab.device) as meter:
+            optimizer.step()
+            handle.synchronize()
+        assert meter.peak_bytes <= 8 * chunk  # three slots, and what AdamW computes with
+    assert handle.stats().slot_bytes <= 3 * chunk
+    resident = make(parameters)
+    with memory_meter(lab.device) as meter:
+        resident.step()
+    assert meter.peak_bytes >= state_bytes
