@@ -43,9 +43,17 @@ SMALL = {
 class Training(Llama):
     """The model with its optimizer."""
 
-    def __init__(self, device: torch.device, tokens: int, *, small: bool) -> None:
-        dtype = torch.float32 if small else torch.bfloat16
-        super().__init__(device, tokens=tokens, dtype=dtype, **(SMALL if small else SHAPE))
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: int,
+        *,
+        small: bool,
+        shape: dict[str, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        dtype = dtype or (torch.float32 if small else torch.bfloat16)
+        super().__init__(device, tokens=tokens, dtype=dtype, **(shape or (SMALL if small else SHAPE)))
         self.optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._chunk = max(16, tokens // 32)
 

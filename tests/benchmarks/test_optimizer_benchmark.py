@@ -1,0 +1,48 @@
+"""The benchmark of optimizer state runs all of its rows at a small size, and leaves out what begins too late."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import optimizer_state
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("transformers")
+
+
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["optimizer_state", "--small", "--out", str(path), *arguments])
+        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
+        optimizer_state.main()
+    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return record
+
+
+def test_every_row(tmp_path: Path) -> None:
+    record = run(tmp_path / "record.json")
+    assert record["equal"] == {way: True for way in optimizer_state.WAYS if way != "resident"}
+    rows = record["rows"]
+    assert [(row["what"], row["microbatches"]) for row in rows[:-1]] == [
+        (way, microbatches) for way in optimizer_state.WAYS for microbatches in (1, 4)
+    ]
+    resident, *others = rows[:-1:2]
+    assert resident["link_bytes"] == resident["pinned_bytes"] == 0
+    for row in others:
+        # Both moments, in float32, both ways.
+        assert row["link_bytes"] == 2 * row["pinned_bytes"] > 0
+        assert row["to_resident"] == pytest.approx(row["step_s"] / resident["step_s"], rel=1e-4)
+        assert row["to_limit"] <= row["to_resident"]
+    assert rows[-1]["skipped"] == "needs torchao and a GPU"
+
+
+def test_what_begins_too_late_is_left_out(tmp_path: Path) -> None:
+    record = run(tmp_path / "record.json", "--seconds", "0", "--ways", "streamed")
+    assert {row.get("skipped") for row in record["rows"]} == {"not begun within 0 s"}
