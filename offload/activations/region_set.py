@@ -121,6 +121,8 @@ class RegionSet(ActivationSet):
         else:
             frame.replay = replay
             frame.readings += way.constants()
+            if policies.clock is not None:
+                frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
             self._hook = self._pack_to_prove if self._proves else self._pack_by_number
         self._first_node = next_node()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -27,7 +28,13 @@ from offload.host.limits import HostMemory
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_peak import memory_peak
-from offload.measuring.profile_layers import learned_profile, learning_policies, learning_schedule, recompute_all
+from offload.measuring.profile_layers import (
+    learned_profile,
+    learning_policies,
+    learning_schedule,
+    recompute_all,
+    time_second_runs,
+)
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
@@ -135,6 +142,7 @@ class FollowPlan(HookedLayers):
         """Time the layers in the microbatch that begins."""
         self._stage, self._timed_elements = "timing", elements
         self._learned = sum(one.learned for one in self._policies)
+        time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
 
     def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -214,7 +222,9 @@ class FollowPlan(HookedLayers):
         """What the layers cost with inputs of the size that was timed."""
         ratio = self._timed_elements / self._learned_elements
         learned = [[at_ratio(cost, ratio) for cost in one.costs] for one in self._policies]
-        profile = learned_profile(learned, self._times)
+        profile = replace(learned_profile(self._policies, learned, self._times), other_s=self._times.between_s())
+        for one in self._policies:
+            one.clock = None
         if self._asks_device:
             self._budget = int(AUTO_SHARE * _left_bytes(self._backend.device))
             self._asks_device = False
@@ -262,7 +272,7 @@ class FollowPlan(HookedLayers):
             self._watches = not self._peak.costs_time
             return None
         _logger.info(
-            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step of the layers %s, peak "
+            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, and %s outside of them",
             *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
             *(format_bytes(made.peak_bytes), missing),

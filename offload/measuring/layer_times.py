@@ -109,6 +109,11 @@ class LayerTimes(Attachment):
         known_s = sum(map(sum, self.seconds())) + self.loss_s()
         return max(0.0, steps_s / len(self.layers[-1].rounds) - known_s)
 
+    def between_s(self) -> float:
+        """Seconds from the end of the first layer's last backward until now: what a step does beside its layers."""
+        end = next((one.backward_end for one in reversed(self.layers[0].rounds) if one.backward_end), None)
+        return 0.0 if end is None else self.backend.seconds([(end, self.backend.mark())])[0]
+
     def peaks(self) -> Peaks:
         """The most that was allocated in each part of a step; zeros where nobody can tell."""
         forward, backward = ([one.peaks[phase] for one in self.layers] for phase in ("forward", "backward"))

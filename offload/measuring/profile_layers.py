@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -144,8 +145,15 @@ def _recomputing(
     with HookedLayers(list(layers), context):
         step()
         with LayerTimes(layers, context.backend) as times:
+            time_second_runs(policies, context.backend)
             times.time(step, steps, memory)
     return policies, times
+
+
+def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> None:
+    """Take the time of each second run from now on."""
+    for one in policies:
+        one.clock, one.second_runs = backend.mark, []
 
 
 def with_regions(
@@ -188,7 +196,7 @@ def measure_recomputed(
     """
     memory = memory_peak(get_backend(device).device)
     policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps, memory)
-    return replace(learned_profile([one.costs for one in policies], times), other_s=times.other_s())
+    return replace(learned_profile(policies, [one.costs for one in policies], times), other_s=times.other_s())
 
 
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
@@ -207,12 +215,26 @@ def recompute_all(profile: Profile) -> list[LayerPolicy]:
     return [LayerPolicy(one, one) for one in kept]
 
 
-def learned_profile(regions: Sequence[Sequence[RegionProfile]], times: LayerTimes) -> Profile:
-    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is."""
+def learned_profile(
+    policies: Sequence[LayerPolicies], regions: Sequence[Sequence[RegionProfile]], times: LayerTimes
+) -> Profile:
+    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
+
+    The regions' seconds are those of the second runs in these steps, as each region would share them. An operation that
+    is timed alone, behind a pause, takes another time than in a row.
+    """
+    again_s = [_second_run_s(one, times.backend) for one in policies]
+    alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for costs in regions]
+    ratio = math.fsum(again_s) / math.fsum(alone_s) if min(math.fsum(again_s), math.fsum(alone_s)) > 0 else 1.0
     layers = []
-    for costs, (forward_s, backward_s) in zip(regions, times.seconds(), strict=True):
-        again_s = region_costs(tuple(costs), frozenset()).recompute_s
-        layers.append(LayerProfile.from_regions(costs, forward_s, max(forward_s, backward_s - again_s)))
+    for costs, (forward_s, backward_s), run_s in zip(regions, times.seconds(), again_s, strict=True):
+        timed = [replace(region, seconds=ratio * region.seconds) for region in costs]
+        layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s)))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len(learning_schedule(len(layers)).offloaded_layers)
     return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
+
+
+def _second_run_s(policies: LayerPolicies, backend: Backend) -> float:
+    """The median seconds of a layer's second runs; 0 if there was none."""
+    return statistics.median(backend.seconds(policies.second_runs) or [0.0])

@@ -6,13 +6,15 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from offload.base.checks import warn_caller
 from offload.recompute.costs import RegionProfile
+from offload.recompute.learn import Clock
 from offload.recompute.other_sizes import Sizes
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, Policy, matches, policy_of
 from offload.recompute.run_again import Replay
@@ -78,6 +80,10 @@ class LayerPolicies:
         self._parameters: list[nn.Parameter] | None = None
         self.source = _held(policy_of(SOURCE, patterns))
         """What happens to the layer's inputs, which cannot be recomputed."""
+        self.clock: Clock | None = None
+        """Marks points of the compute stream, while second runs are timed."""
+        self.second_runs: list[tuple[Any, Any]] = []
+        """The marks at begin and end of each second run since the clock was set."""
         self.said: set[str] = set()
         """What was written into the log."""
 
@@ -85,6 +91,17 @@ class LayerPolicies:
     def layer(self) -> nn.Module | None:
         """The layer, if it was given and is still there."""
         return None if self._layer is None else self._layer()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """A second run of the layer, whose time is taken while there is a clock."""
+        clock = self.clock
+        if clock is None:
+            yield
+            return
+        begin = clock()
+        yield
+        self.second_runs.append((begin, clock()))
 
     def kind_of_layer(self, layer: nn.Module) -> list[bool]:
         """What tells whether the layer saves other tensors: its mode, and which parameters require gradients."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -169,6 +169,8 @@ class Frame:
         self.learned = False
         """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
         self.recomputed: dict[int, torch.Tensor] = {}
+        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the second run, to take its time."""
         self.lock = threading.RLock()
 
     def node(self, first: int) -> int:
@@ -188,7 +190,8 @@ class Frame:
                         f"a tensor that {_name(self.layer)} has saved was asked for again after its backward; call "
                         "backward(retain_graph=True) to go through a graph twice."
                     )
-                self.recomputed = self.run()
+                with self.timed():
+                    self.recomputed = self.run()
                 if not keeps_graph():
                     self.inputs, self.held, self.kept, self.before = None, [], {}, []
             return self.recomputed.pop(number)

@@ -1,0 +1,278 @@
+"""Is a budget ever slower than the flags that people have already? Eight architectures, each at several budgets.
+
+    python -m benchmarks.never_slower
+    python -m benchmarks.never_slower --only vit gpt2 --merge
+
+For each budget, a share of what the step adds when everything is kept: ``memory_budget=``, and beside it in the same
+run PyTorch's checkpointing of as few layers as fit, and whole-layer offloading of as few layers as fit. Checkpointing
+of all layers, and PyTorch's selective checkpointing with products and attention kept, are rows for every budget that
+they fit. The ways take turns, and every time is the mean of some steps in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import offload
+from benchmarks.architectures import NAMES, build
+from benchmarks.instruments import Row, attempt, give_memory_back, metered, synchronize, timed
+from benchmarks.models import Model
+from benchmarks.report import asked, environment, table, write
+from offload.activations.context import DEFAULT_MIN_BYTES
+
+GIB = 1 << 30
+SHARES = (0.75, 0.6, 0.35, 0.15)
+"""Of what a step adds with everything kept."""
+TURNS, TIMES, STEPS = 2, 2, 3
+"""How often each way has its turn, how many times are taken in it, and of how many steps each is the mean."""
+MOST_LINK_SHARE = 0.5
+"""Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+}
+
+
+def _selective(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+    """Products and attention are kept, unless attention draws random numbers: PyTorch would draw others again."""
+    kept = operation in _PRODUCTS or "scaled_dot_product" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def checkpointed(layers: Sequence[nn.Module], **options: Any) -> Iterator[None]:
+    """PyTorch's checkpointing around the forward of these layers."""
+    for layer in layers:
+        vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+class Way:
+    """One way to train, and its row."""
+
+    def __init__(self, what: str, around: Callable[[], AbstractContextManager[Any]], **row: Any) -> None:
+        self.row: Row = {"what": what, **row}
+        self.around = around
+
+
+class Case:
+    """One architecture."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        link: Any,
+        *,
+        small: bool,
+        shares: Sequence[float] = SHARES,
+        turns: int = TURNS,
+    ) -> None:
+        self.model: Model = build(name, device, small=small)
+        self.name, self.device, self.link = name, device, link
+        self.shares, self.turns = shares, turns
+        self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
+        self.ways: list[Way] = []
+        self._expected: list[torch.Tensor] = []
+
+    def measure(self) -> list[Row]:
+        """All rows."""
+        layers = self.model.layers
+        nothing = self._add("nothing", nullcontext)
+        if "error" in nothing:
+            return [{"model": self.name, **nothing}]
+        everything = self._add("checkpoint all", lambda: checkpointed(layers), layers=len(layers))
+        if not _drops(self.model.module):
+            selective = partial(create_selective_checkpoint_contexts, _selective)
+            self._add("selective", lambda: checkpointed(layers, context_fn=selective))
+        most, least = nothing["peak_bytes"], everything["peak_bytes"]
+        budgets = [round(share * most) for share in self.shares if share * most > least] + [least]
+        for budget in budgets:
+            if budget != least:
+                self._add_checkpoint(budget, most, least)
+                self._add_offload(budget, most, nothing["step_s"])
+            around = partial(offload.offload_layers, layers, memory_budget=budget, min_bytes=self.min_bytes)
+            self._add("budget", around, budget_bytes=budget)
+        for turn in range(1, self.turns):
+            for way in reversed(self.ways) if turn % 2 else self.ways:
+                attempt(way.row, lambda way=way: self._turn(way))
+        for way in self.ways:
+            if "error" not in way.row:
+                way.row["step_s"] = statistics.median(way.row["times_s"])
+                way.row["ratio"] = way.row["step_s"] / statistics.median(self.ways[0].row["times_s"])
+        return [{"model": self.name, **way.row} for way in self.ways]
+
+    def _add(self, what: str, around: Callable[[], AbstractContextManager[Any]], **row: Any) -> Row:
+        way = Way(what, around, **row)
+        self.ways.append(way)
+        attempt(way.row, lambda: self._first(way))
+        print({"model": self.name, **way.row}, flush=True)
+        return way.row
+
+    def _first(self, way: Way) -> None:
+        """The peak, first times, the host's seconds, and whether gradients are those of the first row."""
+        give_memory_back(self.device)
+        with warnings.catch_warnings(record=True) as caught, way.around() as handle:
+            warnings.simplefilter("always")
+            measuring = 0
+            while getattr(handle, "state", "") == "measuring" and measuring < 10:
+                self.model.step()
+                measuring += 1
+            for _ in range(3):
+                self.model.step()
+            peaks = [metered(self.model.step, self.device)[0] for _ in range(2)]
+            way.row |= {"peak_bytes": max(peaks), "host_s": self._host_s()}
+            way.row["times_s"] = self._times_s()
+            way.row["step_s"] = statistics.median(way.row["times_s"])
+            way.row["bit_identical"] = self._same_bits()
+            if handle is not None:
+                way.row |= {"measuring_steps": measuring}
+                plan = handle.plan
+                if plan is not None:
+                    way.row |= {"plan": str(plan), "predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
+        told = [
+            str(one.message).partition("\n")[0] for one in caught if "offload" in one.filename or "memory" in str(one)
+        ]
+        way.row |= {"warnings": told} if told else {}
+
+    def _turn(self, way: Way) -> None:
+        with warnings.catch_warnings(), way.around() as handle:
+            warnings.simplefilter("ignore")
+            for _ in range(4 if getattr(handle, "state", "") == "measuring" else 1):
+                self.model.step()
+            way.row["times_s"] += self._times_s()
+
+    def _times_s(self) -> list[float]:
+        return [timed(self.model.step, self.device, STEPS) for _ in range(TIMES)]
+
+    def _host_s(self) -> float:
+        """How long the host takes to issue forward."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        loss = self.model.loss()
+        took_s = time.perf_counter() - begin
+        loss.backward()
+        return took_s
+
+    def _same_bits(self) -> bool | None:
+        def step() -> None:
+            torch.manual_seed(1)
+            self.model.step()
+
+        try:
+            found = self.model.gradients(step)
+        except RuntimeError as error:
+            print(f"no deterministic kernels: {str(error)[:80]}")
+            return None
+        if not self._expected:
+            self._expected = [gradient.clone() for gradient in found]
+        return all(map(torch.equal, self._expected, found))
+
+    def _add_checkpoint(self, budget: int, most: int, least: int) -> None:
+        """Of as few layers as fit."""
+        layers = self.model.layers
+        first = math.ceil(len(layers) * (most - budget) / max(1, most - least))
+        for count in range(max(1, first), len(layers)):
+            row = self._add("checkpoint some", lambda c=count: checkpointed(layers[:c]), layers=count, for_bytes=budget)
+            if row.get("peak_bytes", math.inf) <= budget:
+                return
+
+    def _add_offload(self, budget: int, most: int, step_s: float) -> None:
+        """Whole layers, as few as fit, if the link can do that in the time of some steps."""
+        layers = self.model.layers
+        count = math.ceil((len(layers) + 1) * (most - budget) / max(1, most))
+        copied_s = most * count / len(layers) * (1 / self.link.d2h_bytes_per_s + 1 / self.link.h2d_bytes_per_s)
+        if count < len(layers) and copied_s < MOST_LINK_SHARE * 2 * step_s:
+            around = partial(offload.offload_layers, layers, count, min_bytes=self.min_bytes)
+            self._add("offload some", around, layers=count, for_bytes=budget)
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
+
+
+def beside(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The fastest of the other ways of a model that fits the budget of a row."""
+    others = (
+        one
+        for one in rows
+        if one["model"] == row["model"] and one["what"] not in ("budget", "compiled budget") and "error" not in one
+    )
+    fitting = [one for one in others if one["peak_bytes"] <= row["budget_bytes"]]
+    return min(fitting, key=lambda one: one["step_s"], default=None)
+
+
+def shown(row: Row, rows: Sequence[Row]) -> Row:
+    """A row as people read it."""
+    found = {"model": row["model"], "what": row["what"]}
+    if "layers" in row:
+        found["what"] += f" ({row['layers']})"
+    if "error" in row:
+        return found | {"note": row["error"][:80]}
+    found |= {"ms": 1e3 * row["step_s"], "x nothing": row["ratio"], "GiB": row["peak_bytes"] / GIB}
+    found["host ms"] = 1e3 * row["host_s"]
+    if "budget_bytes" in row:
+        best = beside(row, rows)
+        found["budget"] = row["budget_bytes"] / GIB
+        found["held"] = "yes" if row["peak_bytes"] <= 1.02 * row["budget_bytes"] else "NO"
+        found["x best other"] = "" if best is None else f"{row['step_s'] / best['step_s']:.3f}"
+        found["best other"] = "" if best is None else f"{best['what']} {best.get('layers', '')}"
+        if "predicted_s" in row:
+            found["predicted ms, %"] = 100 * (row["predicted_s"] / row["step_s"] - 1)
+    return found | {"bits": {True: "same", False: "DIFFER", None: "-"}[row["bit_identical"]]}
+
+
+def main() -> None:
+    """Measure, print the table, write the record."""
+    parser = argparse.ArgumentParser(description="Hold memory budgets against checkpointing on many architectures.")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--merge", action="store_true", help="keep what the record says about other models")
+    arguments, device = asked(parser, "results/never_slower.json")
+    link = offload.measure_link(device)
+    print(link)
+    record: dict[str, Any] = {}
+    if arguments.merge and arguments.out.exists():
+        record = json.loads(arguments.out.read_text("utf-8"))
+    rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
+    record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+    for name in arguments.only:
+        begin = time.perf_counter()
+        here = {"commit": record["commit"], "date": record["date"], "gpu": record["hardware"]["gpu"]}
+        rows += [
+            row | here
+            for row in Case(
+                name, device, link, small=arguments.small, shares=arguments.shares, turns=arguments.turns
+            ).measure()
+        ]
+        write(arguments.out, record)
+        gc.collect()
+        give_memory_back(device)
+        print(f"{name} took {time.perf_counter() - begin:.0f} s", flush=True)
+    print(table([shown(row, rows) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
