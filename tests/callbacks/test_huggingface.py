@@ -316,3 +316,31 @@ def test_the_library_imports_no_trainer():
         assert not {"transformers", "lightning", "offload.callbacks.huggingface"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")
+def test_a_model_compiled_as_a_whole_rounds_as_with_graph_breaks_at_its_layers(tmp_path):
+    """Where nothing breaks the graph, Inductor fuses operations across layers, which rounds otherwise."""
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+
+    def weights(begin):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        begin(model.transformer.h)
+        trained(tmp_path, model=model, max_steps=1, torch_compile=True)
+        return list(model.parameters())
+
+    def break_graphs(layers):
+        for layer in layers:
+            layer.register_forward_pre_hook(torch._dynamo.disable(lambda *_: None))
+            layer.register_forward_hook(torch._dynamo.disable(lambda *_: None))
+
+    handles = []
+    found = weights(lambda layers: handles.append(offload.offload_layers(layers, 1, min_bytes=0, device="cpu")))
+    assert handles[0].stats().reloaded_bytes > 0
+    assert all(map(torch.equal, weights(break_graphs), found))
