@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -25,6 +26,7 @@ from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
+from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_peak import memory_peak
@@ -39,6 +41,7 @@ from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import Profile, at_ratio
+from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
@@ -51,7 +54,8 @@ AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
 
 RESERVE = 0.02
-"""Part of the budget that a first plan leaves free, as recomputing everything does not show all that is used."""
+"""Part of the budget that a plan leaves free that does not recompute as the measured steps do: those do not show all
+that is used."""
 
 TOLERANCE = 0.02
 """By what part of the budget a peak may be above it without a warning."""
@@ -88,7 +92,7 @@ class FollowPlan(HookedLayers):
         self._peak = memory_peak(self._backend.device)
         if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
-        self._makes_plan = self._free_plan if memory_budget is None else self._budget_plan
+        self._compare = None if memory_budget is None else ComparePlans(self._backend)
         self._asks_device = memory_budget == "auto"
         self._budget = 0 if memory_budget in (None, "auto") else parse_bytes(memory_budget, "memory_budget")
         """Bytes; 0 if there is none, or until the device has said what it has left."""
@@ -176,6 +180,12 @@ class FollowPlan(HookedLayers):
             self._plan_for(elements)
         elif self.plan is not None and self._watches:
             self._keep_to_budget(self.plan)
+        if self._compare is not None and not self.measures:
+            # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
+            ready = self._backend.device.type != "cpu" and all(
+                one.numbered is None or one.proven for one in self._policies
+            )
+            self._follow(self._compare.begin_microbatch(elements, ready=ready))
         self._input_bytes = sum(one.nbytes() for one in allocated_for(inputs, self._backend.device))
         if not self.measures:
             self._peak.stop()
@@ -184,7 +194,11 @@ class FollowPlan(HookedLayers):
 
     def end_backward(self) -> None:
         """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
-        if self._backend.capturing or not self._watches or self._stage == "learning":
+        if self._backend.capturing or self._stage == "learning":
+            return
+        if self._compare is not None:
+            self._compare.end_backward()
+        if not self._watches:
             return
         most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
         self._peak_bytes = most_bytes + self._input_bytes
@@ -205,10 +219,10 @@ class FollowPlan(HookedLayers):
     def _keep_to_budget(self, plan: Plan) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
-        if over > 0 and self._corrections_left:
+        if over > 0 and self._corrections_left and self._compare is not None:
             self._corrections_left -= 1
             self._missing_bytes += math.ceil(over * self._timed_elements / self._planned_elements)
-            self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it"))
+            self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it", self._compare))
             return
         if over > TOLERANCE * self._budget and not self._said:
             self._said = True
@@ -231,7 +245,7 @@ class FollowPlan(HookedLayers):
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
         layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
-        self._missing_bytes = max(0, self._peak_bytes - expected) + round(RESERVE * self._budget)
+        self._missing_bytes = max(0, self._peak_bytes - expected)
         self._corrections_left = CORRECTIONS
         return profile
 
@@ -239,7 +253,14 @@ class FollowPlan(HookedLayers):
         """Follow a plan for inputs of so many elements."""
         if self._profile is not None:
             self._planned_elements, self._watches, self._said = elements, True, False
-            self._follow(self._makes_plan(self._profile.at_ratio(elements / self._timed_elements)))
+            profile = self._profile.at_ratio(elements / self._timed_elements)
+            if self._compare is None:
+                self._follow(self._free_plan(profile))
+                return
+            frugal = "everything is recomputed and inputs are offloaded"
+            self._follow(
+                self._plan_within(profile, "the last plan is followed" if self.plan else frugal, self._compare)
+            )
 
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
@@ -250,18 +271,19 @@ class FollowPlan(HookedLayers):
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
         return made
 
-    def _budget_plan(self, profile: Profile) -> Plan | None:
-        """The plan for the budget, less what was needed outside of the layers while they were measured."""
-        frugal = "everything is recomputed and inputs are offloaded"
-        return self._plan_within(profile, "the last plan is followed" if self.plan else frugal)
-
-    def _plan_within(self, profile: Profile, otherwise: str) -> Plan | None:
-        """A plan that fits; if there is none, say so, and what is done then."""
+    def _plan_within(self, profile: Profile, otherwise: str, compare: ComparePlans) -> Plan | None:
+        """A plan that fits beside what is needed outside of the layers; if there is none, say so, and what is done."""
         missing_bytes = math.ceil(self._missing_bytes * self._planned_elements / self._timed_elements)
         budget, missing = format_bytes(self._budget), format_bytes(missing_bytes)
         most_bytes = max(0, self._budget - missing_bytes)
+
+        def plan_among(among: Among) -> Plan:
+            reserve = 0 if among is Among.CHECKPOINTS else round(RESERVE * self._budget)
+            left = max(0, most_bytes - reserve)
+            return make_plan(profile, left, self._link, max_host_bytes=self._max_host_bytes, among=among)
+
         try:
-            made = make_plan(profile, most_bytes, self._link, max_host_bytes=self._max_host_bytes)
+            plans = {Among.REGIONS: plan_among(Among.REGIONS)}
         except ValueError as error:
             warn_caller(
                 f"memory_budget = {budget} cannot be met, so {otherwise}: {error} Of the budget, {missing} are needed "
@@ -271,6 +293,10 @@ class FollowPlan(HookedLayers):
             self._said = True
             self._watches = not self._peak.costs_time
             return None
+        for among in (Among.LAYERS, Among.CHECKPOINTS):
+            with suppress(ValueError):  # fewer policies need not fit
+                plans[among] = plan_among(among)
+        made = compare.best(plans, self._planned_elements)
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, and %s outside of them",

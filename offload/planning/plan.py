@@ -23,7 +23,7 @@ from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import LayerCosts, costs_of
 from offload.planning.profile import Link, Profile, Stored, check_link, check_profile
 from offload.planning.region_costs import LayerPolicy, region_costs
-from offload.planning.search import Search, layers_of_kinds
+from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
@@ -241,7 +241,12 @@ def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None
 
 
 def make_plan(
-    profile: Profile, memory_budget: int | str, link: Link, *, max_host_bytes: int | str | None = None
+    profile: Profile,
+    memory_budget: int | str,
+    link: Link,
+    *,
+    max_host_bytes: int | str | None = None,
+    among: Among = Among.REGIONS,
 ) -> Plan:
     """What to keep, offload and recompute, so that the peak stays within the budget and the step is the shortest.
 
@@ -252,7 +257,7 @@ def make_plan(
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     check_profile(profile)
     check_link(link)
-    search = Search(profile, link, budget, math.inf if host is None else host)
+    search = Search(profile, link, budget, math.inf if host is None else host, among)
     regions = any(layer.regions for layer in profile.layers)
     found = search.best() if regions else search.fewest()
     if found is None:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import cached_property
 from itertools import product
 from statistics import fmean
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from offload.planning.closed_form import peak_bytes, step_s
 from offload.planning.layer_costs import LayerCosts, layer_costs
 from offload.planning.profile import Link, Profile
-from offload.planning.region_costs import LayerPolicy, RegionCosts, gain, ways_of
+from offload.planning.region_costs import LayerPolicy, RegionCosts, gain, region_costs, ways_of
 
 FEW = 2000
 """So many choices of a small model are all tried."""
@@ -43,6 +44,17 @@ SWEEPS = 3
 
 ROUNDING = 1e-8
 """By what part of it two steps may differ that are as long as each other."""
+
+
+class Among(Enum):
+    """Among which policies a search chooses. The fewer there are, the less a step costs the host."""
+
+    REGIONS = "regions"
+    """Each region is kept, offloaded or recomputed."""
+    LAYERS = "whole layers"
+    """Each layer is kept, offloaded or recomputed as a whole."""
+    CHECKPOINTS = "checkpoints"
+    """Each layer is kept or recomputed as a whole: nothing is copied."""
 
 
 class Choice(NamedTuple):
@@ -99,13 +111,23 @@ class Search:
         link: How fast copies are.
         most_bytes: That may be on the device.
         most_host_bytes: That may be on the host.
+        among: The policies.
     """
 
-    def __init__(self, profile: Profile, link: Link, most_bytes: float, most_host_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        link: Link,
+        most_bytes: float,
+        most_host_bytes: float = math.inf,
+        among: Among = Among.REGIONS,
+    ) -> None:
         self.profile = profile
         self.most_bytes = most_bytes
         self.most_host_bytes = most_host_bytes
         self.count = len(profile.layers)
+        self.counts = range(1 if among is Among.CHECKPOINTS else self.count)
+        """How many layers may be offloaded."""
         self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
         and regions need not be told apart. For a layer without regions it is the only one."""
@@ -117,6 +139,8 @@ class Search:
             alike = zip(*(profile.layers[number].regions for number in numbers), strict=True)
             regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
             found = ways_of(regions) if regions else []
+            if among is not Among.REGIONS:
+                found = [region_costs(regions, frozenset()), found[-1]] if len(found) > 1 else found
             for number in numbers:
                 self.ways[number] = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
             rises += ((gained, way, numbers) for gained, way in _convex(found))
@@ -174,7 +198,7 @@ class Search:
 
     def fewest(self) -> Found | None:
         """The choice with the fewest layers offloaded as they are; ``None`` if none fits."""
-        return next(filter(None, map(self.scored, map(self.whole, range(self.count)))), None)
+        return next(filter(None, map(self.scored, map(self.whole, self.counts))), None)
 
     def least_peak(self) -> tuple[int, Choice]:
         """The least peak that is known, and the choice that has it; of a small model the least of all."""
@@ -187,7 +211,7 @@ class Search:
         if self._is_small:
             return least(self._every())
         ends = (self.levels[0], self.levels[-1])
-        corners = product(range(self.count), ends, ends)
+        corners = product(self.counts, ends, ends)
         found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
         k = found[1].num_layers
         found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(self.levels, repeat=2))
@@ -202,10 +226,10 @@ class Search:
     @property
     def _is_small(self) -> bool:
         """Whether there are so few choices that all of them are tried."""
-        return self.count * math.prod(map(len, self.ways)) <= FEW
+        return len(self.counts) * math.prod(map(len, self.ways)) <= FEW
 
     def _every(self) -> Iterator[Choice]:
-        every = product(range(self.count), product(*(range(len(ways)) for ways in self.ways)))
+        every = product(self.counts, product(*(range(len(ways)) for ways in self.ways)))
         return (Choice(*one) for one in every)
 
     def _at(self, num_layers: int, offloaded: int, kept: int) -> Choice:
@@ -234,11 +258,11 @@ class Search:
                 if one is not None:
                     found[num_layers] = min(found.get(num_layers, one), one)
 
-        for num_layers in range(0, self.count, stride):
+        for num_layers in self.counts[::stride]:
             look(num_layers)
         if found:
             best = min(found.values())[1].num_layers
-            for num_layers in range(max(0, best - stride + 1), min(self.count, best + stride)):
+            for num_layers in self.counts[max(0, best - stride + 1) : best + stride]:
                 if num_layers % stride:
                     look(num_layers)
         return sorted(found.values())

@@ -1,0 +1,104 @@
+"""Compare plans that choose among regions, whole layers or checkpoints by the time that microbatches take.
+
+A plan's prediction counts the seconds of the device and of the link. The host's are not in it: where the host is what a
+step waits for, a plan with fewer policies can be the faster one. So a plan that takes longer than predicted is compared
+with the next best, until the one with the shortest steps is found. Every plan fits the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from offload.device.backend import Backend, Event
+from offload.planning.plan import Plan
+from offload.planning.search import Among
+
+UNMEASURED = 2
+"""So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
+
+MEASURED = 2
+"""So many are; the shortest counts."""
+
+SIMILAR = 0.7
+"""From this part of the elements on that a plan is for, seconds are in proportion."""
+
+
+class ComparePlans:
+    """What microbatches take by plans of different kinds, beside what was predicted.
+
+    Args:
+        backend: Marks begin and end of microbatches.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._ratios: dict[Among, float] = {}
+        """By how much longer than predicted the microbatches of each kind of plan were."""
+        self._plans: Mapping[Among, Plan] = {}
+        self._kind: Among | None = None
+        self._left = 0
+        """How many microbatches of this plan are still to come before the first that is measured."""
+        self._begin: Event | None = None
+        self._marks: list[tuple[Event, Event]] = []
+        self._scales: list[float] = []
+        """Of each measured microbatch, how many times as many elements the plans are for."""
+        self._running = 0
+        """How many microbatches have begun since the end of a backward."""
+        self._elements = self._now = 0
+        """The elements that the plans are for, and those of the microbatch that began last."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the plan that is followed is still measured."""
+        return self._kind is not None and self._kind not in self._ratios
+
+    def best(self, plans: Mapping[Among, Plan], elements: int) -> Plan:
+        """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
+        self._plans, self._elements = plans, elements
+        # Of equals the last one, which costs the host the least.
+        self._kind = min(reversed(Among), key=lambda kind: self._expected_s(plans, kind))
+        self._left, self._begin, self._marks, self._scales = UNMEASURED, None, [], []
+        return plans[self._kind]
+
+    def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
+        """A microbatch begins, and is ``ready`` if nothing is proven or measured in it: the plan to change to."""
+        self._begin, self._now = None, elements
+        self._running += 1
+        if not self.measures:
+            return None
+        if len(self._marks) == MEASURED:
+            return self._decide()
+        if ready and elements >= SIMILAR * self._elements:
+            self._left -= 1
+            if self._left < 0:
+                self._begin = self._backend.mark()
+        return None
+
+    def end_backward(self) -> None:
+        """The backward of the microbatch that began last has ended."""
+        if self._begin is not None and self._running == 1:  # else another one has run in between
+            self._marks.append((self._begin, self._backend.mark()))
+            self._scales.append(self._elements / self._now)
+        self._begin, self._running = None, 0
+
+    def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
+        found = plans.get(kind)
+        return math.inf if found is None else _layers_s(found) * self._ratios.get(kind, 1.0)
+
+    def _decide(self) -> Plan | None:
+        """Another plan, if that is expected to take less than this one was measured to take."""
+        now = self._kind
+        if now is None:
+            return None
+        predicted_s = _layers_s(self._plans[now])
+        seconds = self._backend.seconds(self._marks)
+        took_s = min(scale * one_s for scale, one_s in zip(self._scales, seconds, strict=True))
+        self._ratios[now] = took_s / predicted_s if predicted_s > 0 else 1.0
+        best = self.best(self._plans, self._elements)
+        return best if self._kind is not now else None
+
+
+def _layers_s(plan: Plan) -> float:
+    """The predicted seconds from the first layer's forward to the end of its backward."""
+    return plan.step_s - plan.profile.other_s

@@ -1,0 +1,104 @@
+"""Plans that choose among regions, whole layers or checkpoints, compared by what microbatches take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload.measuring.compare_plans import ComparePlans
+from offload.planning.plan import make_plan
+from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.search import Among
+from offload.recompute.costs import RegionProfile
+
+MIB = 1 << 20
+LINK = Link(8e9, 8e9, 16e9)
+
+
+class Device:
+    """Marks that hold seconds, which a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def seconds(self, marks: list[tuple[float, float]]) -> list[float]:
+        return [end - begin for begin, end in marks]
+
+
+def plan(step_s: float) -> Any:
+    return SimpleNamespace(step_s=step_s + 1.0, profile=SimpleNamespace(other_s=1.0))
+
+
+def run(compare: ComparePlans, device: Device, took_s: dict[Any, float], plan: Any, elements: int = 100) -> list[Any]:
+    """The plans that twenty microbatches follow."""
+    followed = []
+    for _ in range(20):
+        plan = compare.begin_microbatch(elements, ready=True) or plan
+        followed.append(plan)
+        device.now_s += took_s[id(plan)] * elements / 100
+        compare.end_backward()
+    return followed
+
+
+@pytest.mark.parametrize("elements", [100, 75])
+def test_a_plan_that_is_slower_than_predicted_gives_way_to_the_fastest(elements: int) -> None:
+    regions, layers, checkpoints = plan(1.0), plan(1.1), plan(1.3)
+    plans = {Among.REGIONS: regions, Among.LAYERS: layers, Among.CHECKPOINTS: checkpoints}
+    device = Device()
+    compare = ComparePlans(device)  # type: ignore[arg-type]  # as much of a backend as it takes
+    took_s = {id(regions): 1.6, id(layers): 1.7, id(checkpoints): 1.3}
+    followed = run(compare, device, took_s, compare.best(plans, 100), elements)
+    assert followed[0] is regions
+    assert [one for one in (regions, layers, checkpoints) if one in followed] == [regions, layers, checkpoints]
+    assert followed[-1] is checkpoints
+    assert not compare.measures
+    # Plans for another size begin with the one that was the fastest.
+    assert compare.best({**plans, Among.CHECKPOINTS: (other := plan(1.2))}, 200) is other
+
+
+def test_a_plan_that_is_as_predicted_stays() -> None:
+    plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.3)}
+    device = Device()
+    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    first = compare.best(plans, 100)
+    assert set(map(id, run(compare, device, {id(one): 1.02 for one in plans.values()}, first))) == {id(first)}
+
+
+def test_microbatches_that_overlap_or_are_small_are_not_measured() -> None:
+    plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.3)}
+    device = Device()
+    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    first = compare.best(plans, 100)
+    run(compare, device, {id(first): 9.0}, first, elements=50)
+    assert compare.measures
+    for _ in range(20):
+        assert compare.begin_microbatch(100, ready=True) is None
+        assert compare.begin_microbatch(100, ready=True) is None
+        device.now_s += 9.0
+        compare.end_backward()
+        compare.end_backward()
+    assert compare.measures
+
+
+def test_plans_among_fewer_policies() -> None:
+    regions = (
+        RegionProfile("input", 8 * MIB, 0.0, recomputable=False),
+        RegionProfile("mm", 32 * MIB, 2e-3, (0,)),
+        RegionProfile("gelu", 64 * MIB, 1e-4, (1,)),
+    )
+    profile = Profile((LayerProfile.from_regions(regions, 2e-3, 4e-3),) * 20)
+    found = {among: make_plan(profile, 900 * MIB, LINK, among=among) for among in Among}
+    assert found[Among.REGIONS].step_s < found[Among.LAYERS].step_s <= found[Among.CHECKPOINTS].step_s
+    assert all(one.peak_bytes <= 900 * MIB for one in found.values())
+    checkpoints = found[Among.CHECKPOINTS]
+    assert checkpoints.num_layers == checkpoints.host_bytes == 0
+    kept = [policy and policy.kept for policy in checkpoints.policies]
+    assert kept == [frozenset({0})] * kept.count(frozenset({0})) + [None] * kept.count(None)
+    assert 0 < kept.count(None) < 20
+    assert found[Among.LAYERS].num_layers > 0
+    assert {policy and policy.kept for policy in found[Among.LAYERS].policies} <= {None, frozenset({0})}
