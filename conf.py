@@ -144,12 +144,12 @@ copybutton_prompt_text = r"^\$ "
 copybutton_prompt_is_regexp = True
 
 
-# --- The planner on the start page ----------------------------------------------------------------
+# --- The planner ------------------------------------------------------------------------------------
 
 
 def _add_planner(app: Any, page: str, _template: str, _context: object, _doctree: object) -> None:
     """Its scripts and style, on this page alone."""
-    if page == root_doc:
+    if page == "docs/will_it_fit":
         from planner_rows import planner_rows
 
         app.add_css_file("planner.css")

@@ -185,12 +185,12 @@ class Fault:
 
 
 FAULTS = (
-    Fault("healthy", "none of them: 2 of 10 layers travel free", offloaded),
+    Fault("healthy", "no fault: 2 of 10 layers are offloaded for free", offloaded),
     Fault("all_small", "no memory saved: everything is smaller than min_bytes", partial(offloaded, min_bytes=1 << 50)),
     Fault("held", "copied, but not freed: a hook collects outputs", held),
     Fault("no_room", "less saved than planned: the host has half of the memory", half_of_the_host_memory),
     Fault("elsewhere", "copied and freed, but the peak is elsewhere: logits", partial(offloaded, k=6), with_logits),
-    Fault("too_many", "slow: 6 of 10 layers travel, more than the link carries", partial(offloaded, k=6)),
+    Fault("too_many", "slow: 6 of 10 layers are offloaded, more than the link can carry", partial(offloaded, k=6)),
     Fault("late_reloads", "slow: no sync function, so that reloads start late", without_sync),
     Fault("many_small", "slow: hundreds of tensors, each small", partial(offloaded, min_bytes=1), chains),
     Fault("first_step", "slow once: the first step pins host memory", partial(offloaded, k=6), first=True),

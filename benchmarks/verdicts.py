@@ -10,7 +10,7 @@ from benchmarks.instruments import Row, with_median
 OWN = ("offload", "offload_checkpoint")
 """The families of this library."""
 OTHERS = ("save_on_cpu", "trl", "te", "checkpoint_on_cpu")
-"""Those of the others that move activations to the host."""
+"""The families of other ways to offload."""
 BASE = dict.fromkeys(("checkpoint", "checkpoint_on_cpu", "offload_checkpoint"), "checkpoint")
 """Which family's step is the compute that a family cannot do without, if not that of ``nothing``."""
 
@@ -84,8 +84,7 @@ def below_curve(row: Row, own: list[Row]) -> float:
 
 
 def _nobody_below(rows: list[Row], workload: str) -> Verdict:
-    who = "nobody else who moves activations to the host"
-    claim = f"{workload}: {who} needs both less memory and less time than this library"
+    claim = f"{workload}: no other way to offload needs both less memory and less time than this library"
     here = [row for row in rows if row["workload"] == workload and measured(row)]
     own = [row for row in here if row["family"] in OWN]
     others = [row for row in here if row["family"] in OTHERS]
@@ -94,16 +93,21 @@ def _nobody_below(rows: list[Row], workload: str) -> Verdict:
     said = sorted(((below_curve(row, own), row) for row in others), key=lambda pair: pair[0], reverse=True)
     below = [pair for pair in said if pair[0] > NOISE]
     if below:
-        return claim, "not so: " + ", ".join(_against(row, own, ratio) for ratio, row in below), False
+        return claim, "; ".join(_against(row, own, ratio) for ratio, row in below), False
     return claim, "; ".join(_against(row, own, ratio) for ratio, row in said), True
 
 
 def _against(row: Row, own: list[Row], ratio: float) -> str:
     beyond_bytes = min(other["peak_bytes"] for other in own) - row["peak_bytes"]
     if beyond_bytes > (NOISE - 1) * row["peak_bytes"]:
-        less = f"reaches {beyond_bytes / GIB:.2f} GiB less than this library"
-        return f"{row['contender']}: {less}, whose least memory takes {ratio:.2f} × its time"
-    return f"{row['contender']}: in no more memory, this library takes {ratio:.2f} × its time"
+        less = f"needs {beyond_bytes / GIB:.2f} GiB less than this library's least"
+        return f"{row['contender']}: {less}, where this library takes {_time(ratio)}"
+    return f"{row['contender']}: in the same memory, this library takes {_time(ratio)}"
+
+
+def _time(ratio: float) -> str:
+    """As a share: ``0.96`` is ``4% less time``."""
+    return f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'} time"
 
 
 def _near_limit(rows: list[Row], most: float) -> Verdict:

@@ -1,7 +1,7 @@
 """Compute the parts of a model whose memory grows with the sequence in pieces: the loss of its head, and its MLPs.
 
-Logits are the largest tensors of a long sequence, and the MLP's intermediate tensors come next. Both treat every token
-by itself, so they can be computed for some tokens at a time. Results differ in one thing: sums over tokens (the loss,
+Logits are the largest tensors of a long sequence, and the MLP's intermediate tensors come next. Both are computed
+token by token, so some tokens can be computed at a time. Results differ in one thing: sums over tokens (the loss,
 gradients of parameters) are made in another order.
 """
 
@@ -226,7 +226,7 @@ def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "ml
         layers: The layers, as :func:`offload.offload_layers` and :func:`offload.stream_weights` take them.
         tokens: Tokens in a tile, counted over the whole batch.
         mlp: The name of the MLP in each layer. The MLP must take one tensor of shape ``(batch, tokens, width)`` or
-            ``(tokens, width)`` and return another, treat each token by itself, compute with its own parameters alone,
+            ``(tokens, width)`` and return another, compute each token by itself, compute with its own parameters alone,
             and change none of its attributes and buffers. Only its output may have a gradient: the loss must not use a
             router's logits, for example.
 

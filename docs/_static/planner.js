@@ -1,4 +1,4 @@
-// The planner on the start page: controls, drawings and the lines to paste. What it shows comes from planner_core.js and planner_plans.js.
+// The planner of the page "Will it fit?": controls, drawings and the lines to paste. What it shows comes from planner_core.js and planner_plans.js.
 //
 // It takes the place of the measured curve, which stays where there is no JavaScript. The state is in the address.
 "use strict";
@@ -215,7 +215,7 @@
       element("div", { class: "planner-answer" },
         parts.summary, code(parts.python), parts.curve, parts.legend, parts.ways, parts.streams,
         element("p", { class: "planner-note" }, "The same in a shell; ",
-          element("a", { href: "docs/howto/command_line.html#what-to-do-with-a-model" }, "what is counted, and what is not"), ":"),
+          element("a", { href: "reference/command_line.html#what-to-do-with-a-model" }, "what is counted, and what is not"), ":"),
         code(parts.command)));
   }
 

@@ -1,7 +1,7 @@
 """Let PyTorch capture a module that offloads inside, and train with it as with any module.
 
 ``torch.cuda.make_graphed_callables`` makes two graphs, one of the forward and one of the backward. The activations of
-3 of 12 layers leave the device in the first and come back in the second.
+3 of 12 layers are offloaded in the first and reloaded in the second.
 
 python docs/examples/cuda_graphs_callables.py
 """

@@ -42,7 +42,7 @@ def forward(x):
 
 
 def backward(loss, microbatch):
-    """One microbatch's backward; the layers come back, the one that is needed first first."""
+    """One microbatch's backward; layers are reloaded in the order in which backward needs them."""
     for number in reversed(OFFLOADED):
         synchronizer.start_reload_layer(number, microbatch=microbatch)
     loss.backward()

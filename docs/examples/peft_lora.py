@@ -32,7 +32,7 @@ batch = torch.randint(config.vocab_size, (2, tokens), generator=torch.Generator(
 def make_model():
     """A model in bfloat16 with adapters on its attention."""
     torch.manual_seed(0)
-    # Hold the frozen weights in the dtype that you compute in: copies that autocast makes of them would travel.
+    # Hold the frozen weights in the dtype that you compute in: autocast's copies of them would be offloaded.
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
     return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
 

@@ -51,7 +51,7 @@ def train(callbacks):
             per_device_train_batch_size=2,
             max_steps=STEPS,
             max_length=words,
-            # TRL's default would let each layer's input travel alone.
+            # With TRL's default, only each layer's input would be offloaded.
             **{checkpointing: False},
             bf16=on_gpu,
             logging_steps=1,

@@ -21,7 +21,7 @@ class Round:
 
     The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
     the manual synchronizer says what moves when. If the round ``sees_all``, tensors saved by layers that are never
-    offloaded are treated as if they could be, so that their size is known. ``policies_of`` gives the policies of a
+    offloaded count as if they could be, so that their size is known. ``policies_of`` gives the policies of a
     layer's regions, or ``None`` if the whole layer has one policy.
     """
 

@@ -90,7 +90,7 @@ class SavedStorage:
     def __del__(self) -> None:
         reload = self.reload
         if reload is not None and reload.awaited_by != reload.home:
-            # Nobody has read what came back: its memory is free behind the copy into it, which may still run.
+            # Nobody has read the reloaded bytes: their memory is free behind the copy into it, which may still run.
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
         self._give_host_back()
         self._let_memory_go()

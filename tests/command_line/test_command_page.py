@@ -11,7 +11,7 @@ import torch
 
 from offload.command_line.main import COMMANDS, main
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/howto/command_line.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/command_line.md"
 BLOCKS = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
 LLAMA = {
     "model_type": "llama",

@@ -281,7 +281,9 @@ MOVE_SLIDER = """async name => {
 @pytest.mark.parametrize("preset", ["decoder", pytest.param("llama_8b", marks=pytest.mark.nightly)])
 def test_the_planner_answers_each_move_of_a_slider(reader, preset):
     """With 32 layers. How long that takes is for people: ``pytest --log-cli-level=INFO`` shows it."""
-    reader.open(f"index.html?{preset}#planner?preset={preset}&layers=32")  # another address loads the page anew
+    reader.open(
+        f"docs/will_it_fit.html?{preset}#planner?preset={preset}&layers=32"
+    )  # another address loads the page anew
     for name in ("memory", "tokens"):
         reader.page.wait_for_selector("#planner[data-state=done]")
         took = reader.page.evaluate(MOVE_SLIDER, name)

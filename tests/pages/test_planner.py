@@ -1,4 +1,4 @@
-"""The start page's planner, in JavaScript, makes the plans of the library's planner, with the same numbers."""
+"""The site's planner, in JavaScript, makes the plans of the library's planner, with the same numbers."""
 
 import importlib.util
 import json

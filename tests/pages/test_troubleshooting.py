@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "howto" / "troubleshooting.md").read_text("utf-8"))
+PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "reference" / "troubleshooting.md").read_text("utf-8"))
 SAYS = {"warn_caller": 0, "_say": 1, "OffloadStateError": 0, "CaptureError": 0, "HostMemoryError": 0}
 """What warns or is raised → which of its arguments is the text."""
 WORDS = 4
@@ -39,7 +39,9 @@ QUOTED = quoted()
 
 @pytest.mark.parametrize("where", QUOTED)
 def test_is_on_the_page(where):
-    assert any(phrase in PAGE for phrase in QUOTED[where]), f"docs/howto/troubleshooting.md lacks {QUOTED[where][0]!r}"
+    assert any(phrase in PAGE for phrase in QUOTED[where]), (
+        f"docs/reference/troubleshooting.md lacks {QUOTED[where][0]!r}"
+    )
 
 
 def test_the_matrix_of_what_works_with_what_names_tests_and_scripts_that_exist():
@@ -53,10 +55,10 @@ def test_the_matrix_of_what_works_with_what_names_tests_and_scripts_that_exist()
     assert names > {"ddp.py", "test_sharded_layers"}
 
 
-def test_every_reason_to_stay_has_a_row():
-    caveats = (ROOT / "docs" / "caveats.md").read_text("utf-8")
+def test_every_reason_to_keep_a_tensor_has_a_row():
+    limits = (ROOT / "docs" / "explanation" / "limits.md").read_text("utf-8")
     assert len(QUOTED) >= 20
-    table = caveats[caveats.index("| reason | what it is |") :].split("\n\n")[0]
+    table = limits[limits.index("| reason | which tensor |") :].split("\n\n")[0]
     reasons = re.findall(r"^\| (`[a-z ]+`) \|", table, re.MULTILINE)
     assert len(reasons) >= 9
     assert all(f"| {reason} |" in PAGE for reason in reasons)

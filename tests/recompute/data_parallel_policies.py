@@ -14,6 +14,10 @@ import offload
 
 LAYERS, WIDTH, ROWS, STEPS = 5, 64, 32, 3
 KINDS = ("ddp", "fsdp", "kept", "mixed", "compiled")
+LONGER = (STEPS + 2, 8 * ROWS)
+"""Steps, of which three are measured, and rows, whose activations are more than the gradients."""
+BUDGETS = ("3MiB", "1GiB")
+"""One in which not all activations can be kept, and one in which they can."""
 POLICIES = {
     "recompute": {"*": "recompute"},
     "products travel": {"*mm": "offload", "*": "recompute"},
@@ -50,12 +54,12 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(model, rank, device):
+def train(model, rank, device, steps=STEPS, rows=ROWS):
     """The gradients of each step, and the weights afterwards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    for step in range(STEPS):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    for step in range(steps):
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
         model(x).float().square().mean().backward()
         found += [local(parameter.grad).clone() for parameter in model.parameters()]
         optimizer.step()
@@ -94,6 +98,15 @@ def find(rank, world, device):
                 different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
                 regions = handle.regions(1)
                 found[kind, name] = {"different": different, "regions": regions, "stats": handle.stats()}
+    for kind in ("ddp", "fsdp"):
+        expected = train(build(kind, mesh)[0], rank, device, *LONGER)
+        for budget in BUDGETS:
+            model, layers = build(kind, mesh)
+            with offload.offload_layers(layers, memory_budget=budget, min_bytes=1) as handle:
+                got = train(model, rank, device, *LONGER)
+                different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
+                made = handle.plan
+            found[kind, budget] = {"different": different, "recompute_s": made.recompute_s, "layers": made.num_layers}
     for kind in ("fsdp", "compiled"):
         for name in (None, "recompute"):
             found[kind, name, "peak bytes"] = peak_bytes(kind, name and POLICIES[name], mesh)

@@ -27,6 +27,15 @@ def test_gradients_and_weights_are_the_same(kind: str, name: str, ranks: list[di
         assert found[kind, name]["stats"].late_reloads == 0
 
 
+@pytest.mark.parametrize("budget", worker.BUDGETS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_budget_gives_the_same_gradients(kind: str, budget: str, ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found[kind, budget]["different"] == []
+        moved = found[kind, budget]["recompute_s"] > 0 or found[kind, budget]["layers"] > 0
+        assert moved is (budget != "1GiB")
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "kept", "mixed"])
 def test_products_of_gathered_weights_are_regions_as_others(kind: str, ranks: list[dict[Any, Any]]) -> None:
     """A layer ends before its weights go, so what is computed from them can be proven; gathering is not recorded."""

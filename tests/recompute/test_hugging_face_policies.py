@@ -87,3 +87,25 @@ def test_hugging_face_layers_with_policies(
             # On a GPU, flash attention also returns memory that it has not written: other bits each time.
             found = {name: how for name, how in handle.regions(0).items() if "flash_attention #" not in name}
             assert set(found.values()) == set(policies.values())
+
+
+def test_adapters_within_a_budget(lab: Lab) -> None:
+    """PEFT's adapters train the same while the budget is measured and while its plan is followed."""
+    model, layers = build("llama", lab, adapters=True, reentrant=None)
+    ids = torch.randint(0, 64, (2, 64), device=lab.device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    expected = gradients(trained, step)
+    with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=1, device=lab.device) as handle:
+        for _ in range(4):
+            assert_same(expected, gradients(trained, step))
+        assert handle.plan is not None
+    profile = offload.profile_layers(layers, step, min_bytes=1, device=lab.device)
+    budget = round(0.6 * profile.saved_bytes)
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device=lab.device) as handle:
+        for _ in range(4):
+            assert_same(expected, gradients(trained, step))
+        assert handle.plan.recompute_s > 0 or handle.plan.num_layers > 0

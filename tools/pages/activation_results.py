@@ -1,4 +1,4 @@
-"""What offloading the first k layers takes and saves, for the pages: of the decoder and of the LayerNorm-MLP block."""
+"""What offloading the first k decoder layers takes and saves, and the link, for the pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, label_axes
-from page_text import GIB, Row, day_of, gib, machine, markdown_table, more, ms, picture, read, table
+from page_text import GIB, Row, gib, markdown_table, ms, picture, read, table
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
@@ -38,25 +38,11 @@ def free_rows(rows: list[Row]) -> list[Row]:
     return rows[: next(slow, len(rows))]
 
 
-@table("activations")
-def activations(_page: Path) -> str:
-    """Time and memory of the reference decoder for each number of offloaded layers."""
-    run = read("suite")["runs"]["decoder"]
-    setting = f"{machine(read('suite'), run['link'], day_of(run))}. Gradients are bit-identical in every row."
-    return f"{setting}\n\n{_table(rows_of('decoder'))}\n"
-
-
-@table("norm_mlp")
-def norm_mlp(_page: Path) -> str:
-    """The same of the LayerNorm-MLP block."""
-    return _table(rows_of("LayerNorm-MLP")) + "\n"
-
-
 @table("link")
 def link(_page: Path) -> str:
     """What the link moved in the record's machine."""
     speeds = read("suite")["runs"]["decoder"]["link"]
-    columns = {"device to host": "d2h", "host to device": "h2d", "both at once, sum": "duplex"}
+    columns = {"to the host": "d2h", "to the GPU": "h2d", "both at once, sum": "duplex"}
     shown = {title: f"{speeds[f'{name}_bytes_per_s'] / 1e9:.1f} GB/s" for title, name in columns.items()}
     return markdown_table([{"GPU": read("suite")["hardware"]["gpu"], **shown}], left=1) + "\n"
 
@@ -99,23 +85,6 @@ def _draw_free(ax: Axes, peaks: list[float], top: float) -> None:
     ax.axvspan(min(peaks), max(peaks), color=COLORS["reload"], alpha=0.2, linewidth=0)
     middle = (min(peaks) + max(peaks)) / 2
     ax.text(middle, 0.97 * top, f"at most {FREE - 1:.0%} longer", color=INK, fontsize=9, ha="center", va="top")
-
-
-def _table(rows: list[Row]) -> str:
-    kept = rows[0]
-    shown = [
-        {
-            "layers offloaded": row["k"],
-            "step, ms": ms(row["step_s"]),
-            "against none": more(row["step_s"] / kept["step_s"]).replace("-", "−") if row["k"] else "",
-            "activation peak, GiB": gib(row["peak_bytes"]),
-            "less memory": f"{1 - row['peak_bytes'] / kept['peak_bytes']:.0%}" if row["k"] else "",
-            "copied each way, GiB": gib(row["copied_bytes"]) if row["k"] else "",
-            "copies alone, ms": ms(row["link_s"]) if row["k"] else "",
-        }
-        for row in rows
-    ]
-    return markdown_table(shown)
 
 
 picture("tradeoff", draw, said)

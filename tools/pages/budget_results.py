@@ -32,12 +32,13 @@ def budgets(model: str, _page: Path, name: str = "budget") -> str:
     rows = [row for row in record["rows"] if row["model"] == model and "error" not in row]
     shown = [
         {
-            "": row["what"],
+            "": row["what"].replace("inputs travel", "inputs offloaded"),
             "step, ms": f"{1e3 * row['step_s']:.0f}",
             "against nothing": more(row["ratio"]),
             "predicted": _percent(row, "predicted_s", "step_s"),
             "peak, GiB": f"{row['peak_bytes'] / GIB:.2f}",
             "predicted peak": _percent(row, "predicted_peak_bytes", "peak_bytes"),
+            "host, GiB": gib(row["host_bytes"], 1) if "host_bytes" in row else "",
         }
         for row in rows
     ]
@@ -61,11 +62,16 @@ def h100_beside(_page: Path) -> str:
     slower = [100 * (row["step_s"] / there[what]["step_s"] - 1) for what, row in here.items()]
     plans = [what for what in here if what.startswith("budget")]
     dearer = max(100 * (here[what]["ratio"] - there[what]["ratio"]) for what in plans)
-    off = max(abs(100 * (here[what]["predicted_s"] / here[what]["step_s"] - 1)) for what in plans)
+    off = {
+        word: max(
+            abs(100 * (row["predicted_s"] / row["step_s"] - 1)) for what, row in here.items() if what.startswith(word)
+        )
+        for word in ("budget", "whole layers")
+    }
     return (
-        f"Steps are {min(slower):.1f} to {max(slower):.1f}% longer than an H200's, that without offloading "
-        f"{slower[0]:.1f}%. A budget costs up to {dearer:.1f} points more of the step, and plans are off by at most "
-        f"{off:.1f}%.\n"
+        f"On the H100, steps are {min(slower):.1f} to {max(slower):.1f}% longer than on the H200, and a budget costs "
+        f"up to {dearer:.1f} points more of the step. Predictions of plans by region are off by at most "
+        f"{off['budget']:.1f}%, those of whole layers by at most {off['whole layers']:.1f}%.\n"
     )
 
 
@@ -112,8 +118,8 @@ def clock(_page: Path) -> str:
         f"In a run of its own the plan of whole layers for {found['budget_gib']} GiB began backward after "
         f"{begins['recorded']:.1f} ms, predicted {begins['predicted']:.1f}. "
         f"Backward took {waited['backward_ms']:.0f} ms, where the profile had {kept['backward_ms']:.0f}. "
-        f"The median clock of such steps was {waited['clock_mhz']:,} MHz, "
-        f"that of steps with nothing offloaded {kept['clock_mhz']:,}.\n"
+        f"The median clock of such steps was {waited['clock_mhz']:,} MHz, and "
+        f"without offloading {kept['clock_mhz']:,} MHz.\n"
     )
 
 

@@ -20,9 +20,17 @@ if TYPE_CHECKING:
 
 TRACES = ROOT / "results" / "faults"
 
+WORDS = {
+    "none of them": "no fault",
+    "layers travel free": "layers are offloaded for free",
+    "layers travel": "layers are offloaded",
+}
+WORDS["than the link carries"] = "than the link can carry"
+"""Words of the record → words of the pages."""
+
 
 def timeline_of(trace: Row) -> Timeline:
-    """What :meth:`offload.Timeline.chrome_trace` gave, as a timeline again."""
+    """What :meth:`offload.Timeline.chrome_trace` gave, as a timeline."""
     spans, memory = [], []
     for event in trace["traceEvents"]:
         begin_s = event.get("ts", 0) * 1e-6
@@ -47,7 +55,9 @@ def fault_picture(name: str, drawn: Path, page: Path) -> str:
     """A fault's timeline, what was counted, and its trace."""
     row = next(row for row in read("faults")["faults"] if row["name"] == name)
     trace = Path(os.path.relpath(TRACES / f"{name}.json", page.parent)).as_posix()
-    sees = row["sees"].replace("none of them", "no fault")  # the record's list begins with the step as it should be
+    sees = row["sees"]
+    for recorded_word, word in WORDS.items():
+        sees = sees.replace(recorded_word, word)
     recorded = f"{ms(row['recorded']['duration_s'])} ms, {ms(row['recorded']['stall_s'])} of them stalled"
     alt = (
         f"Recorded timeline of three streams and of memory. What one sees: {sees}. The recorded step takes {recorded}."

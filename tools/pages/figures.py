@@ -97,15 +97,15 @@ def declared_figure(*, narrow: bool) -> Figure:
     """A schedule that was written as a dictionary, simulated."""
     schedule = Schedule.from_synchronization_dict(MOVES, model_layers=8, order=ORDER)
     profile = Profile((replace(LAYER, tensors=(GIB,)),) * 8)
-    title = "simulated: microbatches 1 to 6 leave and come back, as the dictionary says"
+    title = "simulated: microbatches 1 to 6 are offloaded and reloaded, as the dictionary says"
     return plotted(simulate(schedule, profile, LINK, title=title), narrow=narrow, height=3.4)
 
 
 def streams_figure(*, narrow: bool) -> Figure:
-    """One layer's trip, with an arrow wherever one stream waits for another."""
+    """The copies of one layer, with an arrow wherever one stream waits for another."""
     backward_s = 0.013 if narrow else 0.020  # the shorter the step, the more room for what happens in it
     layer = LayerProfile(0.010, backward_s, GIB, tensors=(3 * GIB // 8, 2 * GIB // 8, 3 * GIB // 8))
-    title = "the trip of layer 0: three tensors there and back, and what waits for what"
+    title = "layer 0: three tensors, copied to the host and to the device, and what waits for what"
     timeline = simulate(Schedule.default(1, 3), Profile((layer,) * 3), LINK, title=title)
     figure = new_figure((NARROW_INCHES, 6.0) if narrow else (WIDE_INCHES, 3.6))
     panels = figure.subplots(2 if narrow else 1, height_ratios=(5, 3.2) if narrow else None, squeeze=False)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
-from page_text import Row, day_of, gib, machine, markdown_table, ms, picture, read, table
+from page_text import Row, day_of, gib, machine, markdown_table, ms, read, table
 
 from offload.base.checks import format_bytes
-from offload.observe.plot import COLORS, INK, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @table("graphs")
@@ -45,36 +39,3 @@ def graphs_table(_page: Path) -> str:
 
 def _saved(kept: Row, offloaded: Row) -> str:
     return format_bytes(kept["peak_bytes"] - offloaded["peak_bytes"])
-
-
-def said() -> str:
-    """The picture in words."""
-    rows = read("graphs")["rows"]
-    return (
-        "Bars of step times. "
-        + "; ".join(f"{row['workload']}, {_way(row)}: {ms(row['step_s'], 1)} ms" for row in rows)
-        + "."
-    )
-
-
-def draw(*, narrow: bool = False) -> Figure:
-    """A panel for each model, a bar for each way to run its step."""
-    record = read("graphs")
-    models = list(dict.fromkeys(row["workload"] for row in record["rows"]))
-    figure = new_figure((NARROW_INCHES, 2.0 * len(models)) if narrow else (WIDE_INCHES, 2.6))
-    panels = figure.subplots(*((len(models), 1) if narrow else (1, len(models))))
-    for ax, model in zip(panels, models, strict=True):
-        rows = [row for row in record["rows"] if row["workload"] == model][::-1]
-        colors = [COLORS["forward"] if row["mode"] == "graph" else COLORS["offload"] for row in rows]
-        times_ms = [row["step_s"] * 1e3 for row in rows]
-        draw_bars(ax, list(map(_way, rows)), times_ms, colors, [f"{value:,.1f}" for value in times_ms], room=1.18)
-        ax.set_xlabel("step, ms", color=INK, fontsize=9)
-        ax.set_title(model, color=INK, loc="left", fontsize=11)
-    return figure
-
-
-def _way(row: Row) -> str:
-    return f"{row['mode']}, {row['k']} offloaded" if row["k"] else f"{row['mode']}, kept"
-
-
-picture("graphs", draw, said)

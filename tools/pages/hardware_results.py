@@ -7,7 +7,7 @@ from pathlib import Path
 
 from page_text import GB, Row, day_of, markdown_table, read, table
 
-DIRECTIONS = {"to the host": "d2h", "back": "h2d", "both at once, sum": "duplex"}
+DIRECTIONS = {"to the host": "d2h", "to the GPU": "h2d", "both at once, sum": "duplex"}
 
 
 @table("host_links")

@@ -1,28 +1,28 @@
-"""Tables of long sequences, and pictures of the lengths and of the longest, from ``results/long_context.json``."""
+"""Tables of long sequences, and a picture of the longest, from ``results/long_context.json``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars, label_axes, put_key
-from page_text import GIB, Row, day_of, gib, markdown_table, picture, read, table, torch_of
+from drawing import NARROW_INCHES, draw_bars, label_axes
+from page_text import GIB, Row, gib, markdown_table, measured_on, picture, read, table, torch_of
 
-from offload.observe.plot import COLORS, INK, new_figure, style_axes
+from offload.observe.plot import COLORS, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LENGTHS = {
-    "inputs": "checkpointing, inputs travel",
-    "recompute": "all recomputed, inputs travel",
-    "hand": "attention's outputs travel, too",
-    "plan": "as a plan says",
+    "inputs": "checkpointing, inputs offloaded",
+    "recompute": "all recomputed, inputs offloaded",
+    "hand": "attention's outputs offloaded, too",
+    "plan": "this library's plan",
 }
 LIMITED = {
     "nothing": "nothing",
     "checkpointing": "checkpointing",
-    "hf_offload": "Hugging Face's, offloaded",
+    "hf_offload": "Hugging Face's offloaded checkpoints",
     "inputs": "this library",
     "streamed": "weights streamed",
     "lora": "streamed, LoRA",
@@ -64,44 +64,7 @@ def lengths_table(_page: Path) -> str:
                 "stall, s": f"{row['stall_s']:.1f}",
             }
         )
-    return f"{_where()}\n\n{markdown_table(shown, left=2)}\n"
-
-
-def lengths_said() -> str:
-    """The picture in words."""
-    said = "; ".join(
-        f"{row['tokens']:,} tokens, {LENGTHS[row['way']]}: {row['tokens_per_s']:,.0f} tokens/s, "
-        f"{gib(row['peak_bytes'], 0)} GiB on the device, {gib(row['host_bytes'], 0)} on the host"
-        for row in _lengths()
-    )
-    return f"Bars of speed and memory for each length. {said}."
-
-
-def draw_lengths(*, narrow: bool = False) -> Figure:
-    """Speed and memory by length and way: on the device filled, on the host behind it hollow."""
-    rows = _lengths()
-    figure = new_figure((NARROW_INCHES, 6.4) if narrow else (WIDE_INCHES, 3.8))
-    speed, memory = figure.subplots(*((2, 1) if narrow else (1, 2)))
-    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
-    colors = {"inputs": INK, "recompute": COLORS["backward"], "hand": COLORS["offload"], "plan": COLORS["forward"]}
-    ways = {tokens: [row["way"] for row in rows if row["tokens"] == tokens] for tokens in lengths}
-    shown = set[str]()
-    for row in rows:
-        beside = ways[row["tokens"]]
-        place = lengths.index(row["tokens"]) + 0.27 * (beside.index(row["way"]) - (len(beside) - 1) / 2)
-        color, device, host = colors[row["way"]], row["peak_bytes"] / GIB, row["host_bytes"] / GIB
-        label = "" if row["way"] in shown else LENGTHS[row["way"]]
-        shown.add(row["way"])
-        speed.bar(place, row["tokens_per_s"], 0.24, color=color, linewidth=0, label=label)
-        memory.bar(place, device, 0.24, color=color, linewidth=0)
-        memory.bar(place, host, 0.24, bottom=device, facecolor="none", edgecolor=color, linewidth=1.2)
-    for ax, title in ((speed, "tokens per second"), (memory, "GiB; filled: device, hollow: host")):
-        style_axes(ax)
-        ax.set_xticks(range(len(lengths)), [f"{tokens >> 10}K" for tokens in lengths])
-        ax.set_xlabel("tokens of the sequence", color=INK, fontsize=9)
-        ax.set_title(title, color=INK, loc="left", fontsize=10)
-    put_key(figure, 1 if narrow else 3)
-    return figure
+    return f"{_where(rows)}\n\n{markdown_table(shown, left=2)}\n"
 
 
 @table("long_context_equal")
@@ -128,7 +91,7 @@ def longest() -> dict[int, dict[str, Row]]:
         within = [row for row in whole if row["peak_reserved_bytes"] <= nbytes]
         if "inputs" not in ways and within:
             row = max(within, key=lambda row: (row["tokens"], row["tokens_per_s"]))
-            ways["inputs"] = {"longest_tokens": row["tokens"], "tokens_per_s": row["tokens_per_s"]}
+            ways["inputs"] = {**row, "longest_tokens": row["tokens"]}
     return found
 
 
@@ -153,8 +116,7 @@ def longest_table(_page: Path) -> str:
     shown = [
         {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(nbytes, way) for way in ways} for nbytes in rows
     ]
-    last = max((row.get("date", "") for ways in rows.values() for row in ways.values()), default="")
-    return f"{_where(last)}\n\n{markdown_table(shown, left=1)}\n"
+    return f"{_where([row for ways in rows.values() for row in ways.values()])}\n\n{markdown_table(shown, left=1)}\n"
 
 
 @table("long_context_computed")
@@ -206,13 +168,12 @@ def _is_open(row: Row) -> bool:
     return failed is None or failed - row["longest_tokens"] > GRAIN
 
 
-def _where(date: str = "") -> str:
+def _where(rows: list[Row]) -> str:
     record = read("long_context")
     return (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of({'date': date or record['date']})}: Llama-3.1-8B's "
-        "shape in bfloat16, random weights, forward and backward."
-    )
+        f"{record['hardware']['gpu']}, {torch_of(record)}; Llama-3.1-8B's shape in bfloat16, random weights, forward "
+        f"and backward. Measured {measured_on(rows, record)}.\n"
+    ).strip()
 
 
-picture("long_context", draw_lengths, lengths_said)
 picture("longest_context", draw_longest, longest_said)

@@ -1,4 +1,4 @@
-"""What one may come from, beside this library, on one model: the picture, from ``results/suite.json``."""
+"""Other ways to offload, and this library, on one model: the picture, from ``results/suite.json``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
 from page_text import GIB, Row, gib, ms, picture
-from suite_picture import LOOKS, points_of
+from suite_rows import FAMILY_COLORS, points_of
 
 from offload.observe.plot import INK, new_figure
 
@@ -30,10 +30,10 @@ def said() -> str:
 
 
 def draw(*, narrow: bool = False) -> Figure:
-    """Step and peak of one model in what one may come from, and in this library."""
+    """Step and peak of one model, with other ways to offload and with this library."""
     rows = _others()[::-1]
     names = [fill(row["contender"], 24) if narrow else row["contender"] for row in rows]
-    colors = [LOOKS[row["family"]].color for row in rows]
+    colors = [FAMILY_COLORS[row["family"]] for row in rows]
     figure = new_figure((NARROW_INCHES, 6.6) if narrow else (WIDE_INCHES, 3.4))
     step, peak = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=not narrow)
     times_ms, peaks = [row["step_s"] * 1e3 for row in rows], [row["peak_bytes"] / GIB for row in rows]

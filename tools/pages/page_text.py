@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from drawing import Maker, narrow_path
+from drawing import Maker
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,13 +72,9 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:
 def image(alt: str, picture: Path, page: Path) -> str:
     """A picture of the repository, as ``page`` shows it, with a text for those who cannot see it.
 
-    The site shows phones the narrow drawing by itself; the file that is read where it lies has to name it.
+    The site shows phones the narrow drawing by itself.
     """
-    where = Path(os.path.relpath(ROOT / picture, page.parent))
-    if page != ROOT / "README.md":
-        return f"![{alt}]({where.as_posix()})\n"
-    source = f'<source media="(max-width: 47em)" srcset="{narrow_path(where).as_posix()}">'
-    return f'<picture>\n  {source}\n  <img alt="{escape(alt)}" src="{where.as_posix()}">\n</picture>\n'
+    return f"![{alt}]({Path(os.path.relpath(ROOT / picture, page.parent)).as_posix()})\n"
 
 
 def ms(seconds: float, digits: int = 0) -> str:
@@ -119,8 +114,20 @@ def day_of(run: Mapping[str, Any]) -> str:
     return date.partition("T")[0]
 
 
+def link_of(link: Mapping[str, float]) -> str:
+    """The link's bandwidth in both directions."""
+    d2h, h2d = (f"{link[f'{name}_bytes_per_s'] / GB:.0f}" for name in ("d2h", "h2d"))
+    return f"link {d2h} GB/s to the host and {h2d} GB/s to the GPU"
+
+
 def machine(record: Mapping[str, Any], link: Mapping[str, float], *others: str) -> str:
     """GPU, link and versions."""
-    speeds = " and ".join(f"{link[f'{name}_bytes_per_s'] / GB:.0f}" for name in ("d2h", "h2d"))
-    gpu = record["hardware"]["gpu"]
-    return ", ".join([gpu, f"link {speeds} GB/s (to the host and back)", torch_of(record), *others])
+    return ", ".join([record["hardware"]["gpu"], link_of(link), torch_of(record), *others])
+
+
+def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+    """The days on which the rows were measured, with their commits where there are several."""
+    runs = sorted({(day_of(run), str(run["commit"])[:7]) for row in rows for run in [{**record, **row}]})
+    if len(runs) == 1:
+        return runs[0][0]
+    return "; ".join(f"{day} at commit {commit}" for day, commit in runs)

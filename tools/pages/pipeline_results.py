@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from page_text import BLOCKS, GB, PICTURES, day_of, gib, markdown_table, ms, percent, torch_of
-from pipeline_picture import PICTURE, draw, picture
+from page_text import BLOCKS, GB, day_of, gib, markdown_table, ms, percent, torch_of
 from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF
@@ -43,8 +42,10 @@ def job_table(records: list[Row]) -> str:
                     "longer": percent(next(f.way["slowdown"] for f in ranks if f.way["rank"] == 0)),
                 }
             )
-    said = f"In {same} of {len(rows)} cases the largest peak stays, because it is another rank's."
-    return f"{markdown_table(rows, left=2)}\n\n{said}\n"
+    said = (
+        f"In {same} of {len(rows)} cases the job needs as much memory as before, because another rank is the largest."
+    )
+    return f"{_where(records)}\n\n{markdown_table(rows, left=2)}\n\n{said}\n"
 
 
 HARDLY_LESS = 0.01
@@ -101,7 +102,7 @@ def links_table(records: list[Row]) -> str:
             **{
                 f"{title}, {what}": f"{links[what][f'{name}_bytes_per_s'] / GB:.0f}"
                 for what in ("alone", "all at once")
-                for title, name in (("to the host", "d2h"), ("back", "h2d"), ("both", "duplex"))
+                for title, name in (("to the host", "d2h"), ("to the GPU", "h2d"), ("both", "duplex"))
             },
         }
         for record in records
@@ -145,6 +146,11 @@ def ranks_table(records: list[Row]) -> str:
         if found.way["width"] == widest(record)
     ]
     return f"{markdown_table(shown, left=2)}\n\n{_largest(records)}\n"
+
+
+def _where(records: list[Row]) -> str:
+    days = " and ".join(sorted({day_of(record) for record in records}))
+    return f"{records[0]['hardware']['gpu']}, {torch_of(records[0])}, {days}."
 
 
 def _setting(records: list[Row]) -> str:
@@ -249,6 +255,4 @@ BLOCKS |= {
     ("table", "pipeline_links"): _block(links_table),
     ("table", "pipeline_bound"): _block(bound_table),
     ("table", "pipeline_ranks"): _block(ranks_table),
-    ("picture", "pipeline"): lambda page: picture(_records(), page),
 }
-PICTURES[PICTURE] = lambda *, narrow: draw(_records(), narrow=narrow)

@@ -1,4 +1,4 @@
-"""The measured rows that the start page's planner draws beside what it computes."""
+"""The measured rows that the site's planner draws beside what it computes."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from drawing import at_both_widths, is_up_to_date, save
 from page_text import BLOCKS, PICTURES, ROOT
 
-PAGES = ("README.md", "index.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md")
+PAGES = ("README.md", "index.md", "docs/**/*.md")
 BLOCK = re.compile(r"(<!-- (table|picture): (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 for module in sorted(Path(__file__).parent.glob("*_results.py")):

@@ -7,8 +7,8 @@ import statistics
 from functools import partial
 from pathlib import Path
 
-from page_text import Row, day_of, gib, machine, markdown_table, ms, read, table
-from suite_picture import WORKLOADS
+from page_text import Row, day_of, gib, link_of, markdown_table, ms, read, table, torch_of
+from suite_rows import WORKLOADS
 
 from benchmarks.verdicts import verdicts
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -29,7 +29,9 @@ def workload_table(workload: str, _page: Path) -> str:
     said = "".join(f"\nFails: {'; '.join(who)}, with `{error}`.\n" for error, who in names.items())
     said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     shown = [_shown(row, kept) for row in rows if row in fails or "error" not in row]
-    return markdown_table(shown, left=1) + "\n" + said
+    run = read("suite")["runs"][workload]
+    where = f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}."
+    return f"{where}\n\n{markdown_table(shown, left=1)}\n{said}"
 
 
 def _shown(row: Row, kept: Row | None) -> Row:
@@ -54,12 +56,17 @@ for block, workload in WORKLOADS.items():
 
 @table("suite_setting")
 def setting(_page: Path) -> str:
-    """What it was measured on."""
+    """What it was measured on, and in how many runs."""
     record = read("suite")
-    run = record["runs"]["decoder"]
     packages = [f"{name} {record['versions'][name]}" for name in PACKAGES if record["versions"].get(name)]
-    minutes = sum(run.get("seconds", 0) for run in record["runs"].values()) / 60
-    return f"{machine(record, run['link'], *packages, day_of(run))}; {minutes:.0f} minutes.\n"
+    runs: dict[tuple[str, str], list[str]] = {}
+    for name, run in record["runs"].items():
+        runs.setdefault((day_of(run), run["commit"][:7]), []).append(name.replace("_", " "))
+    parts = "; ".join(
+        f"{', '.join(names)} on {day} at commit {commit}" for (day, commit), names in sorted(runs.items())
+    )
+    where = ", ".join([record["hardware"]["gpu"], torch_of(record), *packages])
+    return f"{where}. Measured in {len(runs)} runs: {parts}.\n"
 
 
 @table("suite_te")
@@ -84,11 +91,14 @@ def long_length(_page: Path) -> str:
 def claims(_page: Path) -> str:
     """Which of the claims hold in this record."""
     words = {True: "yes", False: "**no**", None: ""}
+    found = verdicts(read("suite")["rows"])
     rows = [
-        {"claim": said["claim"], "measured": _listed(said["measured"]), "holds": words[said["holds"]]}
-        for said in verdicts(read("suite")["rows"])
+        {"claim": said["claim"], "holds": words[said["holds"]], "measured": _listed(said["measured"])} for said in found
     ]
-    return markdown_table(rows, left=3) + "\n"
+    failed = [f"{said['claim']} ({said['measured']})" for said in found if said["holds"] is False]
+    number = f"{len(found) - len(failed)} of {len(found)} claims hold."
+    fails = f" This one does not: {failed[0]}." if len(failed) == 1 else ""
+    return f"{number}{fails}\n\n{markdown_table(rows, left=3)}\n"
 
 
 def _listed(text: str) -> str:
@@ -103,9 +113,9 @@ def host_cost(_page: Path) -> str:
     what = {
         "operation": "an elementwise operation, forward and backward",
         "hooks": "PyTorch's hooks for saved tensors, doing nothing",
-        "stays_later": "the library, for a tensor in a layer after the first that stays",
-        "stays": "the library, for a tensor that stays in a layer that is offloaded, and the hooks",
-        "alone": "the library, for a tensor of 4 MiB that is offloaded, and the hooks",
+        "stays_later": "the library, for a tensor of a resident layer after the first resident one",
+        "stays": "the library and the hooks, for a tensor that an offloaded layer keeps",
+        "alone": "the library and the hooks, for an offloaded tensor of 4 MiB",
     }
     costs = {name: statistics.median(run[f"{name}_s"] for run in runs) for name in what}
     rows = [{"": text, "host time, µs": f"{costs[name] * 1e6:.1f}"} for name, text in what.items()]
@@ -122,7 +132,7 @@ def small_copies(_page: Path) -> str:
             "": _whole(row["size_bytes"]),
             "to the host, GB/s": f"{row['out_bytes_per_s'] / 1e9:.1f}",
             "of the link": f"{row['out_of_link']:.0%}",
-            "back, GB/s": f"{row['back_bytes_per_s'] / 1e9:.1f}",
+            "to the GPU, GB/s": f"{row['back_bytes_per_s'] / 1e9:.1f}",
             "of the link ": f"{row['back_of_link']:.0%}",
         }
         for row in sizes
@@ -132,10 +142,10 @@ def small_copies(_page: Path) -> str:
     smallest = sizes[0]["size_bytes"]
     host_us, link_us = (smallest / row["out_bytes_per_s"] * 1e6 for row in (sizes[0], sizes[-1]))
     return (
-        f"{markdown_table(rows, left=1)}\n\nFrom {_whole(DEFAULT_MIN_BYTES)} on, which is what `min_bytes` lets "
-        f"through by default, they reach {shares[0]:.0%} and {shares[1]:.0%} of the link at least. Smaller "
-        f"ones wait for the host: each one of {_whole(smallest)} takes it {host_us:.0f} µs, and the link "
-        f"{link_us:.1f}.\n"
+        f"{markdown_table(rows, left=1)}\n\nTensors of {_whole(DEFAULT_MIN_BYTES)} and more (`min_bytes` by default) "
+        f"reach at least {shares[0]:.0%} of the link to the host and {shares[1]:.0%} to the GPU. Smaller tensors wait "
+        f"for the host: a tensor of {_whole(smallest)} takes {host_us:.0f} µs of the host's time, "
+        f"and {link_us:.1f} µs of the link's.\n"
     )
 
 
@@ -143,3 +153,14 @@ def _whole(nbytes: float) -> str:
     """A power of two of bytes, without decimals."""
     number, unit = format_bytes(int(nbytes)).split()
     return f"{float(number):.0f} {unit}"
+
+
+@table("pinning")
+def pinning(_page: Path) -> str:
+    """What pinning takes: how much longer the first step is than the later ones, by what is pinned in it."""
+    rows = [row for row in read("suite")["rows"] if row["family"] == "offload" and row.get("pinned_bytes", 0) > 5 << 30]
+    costs = [(row["first_s"] - row["step_s"]) / (row["pinned_bytes"] / (1 << 30)) for row in rows]
+    return (
+        f"The first step pins memory, which takes {min(costs):.2f} to {max(costs):.2f} s per GiB (the first step less "
+        f"a later one, over the pinned GiB, in the {len(rows)} rows of this library above that pin more than 5 GiB).\n"
+    )

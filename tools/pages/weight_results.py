@@ -101,7 +101,7 @@ def weight_seconds_table(record: Row) -> str:
             ("a later microbatch: its gradients are added on the host", few, record["accumulating_s"]),
             ("a step", many, many["step_s"]),
             ("a step and then SGD on the host", many, record["optimizer_after_s"]),
-            ("a step with SGD on the host beside backward", many, record["optimizer_beside_s"]),
+            ("a step with SGD on the host while backward runs", many, record["optimizer_beside_s"]),
         )
     ]
     return markdown_table(shown, left=1) + "\n"
