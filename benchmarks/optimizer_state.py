@@ -16,6 +16,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,22 +34,19 @@ MEDIUM = SHAPE | {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_lay
 """Of the model whose parameters are compared on a GPU: large enough for several chunks."""
 MOST_PINNED = "100GiB"
 
-CHUNKS: dict[str, Any] = {}
-"""Options of all ways: the small size has small chunks."""
-
 
 def stream(optimizer: torch.optim.Optimizer, **options: Any) -> offload.StreamedOptimizer:
     """With float32 moments."""
-    return offload.stream_optimizer(
-        optimizer, state_dtype=torch.float32, max_host_bytes=MOST_PINNED, **(CHUNKS | options)
-    )
+    return offload.stream_optimizer(optimizer, state_dtype=torch.float32, max_host_bytes=MOST_PINNED, **options)
 
 
-Ways = dict[str, Callable[[torch.optim.Optimizer], Any]]
-WAYS: Ways = {
-    "resident": lambda optimizer: stream(optimizer, resident_bytes="1TiB"),
+WAYS: dict[str, Callable[..., offload.StreamedOptimizer]] = {
+    "resident": partial(stream, resident_bytes="1TiB"),
     "streamed": stream,
+    "streamed in backward": partial(stream, in_backward=True),
+    "streamed in backward, gradients consumed": partial(stream, in_backward=True, consume_gradients=True),
 }
+NO_CLIPPING = [name for name in WAYS if "backward" in name]
 
 
 class Run:
@@ -116,7 +114,7 @@ def parameters_are_equal(device: torch.device, *, small: bool) -> dict[str, bool
     for name, attach in WAYS.items():
         torch.manual_seed(0)
         model = EqualModel(device, small=small)
-        with deterministic(), attach(model.optimizer):
+        with deterministic(), attach(model.optimizer, chunk_bytes="64KiB" if small else "16MiB"):
             for _ in range(EQUAL_STEPS):
                 model.step()
         found[name] = [parameter.detach().clone() for parameter in model.module.parameters()]
@@ -156,9 +154,9 @@ def main() -> None:
     arguments, device = asked(parser, "results/optimizer_state.json")
     begin_s = time.perf_counter()
     small = arguments.small
+    chunks = {"chunk_bytes": "64KiB"} if small else {}
     if small:
         arguments.tokens = [64]
-        CHUNKS.update(chunk_bytes="64KiB")
     link = offload.measure_link(device)
     record: dict[str, Any] = environment(device) | {"small": small, "duplex_bytes_per_s": link.duplex_bytes_per_s}
     record["equal"] = parameters_are_equal(device, small=small)
@@ -179,16 +177,16 @@ def main() -> None:
     for name in arguments.ways:
         optimizer = run.adamw()
         pin_s = time.perf_counter()
-        with_state = WAYS[name](optimizer)
+        handle = WAYS[name](optimizer, **chunks)
         pin_s = time.perf_counter() - pin_s
-        for tokens, microbatches in sizes:
+        for tokens, microbatches in sizes[: -1 if name in NO_CLIPPING else None]:
             row = begin(name, tokens, microbatches)
             if row is not None:
                 row["begin_s"] = pin_s
-                run.measure(row, with_state)
+                run.measure(row, handle)
                 print(row, flush=True)
                 write(arguments.out, finished(record))
-        del optimizer, with_state
+        del optimizer, handle
     if not arguments.without_torchao:
         run.model.optimizer = None  # type: ignore[assignment]
         give_memory_back(device)

@@ -52,7 +52,8 @@ def _find(name: str) -> Any:
 
 _top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
-_graph_task = _find("_C._current_graph_task_id")
+this_backward = _find("_C._current_graph_task_id")
+"""The number of the backward that runs a node in this thread, of the innermost one; -1 outside."""
 _executes = _find("_C._will_engine_execute_node")
 _proxy_mode = _find("fx.experimental.proxy_tensor.get_proxy_mode")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
@@ -92,7 +93,7 @@ RESHAPED_NODE: Any = _take("_C._functions.UnsafeViewBackward0")
 
 def in_backward() -> bool:
     """Whether this thread runs a node of an autograd graph."""
-    return bool(_graph_task() != -1)
+    return bool(this_backward() != -1)
 
 
 def in_checkpoint() -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol, cast
 
@@ -80,6 +81,10 @@ class Backend:
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
         return torch.Stream(device=self.device)
+
+    def running_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside the block, operations go to ``stream``, which is the compute stream there."""
+        return cast("torch.Stream", stream)
 
     def compute_stream(self) -> Stream:
         """The stream that the caller's operations go to."""

@@ -10,6 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, cast
 from weakref import WeakSet
@@ -114,6 +115,9 @@ class CpuBackend(Backend):
         stream = CpuStream(name, self)
         self._streams.add(stream)
         return stream
+
+    def running_on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()  # operations run in the caller's thread
 
     def compute_stream(self) -> ComputeStream:
         return self._compute

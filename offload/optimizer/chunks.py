@@ -8,6 +8,7 @@ second step on nothing is allocated but what the optimizer's own step allocates.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class StepWait(Enum):
     WRITTEN = "a load reads state on the host that is still being written"
     STEPPED = "a copy to the host reads state before compute has written it"
     RELEASE = "compute reuses the memory of state that is still being copied to the host"
+    GRADIENT = "a step beside backward reads a gradient before backward has written it"
+    JOINED = "backward returns, or reuses the memory of a gradient, while a step beside it still runs"
     READ = "the program reads state on the host that is still being written"
 
 
@@ -80,18 +83,36 @@ class ChunkStepper:
     """Steps the parameters of ``optimizer``, whose state is in ``store``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, chunk_bytes: int, **options: Any) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.backend = backend
-        self.store = StateStore(backend, settle=self.settle, **options)
+        # Weak references: without a circle, a dropped optimizer is gone at once, with its state and its hooks.
+        this = weakref.ref(self)
+        self.store = StateStore(backend, settle=lambda: None if (one := this()) is None else one.settle(), **options)
         self.counters: Counter[str] = self.store.counters
         self.torn = ""
         """What was cut off in the middle of a step: parameters and state belong to different steps since."""
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._d2h_stream, self._h2d_stream = backend.copy_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
         self._last_copy: Event | None = None
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's; it holds this stepper by its hooks."""
+        found = self._optimizer()
+        if found is None:
+            raise RuntimeError("the optimizer must be there while it is streamed, but it is gone; keep it.")
+        return found
+
+    def check_whole(self) -> None:
+        """Raise if a step was cut off in the middle: some parameters have made it, and others have not."""
+        if self.torn:
+            raise RuntimeError(
+                f"parameters and optimizer state must belong to one step, but {self.torn}; load both from a "
+                "checkpoint, by load_state_dict."
+            )
 
     def settle(self) -> None:
         """Block until no copy to the host runs."""
@@ -99,16 +120,14 @@ class ChunkStepper:
             self.backend.wait_on_host(self._last_copy, StepWait.READ)
             self._last_copy = None
 
-    def step(self) -> None:
-        """Step every parameter that has a gradient."""
-        groups = enumerate(self.optimizer.param_groups)
-        chunks = self.split([(number, p) for number, group in groups for p in group["params"] if p.grad is not None])
+    def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Step these parameters, each given with the number of its group."""
+        chunks = self.split(parameters)
         loaded: list[Loaded] = []
         for number in range(len(chunks)):
             while len(loaded) < min(number + NUM_SLOTS, len(chunks)):
                 loaded.append(self.load(chunks[len(loaded)]))
             self.step_chunk(loaded[number])
-        self.finish()
 
     def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
         """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
@@ -117,14 +136,14 @@ class ChunkStepper:
         for group, parameter in parameters:
             state, numel = self.store.of(parameter), local(parameter).numel()
             per_element = self.store.bytes_per_element(parameter)
-            size = max(1, self._chunk_bytes // per_element // PIECE_ELEMENTS) * PIECE_ELEMENTS
+            size = max(1, self.chunk_bytes // per_element // PIECE_ELEMENTS) * PIECE_ELEMENTS
             if not self.store.proof.elementwise:
                 size = max(1, numel)
             for start in range(0, max(1, numel), size):
                 stop = min(start + size, numel)
                 if not chunks or (stop - start) * per_element > room:
                     chunks.append([])
-                    room = self._chunk_bytes
+                    room = self.chunk_bytes
                 chunks[-1].append(ParameterPiece(state, group, start, stop, last=stop == numel))
                 room -= (stop - start) * per_element
         return chunks
@@ -178,7 +197,6 @@ class ChunkStepper:
     def step_chunk(self, loaded: Loaded) -> None:
         """Step a chunk on the compute stream, and queue the copies of its new state to the host."""
         backend, compute, slot = self.backend, self.backend.compute_stream(), loaded.slot
-        self.torn = self.torn or "optimizer.step() was cut off"
         if loaded.event is not None:
             backend.wait(compute, loaded.event, StepWait.LOADED)
         if slot.held:
@@ -207,7 +225,6 @@ class ChunkStepper:
         for target, found in self._changes:
             target.update(found)
         self._changes.clear()
-        self.torn = ""
         self.counters["steps"] += 1
 
     def _run(self, loaded: Loaded) -> list[dict[str, Any]]:
@@ -239,7 +256,9 @@ class ChunkStepper:
     def _parameter(self, piece: ParameterPiece) -> tuple[torch.Tensor, nn.Parameter]:
         """The piece of the parameter, and what the step is given: that, or a copy in the state's dtype."""
         given = piece.state.parameter
-        whole, gradient = local(given), local(given.grad)  # type: ignore[arg-type]  # only those with one are stepped
+        gradient = piece.state.gradient if given.grad is None else given.grad
+        assert gradient is not None  # noqa: S101  # only parameters with one are stepped
+        whole, gradient = local(given), local(gradient)
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "

@@ -67,6 +67,8 @@ class ParameterState:
         self.parameter = parameter
         self.resident = False
         self.homes: dict[str, torch.Tensor] = {}
+        self.gradient: torch.Tensor | None = None
+        """What is stepped with, where backward has taken it out of ``parameter.grad``."""
         self.written: Event | None = None
         """After it, the copies that were queued to the homes are over."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,6 +16,7 @@ from offload.base.checks import check_type, format_bytes, parse_bytes
 from offload.base.layer_events import Handle
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper
+from offload.optimizer.early import BackwardSteps
 from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import stand_in_for
 from offload.optimizer.state import local
@@ -35,6 +38,8 @@ class OptimizerStats:
     """Steps of the optimizer."""
     chunks: int = 0
     """Chunks that were stepped."""
+    backward_chunks: int = 0
+    """Chunks that were stepped beside backward; the others were stepped in ``optimizer.step()``."""
     loaded_bytes: int = 0
     """State copied from the host to the device."""
     written_bytes: int = 0
@@ -56,8 +61,9 @@ class OptimizerStats:
 class StreamedOptimizer(Handle):
     """An optimizer whose state is streamed, from :func:`stream_optimizer` to :meth:`remove` or the end of ``with``."""
 
-    def __init__(self, stepper: ChunkStepper) -> None:
+    def __init__(self, stepper: ChunkStepper, early: BackwardSteps | None) -> None:
         self._stepper: ChunkStepper | None = stepper
+        self._early = early
         self._counters = stepper.counters
         self._name = type(stepper.optimizer).__name__
         optimizer = stepper.optimizer
@@ -71,6 +77,18 @@ class StreamedOptimizer(Handle):
         ]
         optimizer.state = stepper.store.shown
         _streamed.add(optimizer)
+
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
+        if self._early is None:
+            yield  # backward never steps
+            return
+        before, self._early.enabled = self._early.enabled, False
+        try:
+            yield
+        finally:
+            self._early.enabled = before
 
     def synchronize(self) -> None:
         """Block until the copies to the host are over.
@@ -102,6 +120,8 @@ class StreamedOptimizer(Handle):
         stepper.optimizer.state = stepper.store.on_device()
         for hook in self._hooks:
             hook.remove()
+        if self._early is not None:
+            self._early.close()
         _streamed.discard(stepper.optimizer)
         self._stepper = None
 
@@ -123,19 +143,25 @@ class StreamedOptimizer(Handle):
         """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
         stepper = self._stepper
         assert stepper is not None  # noqa: S101
-        _check_whole(stepper)
+        stepper.check_whole()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             kwargs = {**kwargs, "closure": lambda: loss}
+        done = set() if self._early is None else self._early.finish()
+        groups = enumerate(optimizer.param_groups)
+        stepped = [(number, p) for number, group in groups for p in group["params"] if p.grad is not None]
+        stepper.torn = "optimizer.step() was cut off"
         with torch.no_grad():
-            stepper.step()
+            stepper.step([(number, p) for number, p in stepped if p not in done])
+        stepper.finish()
+        stepper.torn = ""
         return (stand_in_for(optimizer, [], defaultdict(dict)),), kwargs
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._stepper is not None  # noqa: S101
-        _check_whole(self._stepper)
+        self._stepper.check_whole()
         self._stepper.settle()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +200,8 @@ class StreamedOptimizer(Handle):
         stepper.store.shown.clear()
         stepper.store.adopt(states)
         stepper.torn = ""
+        if self._early is not None:
+            self._early.forget()
         optimizer.state = stepper.store.shown
 
 
@@ -184,6 +212,8 @@ def stream_optimizer(
     max_host_bytes: int | str | None = None,
     resident_bytes: int | str = 0,
     state_dtype: torch.dtype | None = None,
+    in_backward: bool = False,
+    consume_gradients: bool = False,
 ) -> StreamedOptimizer:
     """Keep the state of ``optimizer`` in pinned host memory, and step the optimizer on the device in chunks.
 
@@ -209,6 +239,10 @@ def stream_optimizer(
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.
+        in_backward: Step each parameter beside backward, as soon as its gradient is complete; ``optimizer.step()`` then
+            steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
+            error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
+        consume_gradients: Free each gradient after its step beside backward: ``p.grad`` is ``None`` then.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -226,6 +260,8 @@ def stream_optimizer(
         raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 512 MiB.")
     if state_dtype not in (None, torch.float32):
         raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
+    if consume_gradients and not in_backward:
+        raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
     stepper = ChunkStepper(
         optimizer,
@@ -242,7 +278,8 @@ def stream_optimizer(
             [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
         )
         stepper.store.adopt(optimizer.state)
-    return StreamedOptimizer(stepper)
+    early = BackwardSteps(stepper, consume=consume_gradients) if in_backward else None
+    return StreamedOptimizer(stepper, early)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -268,15 +305,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             )
     device: torch.device = devices[0]
     return device
-
-
-def _check_whole(stepper: ChunkStepper) -> None:
-    """Raise if a step was cut off in the middle: some parameters have made it, and others have not."""
-    if stepper.torn:
-        raise RuntimeError(
-            f"parameters and optimizer state must belong to one step, but {stepper.torn}; load both from a checkpoint, "
-            "by load_state_dict."
-        )
 
 
 def _on_host(value: Any) -> Any:

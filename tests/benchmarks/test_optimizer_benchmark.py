@@ -31,9 +31,11 @@ def test_every_row(tmp_path: Path) -> None:
     assert record["equal"] == {way: True for way in optimizer_state.WAYS if way != "resident"}
     rows = record["rows"]
     assert [(row["what"], row["microbatches"]) for row in rows[:-1]] == [
-        (way, microbatches) for way in optimizer_state.WAYS for microbatches in (1, 4)
+        (way, microbatches)
+        for way in optimizer_state.WAYS
+        for microbatches in ((1,) if way in optimizer_state.NO_CLIPPING else (1, 4))
     ]
-    resident, *others = rows[:-1:2]
+    resident, *others = [row for row in rows[:-1] if row["microbatches"] == 1]
     assert resident["link_bytes"] == resident["pinned_bytes"] == 0
     for row in others:
         # Both moments, in float32, both ways.

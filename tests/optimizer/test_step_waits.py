@@ -132,7 +132,7 @@ def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: StepWait) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
-@pytest.mark.parametrize("wait", StepWait, ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_each_wait_is_needed(wait: StepWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCENARIOS[wait](lab), "wrong with all waits"
     drop(lab, monkeypatch, wait)

@@ -1,0 +1,282 @@
+"""Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import Make, assert_same, build, loss_of, plain_steps, stream, values
+
+from offload.optimizer.chunks import StepWait
+
+STEPS = 10
+LATE_S = 0.05
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": adamw,
+    "AdamW fused": functools.partial(adamw, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+}
+
+
+def trained(device: torch.device, make: Make, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """With a scheduler; three microbatches in every second step."""
+    model = build(device)
+    optimizer = make(model.parameters())
+    handle = stream(optimizer, **options) if options else None
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    for number in range(STEPS):
+        microbatches = 3 if number % 2 else 1
+        for microbatch in range(microbatches):
+            if handle is not None and microbatch < microbatches - 1:
+                with handle.no_step():
+                    loss_of(model, 3 * number + microbatch).backward()
+            else:
+                loss_of(model, 3 * number + microbatch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return values(model, optimizer), handle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consume", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits(name: str, consume: bool, lab: Lab) -> None:
+    lab.adverse()
+    expected, _ = trained(lab.device, OPTIMIZERS[name])
+    found, handle = trained(lab.device, OPTIMIZERS[name], in_backward=True, consume_gradients=consume)
+    assert_same(expected, found)
+    stats = handle.stats()
+    assert stats.backward_chunks == stats.chunks > STEPS
+    assert stats.steps == STEPS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_recomputed(reentrant: bool, lab: Lab) -> None:
+    """A reentrant checkpoint runs a backward inside of backward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(build(lab.device) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    found = []
+    for streamed in (False, True):
+        model = Checkpointed()
+        optimizer = adamw(model.parameters())
+        if streamed:
+            stream(optimizer, in_backward=True)
+        plain_steps(model, optimizer, range(4))
+        found.append(values(model, optimizer))
+    assert_same(*found)
+
+
+def test_parameters_whose_gradients_backward_does_not_complete(lab: Lab) -> None:
+    """Those whose gradients come in other ways are stepped by ``optimizer.step()``."""
+    found = []
+    for streamed in (False, True):
+        model = build(lab.device)
+        optimizer = adamw(model.parameters())
+        handle = stream(optimizer, in_backward=True) if streamed else None
+        for number in range(4):
+            loss_of(model[:3], number).backward()
+            model[3].weight.grad = torch.ones_like(model[3].weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model, optimizer))
+    assert_same(*found)
+    stats = handle.stats()
+    assert 0 < stats.backward_chunks < stats.chunks
+
+
+def test_consumed_gradients_are_gone(lab: Lab) -> None:
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, consume_gradients=True)
+    for number in range(3):
+        loss_of(model, number).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.step()
+
+
+def test_a_second_gradient_is_refused(lab: Lab) -> None:
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"one of shape \(48,\) got another after its step; call optimizer"):
+        loss_of(model, 1).backward()
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_of(model, 0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(("how", "fused"), [(clipped, False), (scaled, False), (scaled, True)])
+def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, lab: Lab) -> None:
+    model = build(lab.device)
+    optimizer = adamw(model.parameters(), fused=fused)
+    stream(optimizer, in_backward=True)
+    with pytest.raises(RuntimeError, match="gradients must be final at the end of backward if in_backward=True, but"):
+        how(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"must belong to one step, but .*, after a step in backward; load both"):
+        optimizer.state_dict()
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop")
+
+
+def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
+    """The last layers have made the step, and the first have not: a checkpoint mends it."""
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, chunk_bytes="4KiB")
+    plain_steps(model, optimizer, range(2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    stopping = nn.Sequential(model[0], *model[1:])
+    stopping.insert(1, Stopping())
+    message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
+    with pytest.raises(ValueError, match="stop"):
+        loss_of(stopping, 2).backward()
+    for use in (optimizer.step, optimizer.state_dict, lambda: loss_of(model, 2).backward()):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    plain_steps(model, optimizer, range(2, 5))
+    resident = build(lab.device)
+    expected = adamw(resident.parameters())
+    plain_steps(resident, expected, range(5))
+    assert_same(values(resident, expected), values(model, optimizer))
+
+
+class Stopping(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Stop.apply(x)
+
+
+def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
+    found = []
+    for streamed in (False, True):
+        model = build(lab.device)
+        optimizer = adamw(model.parameters())
+        if streamed:
+            stream(optimizer, in_backward=True, chunk_bytes="1MiB", consume_gradients=True)
+        for number in range(3):
+            stopping = nn.Sequential(model[0], Stopping(), *model[1:])
+            with pytest.raises(ValueError, match="stop"):
+                loss_of(stopping, number).backward()
+            optimizer.zero_grad()
+            plain_steps(model, optimizer, [number])
+        found.append(values(model, optimizer))
+    assert_same(*found)
+
+
+def test_consuming_needs_steps_in_backward() -> None:
+    with pytest.raises(ValueError, match=r"consume_gradients must be False without in_backward=True, got True"):
+        stream(adamw(nn.Linear(2, 2).parameters()), consume_gradients=True)
+
+
+@pytest.mark.parametrize("how", ["remove", "drop"])
+def test_after_its_end_backward_steps_nothing(how: str, lab: Lab) -> None:
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    handle = stream(optimizer, in_backward=True)
+    plain_steps(model, optimizer, range(2))
+    if how == "remove":
+        handle.remove()
+    else:
+        del handle, optimizer
+        assert not [hooked for p in model.parameters() for hooked in p._post_accumulate_grad_hooks]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss_of(model, 2).backward()
+    assert_same(before, [parameter.detach() for parameter in model.parameters()])
+
+
+# On the CPU, steps run in the caller's thread, and cannot be early or late.
+
+
+class LateGradient(torch.autograd.Function):
+    lab: Lab
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        late = torch.zeros_like(gradient)
+        LateGradient.lab.write_late(late, 7.0, LATE_S)
+        return late
+
+
+def late_gradient(lab: Lab) -> bool:
+    LateGradient.lab = lab
+    weight = nn.Parameter(torch.zeros(1000, device=lab.device))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stream(optimizer, in_backward=True)
+    LateGradient.apply(weight).sum().backward()
+    optimizer.step()
+    lab.drain()
+    return bool((weight == -7.0).all())
+
+
+def late_step(lab: Lab) -> bool:
+    class Late(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            [weight] = self.param_groups[0]["params"]
+            if weight.numel() == 1000:
+                lab.write_late(weight, 7.0, LATE_S)
+
+    weight = nn.Parameter(torch.zeros(1000, device=lab.device))
+    stream(Late([weight]), in_backward=True)
+    weight.sum().backward()
+    seen = weight.detach().clone()
+    lab.drain()
+    return bool((seen == 7.0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("wait", "scenario"), [(StepWait.GRADIENT, late_gradient), (StepWait.JOINED, late_step)], ids=["GRADIENT", "JOINED"]
+)
+def test_each_wait_beside_backward_is_needed(wait: Any, scenario: Any, lab: Lab) -> None:
+    if lab.device.type == "cpu":
+        return
+    assert scenario(lab), "wrong with all waits"
+    lab.drop(wait)
+    assert not scenario(lab), wait.value
