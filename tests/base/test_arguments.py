@@ -151,9 +151,8 @@ def planned(budget: str) -> PipelinePlan:
         lambda size: offload.offload_layers(layers(), policies={"*": "keep"}, num_layers=2, min_bytes=size).remove(),
     ],
 )
-@pytest.mark.parametrize("size", ["24GB", "24GiB", 24 << 30])
-def test_sizes_are_bytes_or_a_text(accepts: Callable[[int | str], object], size: int | str) -> None:
-    accepts(size)
+def test_sizes_may_be_texts(accepts: Callable[[int | str], object]) -> None:
+    accepts("24GB")
 
 
 def test_weights_go_to_the_best_device() -> None:

@@ -12,6 +12,8 @@ from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import StageProfile
 
 RESULTS = Path(pipeline_prediction.__file__).parent.parent / "results"
+pytestmark = pytest.mark.slow
+
 PROFILE = {field.name for field in fields(StageProfile)}
 RECORDS = [json.loads((RESULTS / f"pipeline_{gpus}.json").read_text("utf-8")) for gpus in (2, 4)]
 
@@ -33,7 +35,6 @@ def rows(request):
     return found
 
 
-@pytest.mark.slow
 def test_every_row_has_a_prediction(rows):
     (gpus,) = {gpus for gpus, *_ in rows}
     assert {rank for _, _, _, rank, _ in rows} == set(range(gpus))

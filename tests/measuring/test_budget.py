@@ -94,13 +94,12 @@ def test_larger_inputs_are_planned_before_they_run_and_smaller_ones_follow(lab: 
         assert handle.plan.profile.saved_bytes == pytest.approx(5 * first.profile.saved_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("share", [0.6, 0.8])
-def test_lengths_that_vary_are_measured_in_three_steps(share: float, lab: Lab) -> None:
+def test_lengths_that_vary_are_measured_in_three_steps(lab: Lab) -> None:
     """The second length that is seen has to be learned, so its times are no use."""
     layers, _ = build("decoder", LAYERS, lab.device)
     lengths = (20, 30, 25, 35, 60, 7, 41)
     inputs = [torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in lengths]
-    budget = round(share * saved_bytes(layers, inputs[4], lab))
+    budget = round(0.6 * saved_bytes(layers, inputs[4], lab))
     expected = [step_gradients(layers, x) for x in inputs]
     with budgeted(layers, lab, budget) as handle:
         measured = []
@@ -253,7 +252,7 @@ def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bo
             del temporary
         return meter.peak_bytes
 
-    profile = offload.profile_layers(layers, step, min_bytes=1, device=lab.device, regions=regions)
+    profile = offload.profile_layers(layers, step, min_bytes=1, device=lab.device, regions=regions, steps=1)
     host = 0 if regions else None  # without memory on the host, regions are recomputed
     plan = offload.plan(profile, round(0.8 * step()), offload.Link(1e9, 1e9, 1.5e9), max_host_bytes=host)
     assert any(plan.policies) == regions

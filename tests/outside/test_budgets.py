@@ -8,6 +8,8 @@ from offload.measuring.memory_peak import CpuMemoryPeak
 
 from .budgets import TOLERANCE, check
 
+pytestmark = pytest.mark.slow
+
 HELD, TOO_SMALL = (1, 28), (23,)
 """Seeds of small models."""
 

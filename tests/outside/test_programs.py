@@ -9,7 +9,7 @@ from offload.recompute.run_again import Frame
 
 from .programs import check
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("first", range(0, 20, 10))
