@@ -147,7 +147,7 @@ class Search:
         # Gains fall from way to way of a kind, so the ways of a kind come in their order.
         for _, way, numbers in sorted(rises, key=lambda rise: -rise[0]):
             for number in numbers:
-                level[number] = way
+                level[number] = max(level[number], way)  # rounding may exchange two of equal gain
             self.levels.append(tuple(level))
         self.highest = (len(self.levels) - 1) * self.count
         """The position at which all layers are on the highest level."""
