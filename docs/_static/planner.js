@@ -32,7 +32,6 @@
     ["mlp", "MLP width", "slider", { min: 1024, max: 57344, step: 256 }],
     ["tokens", "Tokens", "slider", { list: TOKENS }],
     ["batch", "Sequences", "slider", { min: 1, max: 16, step: 1 }],
-    ["gated", "Gated MLP", "check"],
     ["group", "Query heads per KV head", "choice", [1, 2, 4, 8, 16].map((count) => [count, `${count}`])],
     ["gpu", "GPU", "choice", [...Object.entries(GPUS).map(([value, { name }]) => [value, name]), ["own", "own"]], "more"],
     ["tflops", "Speed inside of layers", "slider", { min: 10, max: 2000, step: 5, unit: "TFLOP/s" }, "more"],
@@ -45,7 +44,7 @@
   ];
 
   const BASE = {
-    memory: 80, link: "pcie5", rate: 100, layers: 32, hidden: 4096, mlp: 14336, tokens: 8192, batch: 1, gated: true, group: 4,
+    memory: 80, link: "pcie5", rate: 100, layers: 32, hidden: 4096, mlp: 14336, tokens: 8192, batch: 1, group: 4,
     gpu: "h200", tflops: 630, bandwidth: 4, host: 0, state: 4, vocab: 128256, fused_norms: false, fused_loss: false, show: "",
   };
   const PRESETS = {
@@ -95,7 +94,7 @@
     return {
       shape: {
         layers: state.layers, hidden: state.hidden, intermediate: state.mlp, heads, kv_heads, head_dim: 128,
-        vocab: state.vocab, gated: state.gated, fused_norms: state.fused_norms,
+        vocab: state.vocab, fused_norms: state.fused_norms,
       },
       batch: state.batch, tokens: state.tokens, memory: state.memory * GIB, host: state.host ? state.host * GIB : null,
       rates: { flop_per_s: state.tflops * 1e12, bytes_per_s: Math.round(state.bandwidth * 100) * 1e10 },
@@ -104,21 +103,23 @@
   };
   const rateOf = (state) => (state.link === "own" ? state.rate : LINKS[state.link][1]);
 
-  /** The command that gives the same answer. */
+  /** The command that asks the same, and counts what Hugging Face's Llama does. */
   function commandOf(state) {
+    if (state.fused_norms) return "# the command counts Hugging Face's norms, of several operations";
     const { shape, rates } = askedOf(state);
-    const names = ["layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"];
-    const sizes = names.map((name) => `--${name.replace("_", "-")} ${shape[name]}`);
-    const words = ["python -m offload plan", ...sizes, `--tokens ${state.tokens}`, `--memory ${state.memory}GiB`];
-    if (state.vocab) words.push(`--vocab ${state.vocab}`);
+    const fields = {
+      num_hidden_layers: shape.layers, hidden_size: shape.hidden, intermediate_size: shape.intermediate,
+      num_attention_heads: shape.heads, num_key_value_heads: shape.kv_heads, head_dim: shape.head_dim, vocab_size: shape.vocab || 1,
+    };
+    const sizes = Object.entries(fields).map(([name, value]) => `--set ${name}=${value}`);
+    const words = ["python -m offload plan llama", ...sizes, `--tokens ${state.tokens}`, `--memory ${state.memory}GiB`];
     if (state.batch > 1) words.push(`--batch ${state.batch}`);
     if (state.link !== "pcie5") words.push(`--link ${rateOf(state)}GB`);
     if (state.tflops !== 630) words.push(`--flops ${state.tflops}e12`);
     if (rates.bytes_per_s !== 4e12) words.push(`--bandwidth ${rates.bytes_per_s / 1e12}e12`);
     if (state.host) words.push(`--host-memory ${state.host}GiB`);
     if (state.state !== 4) words.push(`--optimizer-bytes ${state.state}`);
-    if (!state.gated) words.push("--no-gate");
-    for (const name of ["fused_norms", "fused_loss"]) if (state[name]) words.push(`--${name.replace("_", "-")}`);
+    if (state.fused_loss) words.push("--fused-loss");
     return words.join(" ");
   }
 
@@ -203,7 +204,7 @@
     parts.summary = element("p", { class: "planner-summary", role: "status", "aria-live": "polite" });
     for (const name of ["ways", "legend", "curve", "streams"]) parts[name] = element("div", { class: `planner-${name}` });
     parts.python = element("pre", { tabindex: "0", role: "region", "aria-label": "Python to paste" });
-    parts.command = element("pre", { tabindex: "0", role: "region", "aria-label": "Command that gives the same answer" });
+    parts.command = element("pre", { tabindex: "0", role: "region", "aria-label": "Command that asks the same" });
     const code = (pre) => element("div", { class: "highlight" }, pre);
     return element("section", { id: "planner", class: "planner", "aria-label": "Planner" },
       element("div", { class: "planner-head" },
@@ -214,7 +215,7 @@
           element("summary", {}, "Device, optimizer, head"), element("div", { class: "planner-more" }, ...more.map(control)))),
       element("div", { class: "planner-answer" },
         parts.summary, code(parts.python), parts.curve, parts.legend, parts.ways, parts.streams,
-        element("p", { class: "planner-note" }, "The same in a shell; ",
+        element("p", { class: "planner-note" }, "Operation by operation, in a shell; ",
           element("a", { href: "reference/command_line.html#what-to-do-with-a-model" }, "what is counted, and what is not"), ":"),
         code(parts.command)));
   }
@@ -234,7 +235,7 @@
     }
     const { whole, checkpoints } = beside, [checkpointed] = checkpoints, free = planner.freePlan(whole);
     plans.checkpointing = checkpointed;
-    const misfit = checkpointed.peak_bytes > left_bytes ? `activations take ${formatBytes(checkpointed.peak_bytes)}` : "";
+    const misfit = checkpointed.peak_bytes > left_bytes ? `activations and loss take ${formatBytes(checkpointed.peak_bytes)}` : "";
     const rows = [...ways, { name: "checkpointing", misfit, ...plans.checkpointing }];
     const kept = plans["keep all"];
     showSummary(chosen, kept, free, left_bytes);
@@ -287,10 +288,10 @@
   };
 
   function showSummary(chosen, kept, free, left) {
-    const logits = answer.loss_bytes ? ` Of that the loss takes ${formatBytes(answer.loss_bytes)}, unless it does without whole logits.` : "";
+    const loss = answer.loss_bytes ? " and the loss" : "";
     const has = left > 0
-      ? `${formatBytes(left)} are left for activations, which take ${formatBytes(kept.peak_bytes)} if all are kept.`
-      : `What is fixed takes ${formatBytes(answer.fixed_bytes)}: more than can be used.${logits}`;
+      ? `${formatBytes(left)} are left for activations${loss}, which take ${formatBytes(kept.peak_bytes)} if all are kept.`
+      : `What is fixed takes ${formatBytes(answer.fixed_bytes)}: more than can be used.`;
     const bytes = answer.profile.layer.saved_bytes * free.num_layers;
     const freely = `Free on this link: ${free.num_layers} of ${answer.shape.layers} whole layers${bytes ? `, ${formatBytes(bytes)}` : ""}.`;
     let does = "Nothing fits: fewer tokens, or more memory.";

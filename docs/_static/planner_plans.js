@@ -1,26 +1,24 @@
-// What `python -m offload plan` answers, for the start page: a layer counted from its sizes, and the ways to train. A port of
-// offload/command_line; see planner_core.js.
+// For the start page: a Llama counted from its sizes, and the ways to train it, a port of offload/command_line/plan.py.
+// tests/pages/test_planner.py compares a layer with the one that `python -m offload plan` counts; see planner_core.js.
 "use strict";
 
 globalThis.offloadPlanner = (() => {
   const { GIB, Search, asWhole, formatBytes, fsum, plan, range, sum } = globalThis.offloadPlanner;
   const SLOWER = 1.005, USABLE = 0.92, DUPLEX = 1.83, LAYERS = "model.model.layers"; // command_line/plan.py
-  const LOSS_BYTES = 12, MIN_BYTES = 2 ** 21, ITEM_BYTES = 2; // command_line/llama.py, activations/context.py
-
-  // --- command_line/llama.py: a layer counted from its sizes ------------------------------------------
+  const LOSS_BYTES = 12, LOSS_READS = 48; // of a logit, at once and in all, as counted
+  const CHUNK_TOKENS = 2048; // of offload.use_chunked_loss
+  const MIN_BYTES = 2 ** 21, ITEM_BYTES = 2; // activations/context.py
 
   function shapeOf(sizes) {
     const shape = { ...sizes };
     const attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads);
-    const mlp = (shape.gated ? 3 : 2) * shape.hidden * shape.intermediate;
+    const mlp = 3 * shape.hidden * shape.intermediate;
     shape.layer_parameters = attention + mlp + 2 * shape.hidden;
     shape.outside_parameters = 2 * shape.vocab * shape.hidden + shape.hidden;
     return shape;
   }
 
-  const lossBytes = (shape, batch, tokens) => batch * tokens * shape.vocab * (ITEM_BYTES + LOSS_BYTES);
-
-  function profileOf(shape, batch, tokens, rates, minBytes = MIN_BYTES) {
+  function profileOf(shape, batch, tokens, rates, fused_loss, minBytes = MIN_BYTES) {
     const rows = batch * tokens, one = ITEM_BYTES, casts = !shape.fused_norms;
     const regions = [], named = new Map();
     const seconds = (flop, nbytes) => Math.max(flop / rates.flop_per_s, nbytes / rates.bytes_per_s);
@@ -81,46 +79,45 @@ globalThis.offloadPlanner = (() => {
     entry = add("add", rows * shape.hidden * one, [entry, x], { saved: !casts });
     x = norm("post_attention_layernorm", entry);
     const nbytes = rows * shape.intermediate * one;
-    let inside = linear(shape.gated ? "mlp.gate_proj" : "mlp.up_proj", x, shape.hidden, shape.intermediate, true);
-    inside = add(`mlp.act_fn: ${shape.gated ? "silu" : "gelu"}`, nbytes, [inside]);
-    if (shape.gated) {
-      const up = linear("mlp.up_proj", x, shape.hidden, shape.intermediate, true);
-      add("mlp: mul", nbytes, [inside, up]);
-    }
+    const inside = add("mlp.act_fn: silu", nbytes, [linear("mlp.gate_proj", x, shape.hidden, shape.intermediate, true)]);
+    add("mlp: mul", nbytes, [inside, linear("mlp.up_proj", x, shape.hidden, shape.intermediate, true)]);
     const down_s = seconds(2 * rows * shape.intermediate * shape.hidden, nbytes);
     const sum_s = seconds(0, 3 * rows * shape.hidden * one);
     const forward_s = fsum(regions.map((region) => region.seconds)) + down_s + sum_s;
     const backward_s = 2 * forward_s + attention_s / 2;
     const tensors = regions.filter((region) => region.saved).map((region) => region.nbytes);
-    const workspace_bytes = (shape.gated ? 3 : 2) * nbytes;
+    const workspace_bytes = 3 * nbytes; // gradients inside of the MLP
     const layer = { forward_s, backward_s, saved_bytes: sum(tensors), tensors, workspace_bytes, regions };
-    const head_s = seconds(2 * batch * tokens * shape.hidden * shape.vocab, 0);
-    const loss_s = 3 * head_s + (2 * lossBytes(shape, batch, tokens)) / rates.bytes_per_s;
-    return { layer, count: shape.layers, loss_s, other_s: 0, loss_bytes: 0 };
+    const logits = rows * shape.vocab, head_s = seconds(2 * logits * shape.hidden, 0);
+    const loss_s = 3 * head_s + (LOSS_READS * logits) / rates.bytes_per_s;
+    const at_once = shape.vocab * Math.min(rows, CHUNK_TOKENS), summed = 4 * shape.vocab * shape.hidden; // in float32
+    const loss_bytes = fused_loss ? LOSS_BYTES * at_once + summed : LOSS_BYTES * logits;
+    return { layer, count: shape.layers, loss_s, other_s: 0, loss_bytes };
   }
 
-  // --- command_line/plan.py: the ways to train, and which to take --------------------------------------
+  // --- The ways to train, and which to take -----------------------------------------------------------
 
   const linkOf = (rate) => ({ d2h_bytes_per_s: rate, h2d_bytes_per_s: rate, duplex_bytes_per_s: DUPLEX * rate });
   const float = (value) => (Number.isInteger(value) ? `${value}.0` : `${value}`);
-  const budgeted = (left) =>
-    `offload_layers(${LAYERS}, memory_budget="${float(Math.floor((Math.max(0, left) * 10) / GIB) / 10)}GiB")`;
+  function budgeted(nbytes) {
+    const size = nbytes >= GIB ? `${float(Math.floor((nbytes * 10) / GIB) / 10)}GiB` : `${Math.floor(Math.max(0, nbytes) / 2 ** 20)}MiB`;
+    return `offload_layers(${LAYERS}, memory_budget="${size}")`;
+  }
 
   let before = {}; // the searches of the last question, which serve the next one if that differs in memory alone
 
-  /** What `python -m offload plan` answers. `asked`: shape, batch, tokens, rates, link, memory, host, state, fused_loss. */
+  /** The ways to train. `asked`: shape, batch, tokens, rates, link, memory, host, state, fused_loss. */
   function answer(asked) {
     const { batch, tokens, rates, link, host = null } = asked, shape = shapeOf(asked.shape);
-    const text = JSON.stringify([shape, batch, tokens, rates, link]);
+    const text = JSON.stringify([shape, batch, tokens, rates, link, asked.fused_loss]);
     if (before.text !== text) {
-      const profile = profileOf(shape, batch, tokens, rates);
+      const profile = profileOf(shape, batch, tokens, rates, asked.fused_loss);
       before = { text, search: new Search(profile, link), wholeSearch: new Search(asWhole(profile), link) };
     }
     const { search, wholeSearch } = before, { profile } = search;
-    const loss = asked.fused_loss ? 0 : lossBytes(shape, batch, tokens);
-    const parameter_bytes = 2 * ITEM_BYTES + (asked.state ?? 2 * ITEM_BYTES);
+    const fixed_of = ITEM_BYTES + (asked.state ?? 2 * ITEM_BYTES), parameter_bytes = fixed_of + ITEM_BYTES; // with gradient
     const on_layers = shape.layers * shape.layer_parameters, parameters = on_layers + shape.outside_parameters;
-    const fixed_bytes = parameters * parameter_bytes + loss, usable_bytes = Math.floor(USABLE * asked.memory);
+    const fixed_bytes = parameters * parameter_bytes, usable_bytes = Math.floor(USABLE * asked.memory);
     const left = usable_bytes - fixed_bytes;
 
     const way = (name, write, search, left, host) => {
@@ -128,22 +125,23 @@ globalThis.offloadPlanner = (() => {
       if (left < 0) return none(`${formatBytes(-left)} are missing for what is fixed`);
       if (host !== null && host < 0) return none(`${formatBytes(-host)} of host memory are missing`);
       const made = plan(search, left, host ?? Infinity), within = host === null ? "" : ` and ${formatBytes(host)} on the host`;
-      if (!made.layers) return none(`${formatBytes(left)}${within} are too little for activations`);
+      if (!made.layers) return none(`${formatBytes(left)}${within} are too little for activations and loss`);
       const { step_s, peak_bytes, host_bytes } = made;
       return { name, write, misfit: "", step_s, peak_bytes, host_bytes, plan: made };
     };
     const kept = way("keep all", "offload nothing", search, Infinity, null), whole = way("whole layers", "", wholeSearch, left, host);
-    if (kept.peak_bytes > left) kept.misfit = `activations take ${formatBytes(kept.peak_bytes)}`;
+    if (kept.peak_bytes > left) kept.misfit = `activations and loss take ${formatBytes(kept.peak_bytes)}`;
     if (whole.plan) whole.write = `offload_layers(${LAYERS}, num_layers=${whole.plan.num_layers})`;
-    const regions = way("regions", budgeted(left + loss), search, left, host);
+    const regions = way("regions", budgeted(usable_bytes - parameters * fixed_of), search, left, host);
 
     // Weights of two layers, as many gradients, and all that is outside of the layers.
     const layer_bytes = shape.layer_parameters * ITEM_BYTES, on_host = on_layers * parameter_bytes;
-    const beside = usable_bytes - shape.outside_parameters * parameter_bytes - 4 * layer_bytes - loss;
+    const budget = usable_bytes - shape.outside_parameters * fixed_of - 4 * layer_bytes;
+    const beside = budget - shape.outside_parameters * ITEM_BYTES;
     const rest = host === null ? null : host - on_host;
     const streamed = way("streamed weights", `stream_weights(${LAYERS}, "cuda")`, search, beside, rest);
     if (streamed.plan) {
-      if (streamed.host_bytes || streamed.plan.recompute_s) streamed.write += `, then ${budgeted(beside + loss)}`;
+      if (streamed.host_bytes || streamed.plan.recompute_s) streamed.write += `, then ${budgeted(budget)}`;
       const d2h_s = (shape.layers * layer_bytes + streamed.host_bytes) / link.d2h_bytes_per_s;
       const h2d_s = (2 * (shape.layers - 1) * layer_bytes + streamed.host_bytes) / link.h2d_bytes_per_s;
       streamed.step_s = Math.max(streamed.step_s, d2h_s, h2d_s);
@@ -154,7 +152,7 @@ globalThis.offloadPlanner = (() => {
     const ways = [kept, whole, regions, streamed], first = ways.find((one) => !one.misfit) ?? null;
     const faster = first === whole && !regions.misfit && whole.step_s > SLOWER * regions.step_s;
     return {
-      ways, chosen: faster ? regions : first, shape, profile, parameters, loss_bytes: loss, fixed_bytes, usable_bytes,
+      ways, chosen: faster ? regions : first, shape, profile, parameters, loss_bytes: profile.loss_bytes, fixed_bytes, usable_bytes,
       left_bytes: left, search, link, saved_bytes: profile.count * profile.layer.saved_bytes,
     };
   }

@@ -72,6 +72,7 @@ _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 tree_leaves = torch.utils._pytree.tree_leaves
+FakeTensorMode = torch._subclasses.FakeTensorMode
 
 # Autograd.
 

@@ -6,19 +6,19 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from offload import __version__
 from offload.base.checks import parse_bytes
 from offload.command_line.answer import Answer
-from offload.command_line.llama import ITEM_BYTES
 from offload.command_line.machine import answer_doctor, answer_link
 from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
 from offload.measuring.measure_link import PIECE_BYTES
 from offload.planning.profile import to_json
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "link": answer_link,
@@ -67,13 +67,11 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         adds[name]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
     adds["link"]("--piece", type=_size, default=PIECE_BYTES, help="the size of one copy; 64MiB by default")
     add = adds["plan"]
-    add("model", nargs="?", type=Path, help="the path of a Hugging Face config.json, or of the folder that holds it")
-    for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim", "vocab"):
-        add(f"--{name}", type=_count, help="in place of the config's")
-    add("--no-gate", dest="gated", action="store_const", const=False, help="the MLP has two products in place of three")
-    fused = "each norm is one operation; by default the operations of Hugging Face's Llama, in float32"
-    add("--fused-norms", action="store_const", const=True, help=fused)
-    add("--dtype", choices=[*ITEM_BYTES], help="of weights and activations, in place of the config's")
+    add("model", help="the path of a Hugging Face config.json or of its folder, or a model type such as llama")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config, in place of its value")
+    add("--lora", type=_count, metavar="RANK", help="train LoRA's adapters on all linear layers, and nothing else")
+    add("--freeze", action="append", default=[], metavar="PATTERN", help="do not train the parameters with such names")
+    add("--dtype", choices=DTYPES, help="of weights and activations, in place of the config's")
     add("--tokens", type=_count, default=4096, help="tokens of a sequence; 4096 by default")
     add("--batch", type=_count, default=1, help="sequences in a microbatch; 1 by default")
     add("--memory", type=_size, help="device memory, such as 24GiB; by default that of this machine's GPU")

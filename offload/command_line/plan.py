@@ -1,21 +1,18 @@
-"""The ways to train a model of Llama's kind, compared by its sizes alone: one process, one device.
-
-The optimizer's state is beside the weights. The ways are in order of simplicity.
-"""
+"""The ways to train a model, compared by its config alone: one process, one device, in the order of simplicity."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes, format_s
 from offload.command_line.answer import Answer
-from offload.command_line.llama import Rates, Shape, loss_bytes, profile_of, read_shape
+from offload.command_line.count import Counted, Rates, count_model, read_config
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
 
@@ -35,22 +32,15 @@ USABLE = 0.92
 SLOWER = 1.005
 """Whole layers are simpler than regions, so their step may take so much longer."""
 
-LAYERS = "model.model.layers"
-"""The layers of Hugging Face's models of this kind."""
-
 
 @dataclass(frozen=True)
 class WayToTrain:
-    """One way to train.
+    """One way to train: a name, the call to write, why it does not fit, and what a plan predicts.
 
     Args:
-        name: For people.
-        write: The call to write.
-        misfit: Why it does not fit; empty if it does.
-        step_s: Predicted seconds of a step's layers and loss.
-        peak_bytes: Device memory, beside what is fixed.
+        step_s: Seconds of layers and loss.
+        peak_bytes: Device memory beside weights, gradients and optimizer state.
         host_bytes: Host memory.
-        plan: The plan that the figures are of.
     """
 
     name: str
@@ -70,26 +60,24 @@ class WayToTrain:
 
 
 def answer_plan(options: argparse.Namespace) -> Answer:
-    """Compare the ways to train a model of Llama's kind, by its config.json or its sizes, without loading it."""
-    shape = read_shape(options.model, {one.name: getattr(options, one.name, None) for one in fields(Shape)})
+    """Compare the ways to train a Hugging Face language model, by its config, without loading it."""
     memory = _device_bytes() if options.memory is None else options.memory
     link = H200 if options.link is None else Link(options.link, options.link, DUPLEX * options.link, "--link")
     rates = Rates(options.flops or RATES.flop_per_s, options.bandwidth or RATES.bytes_per_s)
-    profile = profile_of(shape, options.batch, options.tokens, rates, DEFAULT_MIN_BYTES)
-    state = 2 * shape.item_bytes if options.optimizer_bytes is None else options.optimizer_bytes
-    parameter_bytes = 2 * shape.item_bytes + state  # weight, gradient and optimizer state
-    loss = 0 if options.fused_loss else loss_bytes(shape, options.batch, options.tokens)
-    usable = int(USABLE * memory)
-    found = [*ways_to_train(profile, shape, parameter_bytes, loss, usable, link, options.host_memory)]
+    config, size = read_config(options.model, options.set), (options.batch, options.tokens)
+    changes = {"lora": options.lora, "frozen": options.freeze, "fused_loss": options.fused_loss}
+    model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, dtype=options.dtype, **changes)
+    usable, state = int(USABLE * memory), options.optimizer_bytes
+    found = [*ways_to_train(model, state, usable, link, options.host_memory)]
     best = choose(found)
-    activations = f"{options.batch} x {options.tokens} tokens, with {format_bytes(profile.saved_bytes)} of activations"
-    weights = format_bytes(shape.parameters * parameter_bytes)
+    saved, loss = (format_bytes(nbytes) for nbytes in (model.profile.saved_bytes, model.profile.loss_bytes))
+    fixed_bytes = sum(part.fixed_bytes(state) + part.trained_bytes for part in (model.in_layers, model.outside))
     rows = [
-        ("model", f"{shape.layers} layers, {shape.parameters / 1e9:.2f}e9 parameters in {shape.dtype}"),
-        ("microbatch", activations),
+        ("model", f"{len(model.profile.layers)} layers, {model.parameters / 1e9:.2f}e9 parameters"),
+        ("microbatch", f"{options.batch} x {options.tokens} tokens, with {saved} of activations, {loss} for the loss"),
         ("device", f"{format_bytes(memory)}, of which {format_bytes(usable)} can be used"),
         ("speed", f"{rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}"),
-        ("fixed", f"weights, gradients and optimizer {weights}, loss {format_bytes(loss)}"),
+        ("fixed", f"weights, gradients and optimizer {format_bytes(fixed_bytes)}"),
         *((way.name, str(way)) for way in found),
         ("do", f"{best.name}: {best.write}" if best else "nothing fits: a larger device, or fewer tokens"),
     ]
@@ -97,10 +85,10 @@ def answer_plan(options: argparse.Namespace) -> Answer:
         "do": best and best.name,
         "write": best and best.write,
         "ways": [{name: value for name, value in vars(way).items() if name != "plan"} for way in found],
-        "shape": asdict(shape),
-        "parameters": shape.parameters,
-        "saved_bytes": profile.saved_bytes,
-        "fixed_bytes": shape.parameters * parameter_bytes + loss,
+        "parameters": model.parameters,
+        "saved_bytes": model.profile.saved_bytes,
+        "loss_bytes": model.profile.loss_bytes,
+        "fixed_bytes": fixed_bytes,
         "usable_bytes": usable,
         "link": asdict(link),
     }
@@ -108,41 +96,36 @@ def answer_plan(options: argparse.Namespace) -> Answer:
     return Answer(rows, values | asdict(rates), ok=best is not None, below=table)
 
 
-def ways_to_train(
-    profile: Profile, shape: Shape, parameter_bytes: int, loss: int, usable: int, link: Link, host: int | None
-) -> Iterator[WayToTrain]:
-    """The ways to train.
+def ways_to_train(model: Counted, state: int | None, usable: int, link: Link, host: int | None) -> Iterator[WayToTrain]:
+    """The ways to train with ``state`` bytes of optimizer state for a parameter, or AdamW's two numbers of its dtype.
 
-    Args:
-        profile: What the layers cost.
-        shape: The sizes of the model.
-        parameter_bytes: Bytes of a parameter's weight, gradient and optimizer state.
-        loss: Bytes of device memory that the loss takes.
-        usable: Bytes of the device.
-        link: How fast copies are.
-        host: Bytes of host memory; ``None`` for no limit.
+    A budget is what :func:`offload.offload_layers` takes as ``memory_budget``: all but weights and optimizer state. Of
+    that, gradients count as if all of them were there during the whole step.
     """
-    left = usable - shape.parameters * parameter_bytes - loss
+    profile, layers, (inside, outside) = model.profile, model.layers, (model.in_layers, model.outside)
+    budget = usable - inside.fixed_bytes(state) - outside.fixed_bytes(state)
+    left = budget - inside.trained_bytes - outside.trained_bytes
     kept = make_plan(profile, sys.maxsize, link)
-    misfit = "" if kept.peak_bytes <= left else f"activations take {format_bytes(kept.peak_bytes)}"
+    misfit = "" if kept.peak_bytes <= left else f"activations and loss take {format_bytes(kept.peak_bytes)}"
     yield WayToTrain("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0, kept)
-    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
     way = _planned_way("whole layers", "", whole, left, link, host)
-    yield replace(way, write=f"offload_layers({LAYERS}, num_layers={way.plan.num_layers})") if way.plan else way
-    yield _planned_way("regions", _budgeted(left + loss), profile, left, link, host)
+    yield replace(way, write=f"offload_layers({layers}, num_layers={way.plan.num_layers})") if way.plan else way
+    yield _planned_way("regions", _budgeted(layers, budget), profile, left, link, host)
     # On the device are the weights of two layers, their gradients, and the parameters outside of the layers.
-    layer_bytes = shape.layer_parameters * shape.item_bytes
-    left = usable - shape.outside_parameters * parameter_bytes - 4 * layer_bytes - loss
-    on_host = shape.layers * shape.layer_parameters * parameter_bytes
-    write = f'stream_weights({LAYERS}, "cuda")'
+    two_layers = 2 * (inside.nbytes + inside.trained_bytes) // len(profile.layers)
+    budget = usable - outside.fixed_bytes(state) - two_layers
+    on_host = inside.fixed_bytes(state) + inside.trained_bytes
+    write, left = f'stream_weights({layers}, "cuda")', budget - outside.trained_bytes
     way = _planned_way("streamed weights", write, profile, left, link, None if host is None else host - on_host)
     made = way.plan
     if made is not None:
         if made.host_bytes or made.recompute_s:
-            write += f", then {_budgeted(left + loss)}"
-        d2h_s = (shape.layers * layer_bytes + made.host_bytes) / link.d2h_bytes_per_s
-        h2d_s = (2 * (shape.layers - 1) * layer_bytes + made.host_bytes) / link.h2d_bytes_per_s
-        peak_bytes, host_bytes = made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host
+            write += f", then {_budgeted(layers, budget)}"
+        d2h_s = (inside.trained_bytes + made.host_bytes) / link.d2h_bytes_per_s
+        once = inside.nbytes - inside.nbytes // len(profile.layers)  # the last layer's weights stay for its backward
+        h2d_s = (2 * once + made.host_bytes) / link.h2d_bytes_per_s
+        peak_bytes, host_bytes = made.peak_bytes + two_layers, made.host_bytes + on_host
         way = WayToTrain(way.name, write, "", max(made.step_s, d2h_s, h2d_s), peak_bytes, host_bytes, made)
     yield way
 
@@ -166,13 +149,14 @@ def _planned_way(name: str, write: str, profile: Profile, left: int, link: Link,
         made = make_plan(profile, left, link, max_host_bytes=host)
     except ValueError:
         within = "" if host is None else f" and {format_bytes(host)} on the host"
-        return WayToTrain(name, "", f"{format_bytes(left)}{within} are too little for activations")
+        return WayToTrain(name, "", f"{format_bytes(left)}{within} are too little for activations and loss")
     return WayToTrain(name, write, "", made.step_s, made.peak_bytes, made.host_bytes, made)
 
 
-def _budgeted(left: int) -> str:
+def _budgeted(layers: str, nbytes: int) -> str:
     """The call for a budget of so many bytes, rounded down."""
-    return f'offload_layers({LAYERS}, memory_budget="{max(0, left) * 10 // 2**30 / 10}GiB")'
+    size = f"{nbytes * 10 // 2**30 / 10}GiB" if nbytes >= 2**30 else f"{max(0, nbytes) // 2**20}MiB"
+    return f'offload_layers({layers}, memory_budget="{size}")'
 
 
 def _device_bytes() -> int:

@@ -34,13 +34,13 @@ const answers = {
     };
   },
   command: (asked) => {
-    const { ways, chosen, profile, parameters, fixed_bytes, usable_bytes, saved_bytes } = planner.answer(asked);
+    const { ways, chosen, profile, shape, fixed_bytes, saved_bytes, loss_bytes } = planner.answer(asked);
     return {
       ways: ways.map(({ plan, ...way }) => way),
       chosen: chosen && chosen.name,
       layer: profile.layer,
       loss_s: profile.loss_s,
-      parameters, fixed_bytes, usable_bytes, saved_bytes,
+      shape, fixed_bytes, saved_bytes, loss_bytes,
     };
   },
   text: (value) => ({

@@ -12,8 +12,9 @@ from diagrams import DIAGRAMS
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
 from page_text import GIB, PICTURES
 
-from offload.command_line.main import read_options
-from offload.command_line.plan import answer_plan
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.command_line.count import count_model, read_config
+from offload.command_line.plan import H200, RATES, USABLE, ways_to_train
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
 from offload.planning.profile import LayerProfile, Link, Profile
@@ -179,7 +180,7 @@ WAYS = {
     "regions": COLORS["forward"],
     "streamed weights": COLORS["reload"],
 }
-SIZES = "--layers 32 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 --tokens 8192"
+SIZES = ("intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256")
 MEMORIES_GIB = (24, 26, 28, 30, 32, 36, 40, 48, 64, 80, 82, 84, 86, 88, 92, 96, 104, 112, 120, 128, 132, 136, 141, 180)
 
 
@@ -187,11 +188,11 @@ MEMORIES_GIB = (24, 26, 28, 30, 32, 36, 40, 48, 64, 80, 82, 84, 86, 88, 92, 96, 
 def ways_steps() -> dict[str, dict[int, float]]:
     """Way → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
     steps: dict[str, dict[int, float]] = {name: {} for name in WAYS}
+    model = count_model(read_config("llama", SIZES), 1, 8192, RATES, DEFAULT_MIN_BYTES)
     for memory in MEMORIES_GIB:
-        asked = read_options(["plan", *SIZES.split(), f"--memory={memory}GiB"])
-        for way in answer_plan(asked).values["ways"]:
-            if not way["misfit"]:
-                steps[way["name"]][memory] = way["step_s"]
+        for way in ways_to_train(model, None, int(USABLE * memory * GIB), H200, None):
+            if not way.misfit and way.step_s is not None:
+                steps[way.name][memory] = way.step_s
     return steps
 
 

@@ -1,0 +1,345 @@
+"""Count what a step of a Hugging Face language model does, by its config: bytes, seconds and regions of each layer.
+
+The model is made of fake tensors, which have sizes and no memory, and runs forward and backward once. An operation
+takes as long as its FLOP or its bytes take. PyTorch's kernels for the CPU are counted: attention is one operation that
+saves no scores, as on a GPU; an element of a dropout mask takes two bytes in bfloat16, not one.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from offload.base.torch_private import FakeTensorMode, schema_of, tree_leaves
+from offload.device.backend import Backend, Event
+from offload.long_context import use_chunked_loss
+from offload.measuring.layer_times import LayerTimes
+from offload.observe.memory import CpuAllocations
+from offload.planning.closed_form import with_workspace
+from offload.planning.profile import LayerProfile, Profile
+from offload.recompute.costs import RegionProfile
+from offload.recompute.modules import ModuleNames
+from offload.recompute.operations import known_operation
+
+_FLOP = {str(operation): flop for operation, flop in flop_registry.items()}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes and reads its memory, inside of layers."""
+
+    flop_per_s: float
+    bytes_per_s: float
+
+
+class Weights(NamedTuple):
+    """Parameters of a part of a model: how many are trained, the bytes of these, and the bytes of all."""
+
+    trained: int
+    trained_bytes: int
+    nbytes: int
+
+    def fixed_bytes(self, state: int | None) -> int:
+        """Weights, and optimizer state of so many bytes for each, or AdamW's two numbers of its dtype."""
+        return self.nbytes + (2 * self.trained_bytes if state is None else state * self.trained)
+
+
+class Counted(NamedTuple):
+    """What a model's step does, the layers as Python calls them, and the weights in them and outside of them."""
+
+    profile: Profile
+    layers: str
+    parameters: int
+    in_layers: Weights
+    outside: Weights
+
+
+def read_config(model: str, changes: Iterable[str] = ()) -> Any:
+    """The config at a path or of a model type, with ``changes`` such as ``num_hidden_layers=8``.
+
+    Raises:
+        ValueError: There is no such file or model type, or no such field.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text("utf-8")) if path.is_file() else {"model_type": model}
+        known = {*AutoConfig.for_model(values.get("model_type")).to_dict(), *values}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            "model must be the path of a Hugging Face config.json or of its folder, or a model type such as llama, got "
+            f"{model!r} ({_said(error)}); a model's id on the Hub is not looked up: download its config.json"
+        ) from None
+    for name, _, text in (change.partition("=") for change in changes):
+        if name not in known or not text:
+            raise ValueError(f"--set must be NAME=VALUE with a field of the config, got {name}={text}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return AutoConfig.for_model(**values)
+
+
+def count_model(
+    config: Any,
+    batch: int,
+    tokens: int,
+    rates: Rates,
+    min_bytes: int,
+    *,
+    dtype: str | None = None,
+    lora: int | None = None,
+    frozen: Sequence[str] = (),
+    fused_loss: bool = False,
+) -> Counted:
+    """Count a step with ``batch`` sequences of ``tokens`` tokens each; storages below ``min_bytes`` are not offloaded.
+
+    The weights have the ``dtype``, or the config's. Adapters of rank ``lora`` are on all linear layers, and parameters
+    with names like those of ``frozen`` are not trained. The loss may be that of :func:`offload.use_chunked_loss`.
+
+    Raises:
+        ValueError: The step depends on data, or cannot be run with tokens alone; the message names the reason.
+    """
+    fake = FakeTensorMode()
+    try:
+        model = _build(fake, config, dtype, lora)
+        lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one) > 1}
+        lists = {name: one for name, one in lists.items() if not any(name.startswith(f"{outer}.") for outer in lists)}
+        layers = [layer for one in lists.values() for layer in one]
+        for name, parameter in model.named_parameters():
+            if any(fnmatch(name, pattern) for pattern in frozen):
+                parameter.requires_grad_(False)
+            if parameter.requires_grad:  # gradients are counted by the weights
+                parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+        if fused_loss:
+            use_chunked_loss(model)
+        count = StepCount(model, layers, rates, min_bytes)
+        with fake, _one_sequence_each(), count.counting():
+            numbers = torch.zeros(batch, tokens, dtype=torch.int64)
+            model(input_ids=numbers, labels=numbers, use_cache=False).loss.backward()
+        profile = count.profile()
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be counted: {_said(error)}; measure this model with "
+            "offload.profile_layers"
+        ) from error
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    names = [f"model.{name}" for name in lists]
+    return Counted(
+        profile,
+        names[0] if len(names) == 1 else f"[{', '.join(f'*{name}' for name in names)}]",
+        sum(one.numel() for one in model.parameters()),
+        _weights_of(inside),
+        _weights_of(one for one in model.parameters() if one not in inside),
+    )
+
+
+def _build(fake: Any, config: Any, dtype: str | None, lora: int | None) -> nn.Module:
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = transformers.AutoModelForSeq2SeqLM
+        config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
+    if getattr(config, "quantization_config", None):
+        raise ValueError("its weights are quantized")
+    dropout = {name: rate for name, rate in config.to_dict().items() if "att" in name and "drop" in name and rate}
+    for name, rate in dropout.items():  # PyTorch's kernel for the CPU has none, so that all scores would be saved
+        raise ValueError(f"{name} is {rate}, which --set {name}=0 leaves out")
+    wanted = dtype or config.dtype or torch.bfloat16
+    with fake:
+        model: Any = kind.from_config(config, dtype=getattr(torch, wanted) if isinstance(wanted, str) else wanted)
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"it takes {model.main_input_name}, not tokens")
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.device("meta"):  # from where PEFT does not move adapters, which cannot be done to fake tensors
+            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
+        for module in model.modules():
+            for name, one in [*module.named_parameters(recurse=False)]:
+                if one.is_meta:
+                    setattr(module, name, nn.Parameter(fake.from_tensor(one).to("cpu")))
+    trained: nn.Module = model.train()
+    return trained
+
+
+@contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Hugging Face looks into the numbers of positions whether they are of several sequences: they are not."""
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+class _Clock(Backend):
+    """Seconds that operations would take."""
+
+    now_s: Any = 0.0
+
+    def mark(self) -> Event:
+        return cast("Event", self.now_s)
+
+    def seconds(self, marks: Iterable[tuple[Any, Any]]) -> list[float]:
+        return [end - begin for begin, end in marks]
+
+
+@dataclass(eq=False)
+class _Region:
+    name: str
+    nbytes: int
+    seconds: float = 0.0
+    reads: set[_Region] = field(default_factory=set)
+    first: _Region | None = None
+    """The first result of the same operation, where this is another."""
+    when: int = -1
+    """The operation that has written it last; -1 for an input."""
+    saved: bool = False
+
+
+class StepCount(CpuAllocations):
+    """Counts seconds, memory, and the regions of each layer's first forward."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], rates: Rates, min_bytes: int) -> None:
+        super().__init__()
+        self._clock, self._rates, self._least = _Clock(torch.device("cpu")), rates, min_bytes
+        self._times = LayerTimes(layers, self._clock)
+        self._modules = [ModuleNames(layer) for layer in layers]
+        weights = (one.untyped_storage() for one in (*model.parameters(), *model.buffers()))
+        self._weights = WeakKeyDictionary(dict.fromkeys(weights))
+        self._regions: list[list[_Region]] = [[] for _ in layers]
+        self._of_storage: list[WeakKeyDictionary[torch.UntypedStorage, _Region]] = [WeakKeyDictionary() for _ in layers]
+        self._names: list[Counter[str]] = [Counter() for _ in layers]
+        self._operations = 0
+        # A layer's times ask the count for peaks, as they ask an allocator.
+        self.start = self.begin_part = self.forget_peak
+        self.stop, self.most_bytes = (lambda: None), (lambda: self.peak_bytes)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the block, one step."""
+        with self._times, self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            self._times.start(cast("Any", self))
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        read, made = _tensors_in((args, kwargs)), _tensors_in(result)
+        known, operation = {one.untyped_storage() for one in read}, known_operation(func)
+        if operation.written or any(one.untyped_storage() not in known for one in made):  # else it is a view
+            nbytes = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *made))
+            flop = _flop_of(func, args, kwargs or {}, result)
+            seconds = max(flop / self._rates.flop_per_s, nbytes / self._rates.bytes_per_s)
+            self._clock.now_s += seconds
+            if self._times.running is not None:
+                self._note(self._times.running.number, operation.name, seconds, read, made)
+        return result
+
+    def _note(self, layer: int, name: str, seconds: float, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        self._operations += 1
+        module, first = self._modules[layer].current(), None
+        inputs = {region for one in read if (region := self._region(layer, one, "input"))}
+        for tensor in made:
+            region = self._region(layer, tensor, f"{module}: {name}" if module else name)
+            if region is not None:
+                region.first = first if region.when < 0 else region.first
+                region.seconds += 0.0 if first else seconds
+                region.reads |= inputs - {region}
+                region.when, first = self._operations, first or region
+
+    def _region(self, layer: int, tensor: torch.Tensor, name: str) -> _Region | None:
+        """The region of a tensor, which has this name if it is new; ``None`` for a weight."""
+        storage, found = tensor.untyped_storage(), self._of_storage[layer]
+        if storage in self._weights:
+            return None
+        if storage not in found:
+            self._names[layer][name] += name != "input"
+            number = self._names[layer][name]
+            found[storage] = _Region(f"{name} #{number}" if number > 1 else name, storage.nbytes())
+            self._regions[layer].append(found[storage])
+        return found[storage]
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        layer = self._times.running
+        region = None if layer is None else self._region(layer.number, tensor, "input")
+        if region is not None:
+            region.saved = True
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def profile(self) -> Profile:
+        """What was counted.
+
+        Raises:
+            ValueError: A layer did not run forward and backward.
+        """
+        if not self._times.complete:
+            raise ValueError("some of its layers run no forward, or no backward")
+        made = zip(map(self._listed, self._regions), self._times.seconds(), strict=True)
+        layers = tuple(LayerProfile.from_regions(regions, *seconds) for regions, seconds in made)
+        return with_workspace(Profile(layers, self._times.loss_s()), self._times.peaks())
+
+    def _listed(self, regions: list[_Region]) -> list[RegionProfile]:
+        """What is saved and what leads to it, in the order of forward, inputs first."""
+        needed, waiting = set[_Region](), [one for one in regions if one.saved]
+        while waiting:
+            if (region := waiting.pop()) not in needed:
+                needed.add(region)
+                waiting += region.reads | ({region.first} if region.first else set())
+        listed = [one for one in regions if one in needed and (one.when >= 0 or one.nbytes >= self._least)]
+        number = {one: place for place, one in enumerate(sorted(listed, key=lambda one: one.when))}
+        return [
+            RegionProfile(
+                one.name,
+                one.nbytes,
+                one.seconds,
+                tuple(sorted(number[read] for read in one.reads if number.get(read, place) < place)),
+                one.saved and one.nbytes >= self._least,
+                one.when >= 0,
+                number[one.first] if one.first and number[one.first] < place else None,
+            )
+            for one, place in number.items()
+        ]
+
+
+def _weights_of(parameters: Iterable[nn.Parameter]) -> Weights:
+    every = list(parameters)
+    trained = [one for one in every if one.requires_grad]
+    return Weights(sum(one.numel() for one in trained), *(sum(one.nbytes for one in some) for some in (trained, every)))
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _said(error: BaseException) -> str:
+    return textwrap.shorten(str(error).strip().partition("\n")[0], 160).rstrip(".")
+
+
+def _flop_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """FLOP of a product, of a convolution, or of attention, which computes half of all scores if it is causal."""
+    known = _FLOP.get(str(getattr(func, "overloadpacket", "")).replace("attention_for_cpu", "attention"))
+    if known is None:
+        return 0.0
+    given = {one.name: value for one, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+    return float(known(*args, **kwargs, out_val=result)) / (2 if given.get("is_causal") else 1)

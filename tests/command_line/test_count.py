@@ -1,0 +1,174 @@
+"""What is counted of a config is what is measured of the model."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.command_line.count import Rates, count_model, read_config
+
+RATES = Rates(1e12, 1e11)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config_of(kind, **changes):
+    return read_config(kind, [f"{name}={json.dumps(value)}" for name, value in (SIZES | changes).items()])
+
+
+def measured(config, dtype, min_bytes, batch, tokens):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
+    numbers = torch.randint(64, (batch, tokens))
+
+    def step():
+        model(input_ids=numbers, labels=numbers, use_cache=False).loss.backward()
+
+    layers = model.model.layers
+    return offload.profile_layers(layers, step, min_bytes=min_bytes, device="cpu", steps=1, regions=True)
+
+
+def edges_of(layer):
+    return {(one.name, tuple(layer.regions[read].name for read in one.reads)) for one in layer.regions}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes", "min_bytes"),
+    [
+        ("llama", "float32", {}, 1),
+        (
+            "llama",
+            "bfloat16",
+            {"num_key_value_heads": 1, "head_dim": 16},
+            600,
+        ),  # tensors that are too small, and inputs
+        ("qwen2", "bfloat16", {}, 1),  # with biases
+        ("qwen3", "bfloat16", {"head_dim": 16}, 1),  # norms of queries and keys
+        ("gemma2", "float32", {"head_dim": 8, "sliding_window": 8}, 1),  # windows, soft caps
+        ("arcee", "float32", {"hidden_act": "gelu"}, 1),  # an MLP without a gate
+    ],
+)
+def test_regions_are_those_that_are_measured(kind, dtype, changes, min_bytes):
+    config = config_of(kind, **changes)
+    found = measured(config, dtype, min_bytes, 2, 16)
+    counted = count_model(config, 2, 16, RATES, min_bytes, dtype=dtype).profile
+    for one, other in zip(counted.layers, found.layers, strict=True):
+        assert one.saved_bytes == other.saved_bytes > 0
+        saved = [sorted((each.name, each.nbytes) for each in layer.regions if each.saved) for layer in (one, other)]
+        assert saved[0] == saved[1]
+        assert edges_of(one) >= edges_of(other)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mixtral", "gpt_neox"])
+def test_counts_encoders_and_experts(kind):
+    changes = ["attention_dropout=0"] * (kind == "gpt_neox")
+    changes += [f"num_{'' if kind == 't5' else 'hidden_'}layers=2"]
+    counted = count_model(read_config(kind, changes), 1, 128, RATES, 1)
+    layers = {"t5": "[*model.encoder.block, *model.decoder.block]", "gpt_neox": "model.gpt_neox.layers"}
+    assert counted.layers == layers.get(kind, "model.model.layers")
+    assert all(layer.saved_bytes and layer.forward_s and layer.backward_s for layer in counted.profile.layers)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks Hugging Face for it
+def test_frozen_weights_and_adapters_take_less():
+    config = config_of("llama")
+    whole = count_model(config, 1, 64, RATES, 1)
+    frozen = count_model(config, 1, 64, RATES, 1, frozen=["*mlp.*"])
+    assert frozen.in_layers.trained == whole.in_layers.trained - 3 * 3 * 32 * 96
+    assert frozen.in_layers.nbytes == whole.in_layers.nbytes
+    assert frozen.profile.saved_bytes < whole.profile.saved_bytes
+    assert frozen.profile.layers[1].backward_s < whole.profile.layers[1].backward_s
+    pytest.importorskip("peft")
+    lora = count_model(config, 1, 64, RATES, 1, lora=4)
+    assert lora.layers == "model.base_model.model.model.layers"
+    assert lora.in_layers.trained == 3 * 4 * (2 * 64 + 2 * (32 + 16) + 3 * (32 + 96))
+    assert lora.outside.trained == 0
+    assert lora.parameters == whole.parameters + lora.in_layers.trained
+
+
+def test_a_loss_without_whole_logits_takes_less():
+    config = config_of("llama", vocab_size=50000)
+    whole, fused = (count_model(config, 1, 8192, RATES, 1, fused_loss=fused).profile for fused in (False, True))
+    assert 0 < fused.loss_bytes < whole.loss_bytes / 2
+    assert fused.saved_bytes == whole.saved_bytes
+
+
+def test_seconds_follow_from_flop_and_bytes():
+    config = config_of("llama", hidden_size=512, intermediate_size=2048)
+    one, fast = (count_model(config, 1, 4096, rates, 1).profile.layers[0] for rates in (RATES, Rates(2e12, 2e11)))
+    assert fast.forward_s == pytest.approx(one.forward_s / 2)
+    (attention,) = (each for each in one.regions if "dot_product" in each.name and each.seconds)
+    assert attention.seconds == 2 * 4096**2 * 512 / 1e12  # two products, each of half of all scores
+
+
+@pytest.mark.slow
+def test_comes_near_to_what_an_h200_measures():
+    """Llama-8B, 65,536 tokens, with all but the layers' inputs computed again: 16.2 s, the optimizer included."""
+    changes = ["intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256"]
+    counted = count_model(read_config("llama", changes), 1, 65536, Rates(630e12, 4e12), 1 << 21)
+    again_s = sum(layer.forward_s for layer in counted.profile.layers)
+    assert counted.profile.compute_s + again_s == pytest.approx(16.2, rel=0.15)
+    assert counted.parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gpt2", [], "'gpt2' cannot be counted: attn_pdrop is 0.1, which --set attn_pdrop=0 leaves out; measure this"),
+        ("vit", [], "'vit' cannot be counted: Unrecognized configuration class .*ViTConfig.*; measure this model with"),
+        ("gemma3", [], "'gemma3' cannot be counted: "),
+        ("bert", ["attention_probs_dropout_prob=0"], "'bert' cannot be counted: .* size of the tensor"),
+    ],
+)
+def test_refuses_by_name_what_it_cannot_count(kind, changes, said):
+    with pytest.raises(ValueError, match=said):
+        count_model(read_config(kind, changes), 1, 1024, RATES, 1)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    values = config_of("llama").to_dict() | {"quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="'llama' cannot be counted: its weights are quantized; measure"):
+        count_model(read_config(str(tmp_path)), 1, 16, RATES, 1)
+
+
+def test_layers_without_a_backward_are_refused():
+    with pytest.raises(ValueError, match="some of its layers run no forward, or no backward"):
+        count_model(config_of("llama"), 1, 16, RATES, 1, frozen=["*embed*", "*layers.0.*"])
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "said"),
+    [
+        ("meta-llama/Llama-3.1-8B", None, "a model's id on the Hub is not looked up: download its config.json"),
+        (".", None, "model must be the path of a Hugging Face config.json or of its folder, or a model type such as"),
+        ("config.json", "import torch", r"got 'config.json' \(Expecting value"),
+        ("config.json", b"\x93\xff", r"got 'config.json' \('utf-8' codec"),
+        (".", "[]", "'list' object has no attribute"),
+        (".", '{"model_type": "nothing"}', "Unrecognized model identifier: nothing"),
+        (".", "{}", "got '.'"),
+    ],
+)
+def test_says_what_is_wrong_with_the_model(model, text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=said):
+        read_config(model)
+
+
+def test_reads_a_config_or_its_folder_and_changes_fields(tmp_path):
+    config_of("llama").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert read_config(str(path), ["num_hidden_layers=5", "hidden_act=gelu"]).num_hidden_layers == 5
+    with pytest.raises(ValueError, match="--set must be NAME=VALUE with a field of the config, got layers=5"):
+        read_config(str(tmp_path), ["layers=5"])
