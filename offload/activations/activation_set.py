@@ -69,13 +69,15 @@ class ActivationSet:
         """Storages that were copied early, which no handle holds yet."""
         self._small = 0
         """Saved tensors below ``min_bytes``, which are many: they are counted when the layer ends."""
-        self.alive: Token | None = self._new_token()
+        self.alive: Token | None = Token(layer, self._reload_late, self._mark_read)
         """``None`` as soon as the layer saves no more."""
         # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
         self.in_graph = False
         """Whether a graph has come to hold ``alive``."""
         self.backward_begun = False
+        self.has_hooks = False
+        """Whether handles hold what the layer has saved."""
 
     @property
     def gone(self) -> bool:
@@ -84,6 +86,7 @@ class ActivationSet:
 
     def enter(self, inputs: object = None) -> None:
         """The layer's forward begins with ``inputs``, if they are known: autograd hands over what it saves."""
+        self.has_hooks = True
         push_hooks(self._hook or self.pack, unpack)
 
     def hook(self, tensor: torch.Tensor) -> SavedHandle:
@@ -92,7 +95,8 @@ class ActivationSet:
 
     def leave(self, *, failed: bool) -> None:
         """The forward has ended, or ``failed``; also called where it was cut off before :meth:`enter`."""
-        pop_hooks(self._hook or self.pack)
+        if self.has_hooks:
+            pop_hooks(self._hook or self.pack)
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
@@ -126,7 +130,7 @@ class ActivationSet:
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> SavedHandle:
         """The pack hook: a handle for a tensor that autograd saves; ``changes`` as :class:`SavedStorage` has it."""
         self.in_graph = True
-        token = self.alive or self._new_token()
+        token = self._token
         decision = decide(tensor, self._rules)
         if decision is SMALL:
             self._small += 1
@@ -161,8 +165,9 @@ class ActivationSet:
         inner = [self.pack(part, changes + tensor._version) for part in parts.inner]
         return SubclassHandle(tensor, token, inner, parts.rebuild)
 
-    def _new_token(self) -> Token:
-        return Token(self.layer, self._reload_late, self._mark_read)
+    @property
+    def _token(self) -> Token:
+        return self.alive or Token(self.layer, self._reload_late, self._mark_read)
 
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that is offloaded, which moves with this set from now on."""

@@ -85,8 +85,7 @@ class OffloadContext(ContextDecorator):
         torch_private.leave_to_interpreter()
         backend = get_backend(device)
         streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
-        self.schedule = schedule
-        self.policies = policies
+        self._follow(schedule, policies)
         self.model_layers = model_layers
         self.microbatch = -1
         """Number of the round that began last, counted from 0."""
@@ -100,10 +99,10 @@ class OffloadContext(ContextDecorator):
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
-        self._thread = threading.current_thread()
+        self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
         """The thread that has entered the context last."""
-        # Weakly, for the manual synchronizer: a set lives as long as its graph, and no longer.
-        self._sets: WeakValueDictionary[tuple[int, int], ActivationSet] = WeakValueDictionary()
+        # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
+        self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0
         """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         self._warned: set[str] = set()
@@ -149,7 +148,8 @@ class OffloadContext(ContextDecorator):
     def begin_layer(self, layer: int | None, inputs: object) -> None:
         """As :meth:`enter`, where there is something to do and no layer is open."""
         self._closed = None
-        self._thread = threading.current_thread()
+        if not self.in_this_thread:
+            self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
         if self._unsynced >= UNSYNCED:
             self._warn_once(
                 "sync",
@@ -170,8 +170,8 @@ class OffloadContext(ContextDecorator):
             if not self._round.sets:
                 self.microbatch += 1
                 self._first_node = torch_private.next_node()
+                self._rounds[self.microbatch] = self._round
             opened = self._round.begin_forward(number)
-            self._sets[self.microbatch, number] = opened
             # The entry comes first: whatever interrupts the rest, leaving undoes as much as was done.
             self._entered.append(opened)
         except BaseException:
@@ -197,10 +197,10 @@ class OffloadContext(ContextDecorator):
             opened.leave(failed=failed)
             self._entered.pop()
             trace.point("other")
-            alive = opened.alive if self._round.passes_by(opened.layer) else None
+            alive = None if opened.has_hooks else opened.alive
             opened.close()
             if not failed:
-                self._unsynced += self.schedule is not None and bool(self.schedule.moves)
+                self._unsynced += self._needs_sync
                 self._closed = _Closed(self._round, opened, alive)
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
@@ -229,7 +229,7 @@ class OffloadContext(ContextDecorator):
     @property
     def in_this_thread(self) -> bool:
         """Whether this thread has entered the context last."""
-        return self._thread is threading.current_thread()
+        return self._thread_id == threading.get_ident()
 
     def abort(self, depth: int = 0) -> None:
         """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""
@@ -259,7 +259,7 @@ class OffloadContext(ContextDecorator):
         Raises:
             OffloadStateError: Called before the context was entered, or while it is.
         """
-        if self._open is not None:
+        if self._entered and self._open is not None:
             raise OffloadStateError(
                 f"the sync function was called inside the forward of layer {self._open.layer}; call it after the "
                 "with block, on the layer's output."
@@ -272,12 +272,15 @@ class OffloadContext(ContextDecorator):
         closed = self._closed
         if closed is not None:
             self._unsynced = 0
-            nodes = torch_private.before_backward(tensors_in(output), self._first_node, closed.begin_backward)
-            opened = closed.opened
-            opened.in_graph |= bool(nodes) and closed.alive is not None
-            if not nodes or opened.gone:
-                # Nothing leads from the output to what the layer has saved, or nothing holds that any more: a frozen
-                # layer, say. Its set may go at any time, and must not count as the end of the round when it does.
+            opened, nodes = closed.opened, []
+            if self._needs_sync or self.schedule is None or trace.is_on():
+                nodes = torch_private.before_backward(tensors_in(output), self._first_node, closed.begin_backward)
+                opened.in_graph |= bool(nodes) and closed.alive is not None
+                if not nodes:
+                    opened.in_graph = False  # nothing leads from the output to what the layer has saved
+            if opened.gone:
+                # Nothing holds what the layer has saved any more: a frozen layer, say. Its set may go at any time, and
+                # must not count as the end of the round when it does.
                 opened.in_graph = False
         return output
 
@@ -287,7 +290,7 @@ class OffloadContext(ContextDecorator):
 
     def sets_of(self, layer: int) -> dict[int, ActivationSet]:
         """The activation sets of one layer, unless they have gone with their graph, by round, the oldest first."""
-        return {microbatch: found for (microbatch, number), found in sorted(self._sets.items()) if number == layer}
+        return {number: one.sets[layer] for number, one in sorted(self._rounds.items()) if layer in one.sets}
 
     def reset(self) -> None:
         """Give up the current round: the next layer is layer 0. Graphs that exist stay valid.
@@ -299,8 +302,12 @@ class OffloadContext(ContextDecorator):
 
     def follow(self, schedule: Schedule, policies: Sequence[LayerPolicies | None]) -> None:
         """Do something else from the next round on, which begins now. Graphs that exist stay valid."""
-        self.schedule, self.policies = schedule, policies
+        self._follow(schedule, policies)
         self._round, self._closed = self._new_round(), None
+
+    def _follow(self, schedule: Schedule | None, policies: Sequence[LayerPolicies | None]) -> None:
+        self.schedule, self.policies = schedule, policies
+        self._needs_sync = schedule is not None and bool(schedule.moves)
 
     @property
     def backend(self) -> Backend:

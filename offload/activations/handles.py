@@ -35,6 +35,9 @@ class Token:
 class SavedHandle:
     """A saved tensor, with its version when it was saved, and a tensor that tells its version now."""
 
+    # A layer makes many: without a dict they cost less, and garbage collection comes less often.
+    __slots__ = ("token", "version", "versions")
+
     token: Token
     version: int
     versions: torch.Tensor
@@ -60,7 +63,9 @@ class SavedHandle:
 
 
 class KeptHandle(SavedHandle):
-    """A saved tensor that stays where it is."""
+    """A saved tensor that is kept."""
+
+    __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor, token: Token) -> None:
         self.token = token
@@ -78,8 +83,7 @@ class KeptHandle(SavedHandle):
 class MovedHandle(SavedHandle):
     """A saved tensor whose storage is offloaded, and how the tensor looks into it."""
 
-    view: torch.Tensor | None = None
-    """The reloaded tensor, held so that autograd does not take its memory over for a gradient."""
+    __slots__ = ("geometry", "storage", "view")
 
     def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token
@@ -87,6 +91,8 @@ class MovedHandle(SavedHandle):
         self.versions = plain_version_counter(tensor)
         self.storage = storage
         self.geometry = geometry_of(tensor)
+        self.view: torch.Tensor | None = None
+        """The reloaded tensor, held so that autograd does not take its memory over for a gradient."""
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
@@ -113,15 +119,15 @@ class MovedHandle(SavedHandle):
 class DroppedHandle(SavedHandle):
     """A saved tensor that was dropped, by its number among those of its layer; or that is held until it is dropped."""
 
-    kept: SavedHandle | None = None
-    """What holds it, if it was not dropped."""
-    view: torch.Tensor | None = None
-    """The tensor, once it was recomputed."""
+    __slots__ = ("frame", "kept", "number", "view")
 
-    def __init__(self, frame: Frame, number: int, token: Token) -> None:
+    def __init__(self, frame: Frame, number: int, kept: SavedHandle | None = None) -> None:
         self.frame = frame
         self.number = number
-        self.token = token
+        self.kept = kept
+        """What holds it, if it was not dropped."""
+        self.view: torch.Tensor | None = None
+        """The tensor, once it was recomputed."""
 
     def unpack(self) -> torch.Tensor:
         if self.kept is not None:
@@ -144,6 +150,8 @@ class SubclassHandle(SavedHandle):
 
     Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
     """
+
+    __slots__ = ("dtype", "inner", "rebuild", "size")
 
     def __init__(self, tensor: torch.Tensor, token: Token, inner: list[SavedHandle], rebuild: Rebuild) -> None:
         self.token = token

@@ -46,7 +46,7 @@ class OffloadListener(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         context = self._context
-        self._entered = not context.has_nothing_to_do()
+        self._entered = not (call.recomputes or context.has_nothing_to_do())
         if self._entered:
             context.check_thread(self._number)
             context.abort()  # a forward that an interrupt has cut off, of this layer or another

@@ -7,14 +7,16 @@ compared bit by bit. From then on, forward runs under hooks on saved tensors alo
 from __future__ import annotations
 
 import logging
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.activations.activation_set import ActivationSet
-from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
-from offload.activations.what_moves import decide
+from offload.activations.activation_set import ActivationSet, Saved
+from offload.activations.copies import Transfers
+from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle, Token
+from offload.activations.what_moves import Rules, decide
 from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.base.tensors import plain_memory
 from offload.base.torch_private import (
@@ -25,7 +27,7 @@ from offload.base.torch_private import (
     without_modes,
 )
 from offload.device.capture import CaptureError
-from offload.recompute.layer_inputs import take_apart
+from offload.recompute.layer_inputs import LayerInputs, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, SavedTensor
 from offload.recompute.list_regions import list_regions
@@ -34,8 +36,8 @@ from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
 from offload.recompute.run_again import Frame, HandOver, Held
-from offload.recompute.state import LayerState, contents_of, in_autocast
-from offload.recompute.way import Way, names_of
+from offload.recompute.state import LayerState, contents_of
+from offload.recompute.way import Expected, Way, names_of
 
 _logger = logging.getLogger(__name__)
 
@@ -52,80 +54,87 @@ class RegionSet(ActivationSet):
         stays: Whether the set is never offloaded.
     """
 
-    def __init__(self, *args: Any, policies: LayerPolicies, stays: bool) -> None:
-        super().__init__(*args, stays=stays)
+    _key: InputKind = (None, ())
+    _sized = False
+    """Whether the inputs have a size that was not learned."""
+    _proves = False
+    """Whether the second run is compared when forward has ended."""
+    _way: Way | None = None
+    _frame: Frame | None = None
+    _learn: Learn | None = None
+    _number = 0
+    """The number of the tensor that is saved next."""
+    _first_node = 0
+    _expected: Sequence[Expected] = ()
+    """What was learned of each saved tensor."""
+    _limit = 0
+    """From this number on, nothing is known of saved tensors."""
+    _blind = True
+    """Whether the number of autograd nodes is not compared."""
+    _contents: Any = None
+
+    def __init__(
+        self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool, policies: LayerPolicies
+    ) -> None:
+        super().__init__(layer, transfers, rules, known, stays=stays)
         self._policies = policies
-        self._key: InputKind = (None, ())
-        self._sized = False
-        """Whether the inputs have a size that was not learned."""
-        self._proves = False
-        """Whether the second run is compared when forward has ended."""
-        self._way: Way | None = None
-        self._frame: Frame | None = None
-        self._learn: Learn | None = None
         self._held: list[DroppedHandle] = []
         """Handles that hold their tensors until the layer has been run again and compared, by number."""
         self._originals: list[torch.Tensor] = []
-        self._number = 0
-        self._first_node = 0
-        self._contents: Any = None
 
     def enter(self, inputs: object = None) -> None:
         layer = self._policies.layer
-        for mode in (Learn, HandOver):  # of a run that an interrupt has kept from leaving it
-            leave_modes(mode)
+        leave_modes((Learn, HandOver))  # of a run that an interrupt has kept from leaving it
         if layer is not None and inputs is not None:
             self._begin(layer, inputs)
-        super().enter(inputs)
+        if self._way is None or self._frame is not None or not (self._stays or self._way.keeps_all):
+            self.in_graph = True
+            super().enter(inputs)
 
-    def _begin(self, layer: nn.Module, inputs: Any) -> None:
+    def _begin(self, layer: nn.Module, given: Any) -> None:
         policies, backend = self._policies, self.transfers.backend
-        tensors: list[torch.Tensor] = []
-        key: list[Any] = list(policies.kind_of_layer(layer))
-
-        def take(tensor: torch.Tensor) -> int:
-            for number, known in enumerate(tensors):
-                if known is tensor:
-                    return number
-            tensors.append(tensor)
-            return len(tensors) - 1
-
-        sizes: list[int] = []
-        placed = (take_apart(inputs[0], take, key, sizes), take_apart(inputs[1], take, key, sizes))
-        key += [torch.is_autocast_enabled(backend.device.type), in_autocast()]
-        self._key = tuple(key), tuple(sizes)
+        inputs = LayerInputs(*given)
+        self._key = policies.kind_of(layer, inputs, backend.device)
         way, replay = policies.find(self._key)
         self._sized = way is not None and way.sizes != self._key[1]
-        if way is not None and backend.capturing:
+        capturing = backend.capturing
+        if way is not None and capturing:
             way = None if self._sized else self._captured(way)
             replay = None if way is None else way.replay
         self._way = way
-        if replay is not None and not replay.run.dropped:
-            self._hook = self._pack_by_number
+        if way is not None and replay is not None and not replay.run.dropped:
+            self._follow(way)
             return
-        if backend.capturing and (way is None or not way.proven):
+        if capturing and (way is None or not way.proven):
             raise CaptureError(
                 f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
                 "recomputed; warm up with two steps before the capture."
             )
-        saved = way.saved_inputs if way is not None else frozenset()
-        held: list[tuple[Held, bool]] = [
-            (self._hold(tensor, saved=number in saved), tensor.requires_grad) for number, tensor in enumerate(tensors)
-        ]
         state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
-        generators = () if way is None else way.trace.generators
-        random = {} if backend.capturing else states_of(generators, [backend.device])
-        frame = self._frame = Frame(layer, placed, held, state, backend.device, random)
+        random = {} if capturing else states_of(() if way is None else way.trace.generators, [backend.device])
+        held = self._hold_inputs(inputs, () if way is None else way.saved_inputs)
+        constants = () if way is None else way.constants
+        frame = Frame(layer, inputs.placed, held, state, constants, backend.device, random, self._token)
+        self._frame, self._blind = frame, frame.blind
         if way is None or replay is None:
-            self._begin_learning(layer, frame, inputs, tensors)
+            self._begin_learning(layer, frame, inputs, given)
         else:
             frame.replay = replay
-            frame.readings += way.constants()
             if policies.clock is not None:
                 frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
-            self._hook = self._pack_to_prove if self._proves else self._pack_by_number
+            if self._proves:
+                self._hook = self._hold_saved
+            else:
+                self._follow(way)
+                frame.nodes = way.nodes if way.trace.zone < 0 else way.nodes[: way.limit]
+                frame.dropped = {} if self._sized else way.dropped.copy()
         self._first_node = next_node()
+
+    def _follow(self, way: Way) -> None:
+        """Whatever is saved from now on is what was learned."""
+        self._hook = self._pack_by_number
+        self._expected, self._limit = way.expected, way.limit
 
     def _captured(self, way: Way) -> Way:
         """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
@@ -141,19 +150,27 @@ class RegionSet(ActivationSet):
             captured.proven = True
         return way.captured
 
-    def _hold(self, tensor: torch.Tensor, *, saved: bool) -> SavedHandle:
-        """An input, which the second run needs: offloaded with the set if autograd saves it or a layer computed it.
+    def _hold_inputs(self, inputs: LayerInputs, saved: Container[int]) -> list[tuple[Held, bool]]:
+        """The inputs, which the second run needs, and whether each requires a gradient.
 
-        A mask is neither: all layers are given the same.
+        An input is offloaded with the set if autograd saves it or a layer computed it. A mask is neither: all layers
+        are given the same.
         """
-        offloads = self._policies.source is not KEEP and (saved or tensor.grad_fn is not None)
-        if offloads and not self._stays and isinstance(decide(tensor, self._rules), type):
-            return self.pack(tensor)
-        return KeptHandle(tensor, self.alive or self._new_token())
+        token, tensors = self._token, inputs.tensors
+        if self._stays or self._policies.source is KEEP:
+            return [(KeptHandle(tensor, token), tensor.requires_grad) for tensor in tensors]
+        return [
+            (self._hold(tensor, token, saved=number in saved), tensor.requires_grad)
+            for number, tensor in enumerate(tensors)
+        ]
+
+    def _hold(self, tensor: torch.Tensor, token: Token, *, saved: bool) -> SavedHandle:
+        offloads = (saved or tensor.grad_fn is not None) and isinstance(decide(tensor, self._rules), type)
+        return self.pack(tensor) if offloads else KeptHandle(tensor, token)
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
-        leave_modes(Learn)
+        leave_modes((Learn,))
         frame, learn, way = self._frame, self._learn, self._way
         held, originals = self._held, self._originals
         self._frame = self._learn = self._way = None
@@ -162,6 +179,8 @@ class RegionSet(ActivationSet):
             frame.open = False
         if failed or frame is None:
             return
+        if self._number < self._limit:
+            self._take_another_way(frame, self._number)  # it has saved less
         if learn is not None:
             way = self._finish_learning(frame, learn, originals)
         elif way is not None and self._proves:
@@ -172,57 +191,69 @@ class RegionSet(ActivationSet):
             self._settle(frame, way, held, originals)
 
     def _pack_by_number(self, tensor: torch.Tensor) -> SavedHandle:
-        """The pack hook of a layer that was learned."""
-        way, frame, number, now = self._way, self._frame, self._number, next_node()
+        """The pack hook of a layer that was learned, for a tensor that is saved as it was there."""
+        number, now, known = self._number, next_node(), self._known
         self._number = number + 1
-        if way is None:
-            return self.pack(tensor)
-        if self._known.operation and now != self._known.node:
+        if known.operation and now != known.node:
             self._end_operation()
-        if frame is None:
-            return self._pack_undropped(tensor, way, number)
-        node = 0 if frame.blind else now - self._first_node
-        frame.nodes.append(node)
-        if frame.strange:
-            return self._keep(tensor)
-        if number < way.limit:
-            expected_node, shape, policy = way.expected[number]
-            if node != expected_node or (tensor.shape != shape and not self._sized):
-                return self._take_another_way(tensor)
-        elif way.trace.zone >= 0:
-            policy = way.rest if isinstance(decide(tensor, self._rules), type) else KEEP
+        if number >= self._limit:
+            return self._pack_unexpected(tensor, number)
+        node, shape, stride, dtype, policy = self._expected[number]
+        if (
+            (now - self._first_node != node and not self._blind)
+            or (tensor.shape != shape and not self._sized)
+            or tensor.dtype is not dtype
+            or (
+                stride is not None
+                and tensor.stride() != stride
+                and not self._same_layout(tensor, self._expected[number])
+            )
+        ):
+            return self._pack_unexpected(tensor, number)
+        frame = self._frame
+        if policy is RECOMPUTE and frame is not None:
+            if self._sized:
+                frame.dropped[number] = tensor.shape, dtype
+            return DroppedHandle(frame, number)
+        if policy is not KEEP and not self._stays:
+            handle = self.pack(tensor)
         else:
-            return self._take_another_way(tensor)
-        self.in_graph = True
-        token = self.alive or self._new_token()
-        if policy is RECOMPUTE:
-            frame.dropped[number] = tensor.shape, tensor.dtype
-            return DroppedHandle(frame, number, token)
-        handle = KeptHandle(tensor, token) if policy is KEEP or self._stays else self.pack(tensor)
-        if number in frame.replay.numbers:
+            handle = KeptHandle(tensor, self.alive or self._token)
+        if stride is not None and frame is not None:
             frame.kept[number] = handle
         return handle
 
-    def _pack_undropped(self, tensor: torch.Tensor, way: Way, number: int) -> SavedHandle:
-        """The same where nothing is dropped: the layer is not run again."""
-        _, shape, policy = way.expected[number] if number < way.limit else (0, None, None)
-        keeps = self._stays or (policy is KEEP and (tensor.shape == shape or self._sized))
-        return self._keep(tensor) if keeps else self.pack(tensor)
+    def _pack_unexpected(self, tensor: torch.Tensor, number: int) -> SavedHandle:
+        """The pack hook for a tensor that is saved where the way depends on data, or that was not learned."""
+        way, frame = self._way, self._frame
+        if way is None or frame is None:
+            return KeptHandle(tensor, self._token) if self._stays else self.pack(tensor)
+        if not frame.strange and (number < way.limit or way.trace.zone < 0):
+            self._take_another_way(frame, number)
+        frame.nodes.append(frame.node(self._first_node))
+        if frame.strange or way.rest is KEEP or not isinstance(decide(tensor, self._rules), type):
+            return KeptHandle(tensor, self._token)
+        if way.rest is RECOMPUTE:
+            frame.dropped[number] = tensor.shape, tensor.dtype
+            return DroppedHandle(frame, number)
+        return KeptHandle(tensor, self._token) if self._stays else self.pack(tensor)
 
-    def _keep(self, tensor: torch.Tensor) -> SavedHandle:
-        self.in_graph = True
-        return KeptHandle(tensor, self.alive or self._new_token())
+    def _same_layout(self, tensor: torch.Tensor, expected: Expected) -> bool:
+        """Whether a tensor that may be handed over lies in its memory as the learned one did."""
+        _, shape, stride, *_ = expected
+        return stride is None or same_layout(tensor, shape, stride, sized=self._sized)
 
-    def _take_another_way(self, tensor: torch.Tensor) -> SavedHandle:
+    def _take_another_way(self, frame: Frame, number: int) -> None:
         """This forward is not the one that was learned: what it saves from here on is kept, and the next is learned."""
-        if self._frame is not None:
-            self._frame.strange = True
+        frame.strange, self._limit = True, 0
+        frame.nodes = frame.nodes[:number]
+        frame.dropped = {one: expected for one, expected in frame.dropped.items() if one < number}
         self._policies.forget(self._key)
-        return self._keep(tensor)
 
     # Learning.
 
-    def _begin_learning(self, layer: nn.Module, frame: Frame, inputs: Any, tensors: list[torch.Tensor]) -> None:
+    def _begin_learning(self, layer: nn.Module, frame: Frame, inputs: LayerInputs, arguments: Any) -> None:
+        tensors = inputs.tensors
         clones: dict[int, torch.Tensor] = {}
         state = frame.state
 
@@ -240,7 +271,7 @@ class RegionSet(ActivationSet):
         learn.trace.movable_inputs = {
             one for one, moves in zip(given, movable, strict=True) if one is not None and moves
         }
-        self._contents = contents_of(inputs), state.contents(), clones, inputs
+        self._contents = contents_of(arguments), state.contents(), clones, arguments
         self._learn = learn
         state.begin_learning()
         self._hook = self._pack_to_learn
@@ -262,6 +293,7 @@ class RegionSet(ActivationSet):
                     time,
                     frame.node(self._first_node),
                     tensor.shape,
+                    tensor.stride() if plain else (),
                     tensor.dtype,
                     plain and type(tensor) is torch.Tensor and isinstance(decide(tensor, self._rules), type),
                 )
@@ -270,17 +302,12 @@ class RegionSet(ActivationSet):
                 return self._hold_saved(tensor)
         return self._hold_saved(tensor)  # a subclass detaches by its own dispatch
 
-    def _pack_to_prove(self, tensor: torch.Tensor) -> SavedHandle:
-        """The pack hook of a forward whose second run is compared with it."""
-        return self._hold_saved(tensor)
-
     def _hold_saved(self, tensor: torch.Tensor) -> SavedHandle:
+        """The pack hook of a forward whose second run is compared with it."""
         if self._frame is None:
             return self.pack(tensor)
         self._frame.nodes.append(self._frame.node(self._first_node))
-        handle = DroppedHandle(self._frame, len(self._held), self.alive or self._new_token())
-        handle.kept = KeptHandle(tensor, handle.token)
-        self.in_graph = True
+        handle = DroppedHandle(self._frame, len(self._held), KeptHandle(tensor, self._token))
         self._held.append(handle)
         self._originals.append(tensor if tensor.is_leaf else tensor.detach())
         return handle
@@ -328,7 +355,7 @@ class RegionSet(ActivationSet):
             reason = "they depend on a collective, which must run once, or on a tensor that does not count its changes"
             self._say(f"layer {self.layer} does not recompute {names}: {reason}")
         frame.replay = way.replay
-        frame.readings = state.readings(frame.before) + way.constants()
+        frame.read(way.constants)
         self._prove(frame, way, originals)
         return way
 
@@ -341,6 +368,12 @@ class RegionSet(ActivationSet):
         """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations."""
         same = len(originals) == len(way.nodes) or way.trace.zone >= 0
         same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
+        same = same and all(
+            tensor.dtype is expected[3]
+            and (self._sized or tensor.shape == expected[1])
+            and self._same_layout(tensor, expected)
+            for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
+        )
         proves = same and (not frame.replay.hands_over or prove_hand_over(frame, originals))
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
@@ -371,9 +404,9 @@ class RegionSet(ActivationSet):
                 handle.kept = self.pack(tensor)
             if number in frame.replay.numbers and handle.kept is not None:
                 frame.kept[number] = handle.kept
-        for number in way.saved_inputs:  # else the input would be held on the device as well
+        for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
             kept, needs = frame.held[number]
-            frame.held[number] = self._hold(kept.unpack(), saved=True), needs
+            frame.held[number] = self._hold(kept.unpack(), self._token, saved=True), needs
         originals.clear()
 
 

@@ -20,7 +20,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -55,17 +55,19 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    def __init__(self, *, training: bool) -> None:
+    __slots__ = ("error_around", "first_node", "in_checkpoint", "recomputes", "told", "training")
+
+    def __init__(self, *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
         self.recomputes = in_backward()
         """Whether backward runs the forward, to recompute what was not saved."""
         self.first_node = next_node()
         """The number of the first node that autograd makes in it."""
-        self.in_checkpoint = False
+        self.in_checkpoint = in_checkpoint
         """Whether the forward runs in a checkpoint of the layer's whole call, whose hooks then tell nothing."""
         self.told: list[LayerListener] = []
         """The listeners that know of the beginning, and so have to know of the end."""
-        self.error_around = sys.exception()
+        self.error_around: BaseException | None = sys.exception()
         """The error that the program handles while it runs the layer, if any: no error of the layer's."""
 
 
@@ -207,38 +209,39 @@ class _LayerEvents:
             _unwrap_checkpoint(layer)
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
-        call = LayerCall(training=training)
-        call.in_checkpoint = in_checkpoint
+        call = LayerCall(training=training, in_checkpoint=in_checkpoint)
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in self.listeners:
             call.told.append(listener)  # first: also one that fails half-way is told of the end
             listener.begin_forward(call, inputs)
 
-    def end(self, output: object, *, training: bool) -> None:
-        call = self._running.pop((threading.get_ident(), in_backward()), None)
+    def end(self, output: object, *, training: bool, in_checkpoint: bool = False) -> None:
+        key = threading.get_ident(), in_backward()
+        call = self._running.get(key)
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
             call = LayerCall(training=training)
             call.error_around = None
             call.told = self.listeners
+        elif call.in_checkpoint and not in_checkpoint:
+            return
+        else:
+            del self._running[key]
         failed = sys.exception() is not call.error_around
-        with ExitStack() as ends:  # tells the last listener first, and each, even if one raises
-            for listener in call.told:
-                ends.callback(listener.end_forward, call, failed=failed)
+        _tell_end(call.told, call, failed=failed)
         if not failed:
             for listener in call.told:
                 listener.forward_returned(call, output)
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
-        call = self.running
+        if _CHECKPOINT in vars(module):
+            _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
+        call = self.running if self._running else None
         if call is None or not call.in_checkpoint:
             self.begin((args, kwargs), training=module.training)
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        call = self.running
-        if call is None or not call.in_checkpoint:
-            self.end(output, training=module.training)
+        self.end(output, training=module.training)
 
     def _before_state_dict(self, *_: object) -> None:
         for listener in self.listeners:
@@ -252,6 +255,16 @@ class _LayerEvents:
     def running(self) -> LayerCall | None:
         """This thread's forward that has not ended: the recomputation if backward runs, and else the ordinary one."""
         return self._running.get((threading.get_ident(), in_backward()))
+
+
+def _tell_end(told: Sequence[LayerListener], call: LayerCall, *, failed: bool) -> None:
+    """Tell the last listener first, and each, even if one raises."""
+    try:
+        if told:
+            told[-1].end_forward(call, failed=failed)
+    finally:
+        if len(told) > 1:
+            _tell_end(told[:-1], call, failed=failed)
 
 
 class _Hook:
@@ -300,7 +313,7 @@ class _Checkpoint:
             self.events.begin(_layer_inputs(args, kwargs), training=True, in_checkpoint=True)
             output = self.function(*args, **kwargs)
         finally:
-            self.events.end(output, training=True)
+            self.events.end(output, training=True, in_checkpoint=True)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:

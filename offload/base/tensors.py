@@ -107,6 +107,25 @@ def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    if one is other:
+        return True
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(_bits(one.detach()), _bits(other.detach()))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @functools.cache
 def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Always the same tensor."""

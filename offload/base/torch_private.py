@@ -55,9 +55,10 @@ _pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
 this_backward = _find("_C._current_graph_task_id")
 """The number of the backward that runs a node in this thread, of the innermost one; -1 outside."""
 _executes = _find("_C._will_engine_execute_node")
-_proxy_mode = _find("fx.experimental.proxy_tensor.get_proxy_mode")
+_mode_of_kind, _PROXY = _find("_C._get_dispatch_mode"), _take("_C._TorchDispatchModeKey.PROXY")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
+_pre_dispatch_mode = _find("_ops._get_dispatch_mode_pre_dispatch")
 _count_modes = _find("_C._len_torch_dispatch_stack")
 dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
 """The dispatch modes that this thread has entered, the outermost first."""
@@ -164,7 +165,8 @@ without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 def is_traced() -> bool:
     """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
-    return _tracing() is not None or _proxy_mode() is not None or _fx_traces()
+    proxies = _mode_of_kind(_PROXY) or _pre_dispatch_mode(_PROXY)
+    return _tracing() is not None or proxies is not None or _fx_traces()
 
 
 def is_transformed() -> bool:
@@ -179,12 +181,13 @@ def is_transformed() -> bool:
     return bool(kinds & {names.Jvp, names.Functionalize}) and names.Grad not in kinds
 
 
-def leave_modes(kind: type[TorchDispatchMode]) -> None:
-    """Leave dispatch modes of a kind, and those inside of them, which only an interrupt can have left there."""
-    stack = dispatch_modes() if _count_modes() else []
-    outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kind)), len(stack))
-    for mode in reversed(stack[outermost:]):
-        mode.__exit__(None, None, None)
+def leave_modes(kinds: tuple[type[TorchDispatchMode], ...]) -> None:
+    """Leave dispatch modes of these kinds, and those inside of them, which only an interrupt can have left there."""
+    stack = dispatch_modes() if _count_modes() else ()
+    if stack:
+        outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kinds)), len(stack))
+        for mode in reversed(stack[outermost:]):
+            mode.__exit__(None, None, None)
 
 
 def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:

@@ -86,5 +86,11 @@ def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
 
 def point(what: str, layer: int | None = None) -> None:
     """Record that something begins, with no end of its own."""
-    with mark(what, layer):
-        pass
+    if is_on():
+        with mark(what, layer):
+            pass
+
+
+def is_on() -> bool:
+    """Whether anybody reads the marks."""
+    return bool(_recorders) or profiling()

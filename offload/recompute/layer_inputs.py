@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
-def placed(inputs: tuple[Any, Any], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """Arguments with tensors in place of their numbers."""
-    return _placed(inputs[0], given), _placed(inputs[1], given)
+class LayerInputs:
+    """The arguments of one call of a layer, with places in place of tensors.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """The tensors among the arguments, each once."""
+        self.kind: list[Any] = []
+        """What tells this kind of input from another."""
+        self.sizes: list[int] = []
+        """The dimensions of the tensors."""
+        self.placed = self._take(args), self._take(kwargs)
+        """The arguments, without the tensors."""
+
+    def _take(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._take_tensor(value)
+        if isinstance(value, dict):
+            self.kind.append(tuple(map(str, value)))
+            return {name: self._take(item) for name, item in value.items()}
+        if isinstance(value, tuple):
+            self.kind.append(len(value))
+            items = [self._take(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if type(value) is list:
+            self.kind.append(len(value))
+            return [self._take(item) for item in value]
+        self.kind.append(value if isinstance(value, _PLAIN) else type(value))
+        return value
+
+    def _take_tensor(self, tensor: torch.Tensor) -> Place:
+        kind, shape = type(tensor), tensor.shape
+        self.sizes += shape
+        # Results are laid out as the inputs are.
+        plain = kind is torch.Tensor and tensor.layout is torch.strided
+        order = stride_order(tensor.stride()) if plain and not tensor.is_contiguous() else None
+        self.kind.append((len(shape), tensor.dtype, tensor.device, tensor.requires_grad, kind, order))
+        for number, known in enumerate(self.tensors):
+            if known is tensor:
+                return Place(number)
+        self.tensors.append(tensor)
+        return Place(len(self.tensors) - 1)
 
 
-def _placed(value: Any, given: Sequence[torch.Tensor]) -> Any:
-    if type(value) is Place:
-        return given[value.number]
-    if isinstance(value, dict):
-        return {key: _placed(item, given) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [_placed(item, given) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return [_placed(item, given) for item in value] if type(value) is list else value
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Place:
@@ -33,22 +68,27 @@ class Place:
         self.number = number
 
 
-def take_apart(value: Any, take: Callable[[torch.Tensor], int], key: list[Any], sizes: list[int]) -> Any:
-    """A value with places instead of tensors; ``key`` and ``sizes`` get what tells this kind of input from another."""
-    if isinstance(value, torch.Tensor):
-        shape = value.shape
-        sizes.extend(shape)
-        key.append((len(shape), value.dtype, value.device, value.requires_grad, type(value)))
-        return Place(take(value))
+def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Arguments with tensors in their places."""
+    if type(value) is Place:
+        return tensors[value.number]
     if isinstance(value, dict):
-        key.append(tuple(map(str, value)))
-        return {name: take_apart(item, take, key, sizes) for name, item in value.items()}
+        return {key: with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple):
-        key.append(len(value))
-        items = [take_apart(item, take, key, sizes) for item in value]
+        items = [with_tensors(item, tensors) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value) is list:
-        key.append(len(value))
-        return [take_apart(item, take, key, sizes) for item in value]
-    key.append(value if isinstance(value, (bool, int, float, str, type(None))) else type(value))
-    return value
+    return [with_tensors(item, tensors) for item in value] if type(value) is list else value
+
+
+def stride_order(stride: Sequence[int]) -> tuple[int, ...]:
+    """How many dimensions share memory, as in an expanded tensor, and the dimensions from the innermost on."""
+    return (stride.count(0), *sorted(range(len(stride)), key=stride.__getitem__))
+
+
+def same_layout(tensor: torch.Tensor, shape: torch.Size, stride: Sequence[int], *, sized: bool) -> bool:
+    """Whether a tensor has these strides; if it is ``sized`` otherwise, strides in the same order."""
+    now = tensor.stride()
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and shape[dim] > 1]  # others do not matter
+    if sized:
+        return sorted(dims, key=now.__getitem__) == sorted(dims, key=stride.__getitem__)
+    return all(now[dim] == stride[dim] for dim in dims)

@@ -10,14 +10,17 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from offload.base.checks import warn_caller
 from offload.recompute.costs import RegionProfile
+from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
 from offload.recompute.other_sizes import Sizes
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, Policy, matches, policy_of
 from offload.recompute.run_again import Replay
+from offload.recompute.state import in_autocast
 from offload.recompute.way import Way
 
 InputKind = tuple[Hashable, Sizes]
@@ -103,11 +106,13 @@ class LayerPolicies:
         yield
         self.second_runs.append((begin, clock()))
 
-    def kind_of_layer(self, layer: nn.Module) -> list[bool]:
-        """What tells whether the layer saves other tensors: its mode, and which parameters require gradients."""
+    def kind_of(self, layer: nn.Module, inputs: LayerInputs, device: torch.device) -> InputKind:
+        """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and autocast."""
         if self._parameters is None:
             self._parameters = list(layer.parameters())
-        return [layer.training, *[parameter.requires_grad for parameter in self._parameters]]
+        kind = [*inputs.kind, layer.training, torch.is_autocast_enabled(device.type), in_autocast()]
+        kind += [parameter.requires_grad for parameter in self._parameters]
+        return tuple(kind), tuple(inputs.sizes)
 
     def of(self, name: str) -> Policy:
         """The policy of a region."""

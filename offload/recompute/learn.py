@@ -113,6 +113,7 @@ class SavedTensor:
     node: int
     """How many autograd nodes the forward had made."""
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     movable: bool
     """Whether it may be offloaded, and so be dropped: it is large enough, and no parameter."""

@@ -115,16 +115,15 @@ def at_size(replay: Replay, other: Trace, place: Fraction) -> Replay | None:
     if not replay.hands_over:
         return replay
     found = copy.copy(replay)
-    found.results, found.sized = [], True
-    for outputs, step in zip(replay.results, other.steps, strict=True):
-        if outputs is None:
-            found.results.append(None)
-            continue
-        pairs = zip(outputs, step.outputs, strict=True)
-        sized = [_result_at(one, another, place) for one, another in pairs]
-        if any(one is None for one in sized):
-            return None
-        found.results.append(tuple(one for one in sized if one is not None))
+    found.plan, found.sized = list(replay.plan), True
+    for time, (planned, step) in enumerate(zip(replay.plan, other.steps, strict=True)):
+        if planned.results is not None:
+            sized = [
+                _result_at(one, another, place) for one, another in zip(planned.results, step.outputs, strict=True)
+            ]
+            if None in sized:
+                return None
+            found.plan[time] = planned._replace(results=tuple(filter(None, sized)))
     return found
 
 

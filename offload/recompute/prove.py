@@ -12,12 +12,12 @@ from contextvars import Context
 
 import torch
 
-from offload.base.tensors import plain_memory
+from offload.base.tensors import plain_memory, same_bits
 from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
 from offload.recompute.modules import ModuleNames
-from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, Replay, SavedCheck, same_bits
+from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, Replay, SavedCheck
 from offload.recompute.second_run import second_run
 from offload.recompute.way import Way
 

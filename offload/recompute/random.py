@@ -32,6 +32,6 @@ def states_of(
     generators: Iterable[torch.Generator], devices: Iterable[torch.device]
 ) -> dict[torch.Generator, torch.Tensor]:
     """The states of generators and of the default ones of devices."""
-    every = {torch.default_generator, *generators}
-    every |= {default_generator(device) for device in set(devices) if device.type in ("cpu", "cuda")}
-    return {generator: generator.get_state() for generator in every}
+    every = [torch.default_generator, *generators]
+    every += [default_generator(device) for device in devices if device.type == "cuda"]
+    return {generator: generator.get_state() for generator in dict.fromkeys(every)}

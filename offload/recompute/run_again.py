@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from offload.base.layer_events import without_listeners
-from offload.base.tensors import Geometry, look_into, tensors_of
+from offload.base.tensors import Geometry, look_into, same_bits, tensors_of
 from offload.base.torch_private import (
+    CAST,
     TorchDispatchMode,
     address_of,
     in_backward,
@@ -31,7 +32,7 @@ from offload.base.torch_private import (
     push_hooks,
     without_wrapper,
 )
-from offload.recompute.layer_inputs import placed
+from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.random import drawn_again
 from offload.recompute.second_run import SecondRun
@@ -70,6 +71,18 @@ class AllThereError(Exception):
     """Every dropped tensor is there: the rest of the layer need not run."""
 
 
+class PlannedStep(NamedTuple):
+    """One operation of a second run."""
+
+    function: Any
+    call: Any
+    """What runs the operation."""
+    results: tuple[StepResult, ...] | None
+    """What is given in place of the operation's results; ``None`` to run the operation."""
+    container: type | None
+    """The type of the sequence of its results; ``None`` for one result alone."""
+
+
 class Replay:
     """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place.
 
@@ -82,29 +95,32 @@ class Replay:
     def __init__(self, trace: Trace, run: SecondRun, *, hands_over: bool = True) -> None:
         self.trace = trace
         self.run = run
-        self.functions = [step.operation.function for step in trace.steps]
-        self.calls = [without_wrapper(function) for function in self.functions]
-        """What runs each operation."""
         self.sized = False
         """Whether the results have other sizes than in the forward that was learned."""
         self.wrong = False
         """Whether a second run has gone another way."""
-        self.results: list[tuple[StepResult, ...] | None] = [
-            None if not hands_over or time in run.executed or step.only_views else step.outputs
-            for time, step in enumerate(trace.steps)
+        self.may_change = trace.zone >= 0
+        """Whether operations after those of the plan may be others each time."""
+        self.plan = [
+            PlannedStep(
+                step.operation.function,
+                without_wrapper(step.operation.function),
+                None if not hands_over or time in run.executed or step.only_views else step.outputs,
+                step.container,
+            )
+            for time, step in enumerate(trace.steps if trace.zone < 0 else trace.steps[: trace.zone])
         ]
         last = max((trace.saved[number].time for number in run.dropped), default=0)
-        self.hands_over = any(found is not None for found in self.results[:last])
+        self.hands_over = any(step.results is not None for step in self.plan[:last])
         """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
         self.communicates = any(step.operation.collective for step in trace.steps[:last])
         """Whether ranks wait for each other there, unless that is skipped."""
-        self.zone = len(trace.steps) if trace.zone < 0 else trace.zone
         self.arrivals: dict[int, int] = {}
         """Numbers of saved tensors whose storages are handed over."""
         supplied = {
             storage: number
             for storage, number in run.suppliers.items()
-            if self.results[trace.storages[storage].writers[0]] is not None
+            if self.plan[trace.storages[storage].writers[0]].results is not None
         }
         self.suppliers = supplied
         self.numbers = set(supplied.values())
@@ -123,13 +139,28 @@ class Frame:
 
     Args:
         layer: The layer.
-        args: What it was called with; every tensor is in ``held``, and its place has the number.
-        kwargs: Likewise.
+        inputs: Its positional and keyword arguments, with places instead of tensors.
         held: The tensors among the arguments, and whether each requires a gradient.
         state: Of the layer.
+        constants: What counts the changes of tensors that forward reads and that are no inputs and no state.
         device: Where the layer computes.
         random: The states of the generators that the layer may draw from.
+        graph: Lives as long as the graph that holds the frame.
     """
+
+    # Attributes that most forwards leave as they are cost a forward no time.
+    replay: Replay = NOTHING
+    """How the layer is run again."""
+    open = True
+    """Whether the forward still runs."""
+    asked = False
+    """Whether the forward itself has asked for something that it has saved."""
+    strange = False
+    """Whether the forward has gone another way than the learned one."""
+    learned = False
+    """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around the second run, to take its time."""
 
     def __init__(
         self,
@@ -137,8 +168,10 @@ class Frame:
         inputs: tuple[Any, Any],
         held: list[tuple[Held, bool]],
         state: LayerState,
+        constants: Sequence[torch.Tensor],
         device: torch.device,
         random: dict[torch.Generator, torch.Tensor],
+        graph: object,
     ) -> None:
         self.layer = layer
         self.inputs: tuple[Any, Any] | None = inputs
@@ -147,31 +180,23 @@ class Frame:
         self.blind = self.settings.casts or is_compiled(layer)
         """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
         self.random = random
+        self.graph = graph
         self.state = state
         self.before = state.snapshot()
-        self.readings = state.readings(self.before)
-        """Tensors that forward reads and that are no inputs, and how often each was changed in place."""
-        self.is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
-        self.replay: Replay = NOTHING
-        """How the layer is run again."""
+        self.read(constants)
         self.nodes: list[int] = []
         """How many autograd nodes the forward had made at each saved tensor."""
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
         """What was dropped, by number."""
         self.kept: dict[int, Held] = {}
         """What may be handed over, by number."""
-        self.open = True
-        """Whether the forward still runs."""
-        self.asked = False
-        """Whether the forward itself has asked for something that it has saved."""
-        self.strange = False
-        """Whether the forward has gone another way than the learned one."""
-        self.learned = False
-        """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
         self.recomputed: dict[int, torch.Tensor] = {}
-        self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around the second run, to take its time."""
         self.lock = threading.RLock()
+
+    def read(self, constants: Sequence[torch.Tensor]) -> None:
+        """Note how often each tensor that forward reads and that is no input was changed in place."""
+        self.readings = self.state.readings(self.before, constants)
+        self.versions = [tensor._version for tensor in self.readings]
 
     def node(self, first: int) -> int:
         """How many autograd nodes there are since ``first``; 0 where that says nothing."""
@@ -216,7 +241,7 @@ class Frame:
 
     def _check_unchanged(self) -> None:
         """Raise as autograd does if what forward has read was changed in place."""
-        for tensor, version in self.readings:
+        for tensor, version in zip(self.readings, self.versions, strict=True):
             if tensor._version != version:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
                 shape = f" of shape {list(tensor.shape)}" if tensor.numel() else ""
@@ -239,7 +264,7 @@ class Frame:
         if self.inputs is None:
             raise AssertionError("a frame is run before it is emptied")
         given = [_as_given(held.unpack(), needs) for held, needs in self.held]
-        args, kwargs = placed(self.inputs, given)
+        args, kwargs = with_tensors(self.inputs, given)
         with ExitStack() as stack:
             if not in_backward():
                 stack.enter_context(without_listeners())
@@ -253,7 +278,7 @@ class Frame:
             check.first_node = next_node()
             with suppress(AllThereError):
                 # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
-                call = self.layer.forward if self.is_sharded and not in_backward() else self.layer
+                call = self.layer.forward if self.state.is_sharded and not in_backward() else self.layer
                 call(*args, **kwargs)
         check.end()
 
@@ -269,47 +294,56 @@ class SavedCheck:
 
     def __init__(self, frame: Frame, *, hand_over: bool, to_the_end: bool = False) -> None:
         self.frame = frame
-        self.hand_over = hand_over
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0
         """The number of the first autograd node of the run."""
         self.storages: dict[int, int] = {}
         """The addresses of what was handed over, by the number of the saved tensor."""
         self._number = 0
+        self._nodes, self._blind = frame.nodes, frame.blind
+        self._arrivals = frame.replay.arrivals if hand_over else {}
+        self._dropped = frame.dropped
         self._missing = len(frame.dropped)
         self._compares = not hand_over and frame.replay.hands_over
         self._to_the_end = to_the_end or self._compares
 
     def pack(self, tensor: torch.Tensor) -> None:
         """As a pack hook; nothing is saved, as nobody goes back through this run."""
-        frame, number = self.frame, self._number
+        number = self._number
         self._number = number + 1
-        if number >= len(frame.nodes):
-            raise _other(frame, "saves more tensors")
-        if frame.node(self.first_node) != frame.nodes[number]:
-            raise _other(frame, f"makes other operations before saved tensor {number}")
-        supplier = frame.replay.arrivals.get(number) if self.hand_over else None
+        if number >= len(self._nodes):
+            raise _other(self.frame, "saves more tensors")
+        if not self._blind and next_node() - self.first_node != self._nodes[number]:
+            raise _other(self.frame, f"makes other operations before saved tensor {number}")
+        supplier = self._arrivals.get(number)
         if supplier is not None and address_of(tensor.untyped_storage()) != self.storages.get(supplier):
             raise AnotherWayError
-        expected = frame.dropped.get(number)
+        expected = self._dropped.get(number)
         if expected is not None:
-            if (tensor.shape, tensor.dtype) != expected:
-                raise _other(frame, f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}")
+            if tensor.shape != expected[0] or tensor.dtype is not expected[1]:
+                what = f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}"
+                raise _other(self.frame, what)
             self.take(number, tensor)
             self._missing -= 1
             if not self._missing and not self._to_the_end:
                 raise AllThereError
-        elif self._compares and number in frame.kept and not same_bits(frame.kept[number].unpack(), tensor):
-            raise _other(frame, f"computes other values as saved tensor {number}")
+        elif self._compares and not self._is_the_same(number, tensor):
+            raise _other(self.frame, f"computes other values as saved tensor {number}")
+
+    def _is_the_same(self, number: int, tensor: torch.Tensor) -> bool:
+        kept = self.frame.kept.get(number)
+        return kept is None or same_bits(kept.unpack(), tensor)
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         """A dropped tensor was recomputed."""
-        self.found[number] = tensor if tensor.is_leaf else tensor.detach()
+        self.found[number] = tensor
 
     def end(self) -> None:
         """The layer has run."""
         if self._missing:
             raise _other(self.frame, "saves fewer tensors")
+        # Not in the run, where a dispatch mode would see it.
+        self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
 
 
 class HandOver(LayerMode):
@@ -324,8 +358,7 @@ class HandOver(LayerMode):
         replay = frame.replay
         self._frame = frame
         self._storages = storages
-        self._functions, self._calls = replay.functions, replay.calls
-        self._results, self._zone = replay.results, replay.zone
+        self._plan, self._may_change = replay.plan, replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
         self._empty: set[int] = set()
@@ -333,25 +366,31 @@ class HandOver(LayerMode):
         self._alive: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not is_counted(function, args):
-            return function(*args, **kwargs)
         time = self._time
+        if (
+            time >= len(self._plan)
+            or (found := self._plan[time])[0] is not function
+            or (function is CAST and not is_counted(function, args))
+        ):
+            return self._run_other(function, args, kwargs or {})
         self._time = time + 1
-        if time >= self._zone:
-            if self._empty and any(
-                address_of(tensor.untyped_storage()) in self._empty for tensor in tensors_of([*args, *kwargs.values()])
-            ):
-                raise AnotherWayError
-            return function(*args, **kwargs)
-        if time >= len(self._functions) or self._functions[time] is not function:
-            raise AnotherWayError
-        outputs = self._results[time]
+        _, call, outputs, container = found
         if outputs is None:
-            return self._calls[time](*args, **kwargs)
+            return call(*args, **kwargs) if kwargs else call(*args)
         results = [self._made(output, args) for output in outputs]
-        container = self._frame.replay.trace.steps[time].container
         return results[0] if container is None else container(results)
+
+    def _run_other(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation that is not in the order of the plan: it does not count, or comes where the way may change."""
+        time = self._time
+        if is_counted(function, args):
+            self._time = time + 1
+            if time < len(self._plan) or not self._may_change:
+                raise AnotherWayError
+            given = tensors_of([*args, *kwargs.values()])
+            if self._empty and any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):
+                raise AnotherWayError
+        return function(*args, **kwargs)
 
     def _made(self, output: StepResult, args: Any) -> Any:
         if output.argument is not None:
@@ -366,7 +405,7 @@ class HandOver(LayerMode):
             self._storages[number] = address_of(memory)
             return look_into(memory, output.geometry)
         made = _unfilled(output.geometry, output.device)
-        if self._zone < len(self._functions):
+        if self._may_change:
             self._empty.add(address_of(made.untyped_storage()))
             self._alive.append(made)
         return made
@@ -395,22 +434,3 @@ def _other(frame: Frame, what: str) -> Exception:
     if frame.replay.hands_over and not frame.strange:
         return AnotherWayError()
     return OtherRunError(_name(frame.layer), what)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
-    if one is other:
-        return True
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    return torch.equal(_bits(one.detach()), _bits(other.detach()))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype is torch.complex128:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-_INTEGERS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,7 +7,7 @@ everything is as it was before the second run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -40,21 +40,23 @@ class Settings(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> Settings:
         """The settings of this thread."""
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        is_on, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
+        autocast = ("cpu", is_on("cpu"), dtype("cpu"))
+        flash, efficient, math, cudnn = _ATTENTION
         return cls(
-            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            (autocast,) if kind == "cpu" else (autocast, (kind, is_on(kind), dtype(kind))),
             torch.is_autocast_cache_enabled(),
             in_autocast(),
             torch.get_default_dtype(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            tuple(is_on() for is_on, _ in _ATTENTION),  # type: ignore[arg-type]  # as many as there are
+            (flash[0](), efficient[0](), math[0](), cudnn[0]()),
             torch.get_default_device() if function_modes() else None,
         )
 
     @property
     def casts(self) -> bool:
         """Whether autocast may have cast a parameter before: then the cast is no node of the layer's graph."""
-        return self.nested or any(enabled for _, enabled, _ in self.autocast)
+        return self.nested or self.autocast[0][1] or self.autocast[-1][1]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -109,12 +111,18 @@ class LayerState:
     def __init__(self, layer: nn.Module, *, gathered: bool) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
+        self._empty: list[dict[str, Any]] = []
+        """Dictionaries that hold nothing yet, as most modules have no buffers and no submodules."""
         for name, module in layer.named_modules():
             attributes, parameters, *rest = state_of(module)
             for part in (attributes, *rest) if gathered else (attributes, parameters, *rest):
-                self._dicts.append(part)
-                self._names.append(name)
-        self._parameters = [] if gathered else list(layer.parameters())
+                if part:
+                    self._dicts.append(part)
+                    self._names.append(name)
+                else:
+                    self._empty.append(part)
+        self.is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
+        self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
         self._counts: dict[tuple[int, str], int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
         self._cloned: list[tuple[int, str]] = []
@@ -138,15 +146,16 @@ class LayerState:
             for value in part.values():
                 yield from tensors_in(value)
 
-    def readings(self, snapshot: Snapshot) -> list[tuple[torch.Tensor, int]]:
-        """The tensors of a snapshot that forward reads, and how often each was changed in place."""
-        read: list[torch.Tensor] = list(self._parameters)
+    def readings(self, snapshot: Snapshot, constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that forward reads: parameters, ``constants``, and what a snapshot holds."""
+        read = [*self._parameters, *constants]
         for index, key in self._read:
             read += [tensor for tensor in tensors_in(snapshot[index].get(key)) if not tensor.is_inference()]
-        return [(tensor, tensor._version) for tensor in read]
+        return read
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
+        self._watch()
         found = [part.copy() for part in self._dicts]
         for index, key in self._cloned:
             if key in found[index]:
@@ -174,7 +183,16 @@ class LayerState:
 
     def _is_now(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot holds the same objects as the state does now."""
+        self._watch()
+        snapshot += [{} for _ in self._dicts[len(snapshot) :]]
         return all(map(_same_objects, self._dicts, snapshot))
+
+    def _watch(self) -> None:
+        """Look from now on at dictionaries that were empty until now."""
+        if any(self._empty):
+            self._dicts += filter(None, self._empty)
+            self._names += [""] * (len(self._dicts) - len(self._names))
+            self._empty = [part for part in self._empty if not part]
 
     def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
         kept = set(keep)

@@ -23,6 +23,11 @@ MOST_SIZES = 1024
 """So many second runs of other sizes are remembered for a layer."""
 
 
+Expected = tuple[int, torch.Size, "tuple[int, ...] | None", torch.dtype, Policy]
+"""Of a saved tensor: how many autograd nodes the forward had made, its shape, its strides if it is handed over, its
+dtype, and what happens to it."""
+
+
 class RegionPolicies(Protocol):
     """The policies of a layer's regions."""
 
@@ -75,8 +80,14 @@ class Way:
         self.policies: list[Policy] = []
         """Of each saved tensor."""
         self.replay: Replay = NOTHING
-        self.expected: list[tuple[int, torch.Size, Policy]] = []
-        """Of each saved tensor, how many autograd nodes the forward had made, its shape, and what happens to it."""
+        self.expected: list[Expected] = []
+        """What is looked at of each saved tensor."""
+        self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        """Shape and dtype of each saved tensor that is dropped before :attr:`limit`, by number."""
+        self.keeps_all = False
+        """Whether nothing is dropped or offloaded."""
+        self.constants: list[torch.Tensor] = []
+        """What counts the changes of tensors from outside that forward reads."""
         self.nodes = [saved.node for saved in trace.saved]
         self.limit = trace.dynamic_from
         self.saved_inputs: frozenset[int] = frozenset()
@@ -91,10 +102,6 @@ class Way:
         self._replays: dict[Sizes, Replay | None] = {}
         self.captured: Way | None = None
         """The same in a CUDA graph, where no random numbers are drawn again."""
-
-    def constants(self) -> list[tuple[torch.Tensor, int]]:
-        """What counts the changes of tensors from outside that forward reads, and how often each was changed."""
-        return [(counter, counter._version) for counter in self.trace.constants.values()]
 
     def at_size(self, sizes: Sizes) -> Replay | None:
         """The second run for inputs of a size that was not learned; ``None`` where it is not known."""
@@ -153,10 +160,6 @@ class Way:
             for number, policy in changes.items():
                 wanted[number] = policy
         self.policies = wanted
-        self.expected = [
-            (saved.node, saved.shape, policy if saved.movable else KEEP)
-            for saved, policy in zip(trace.saved, wanted, strict=True)
-        ]
         offloaded = {
             saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
         }
@@ -166,6 +169,23 @@ class Way:
         self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
         if policies.are_timed and not self.replay.communicates:
             self.replay = Replay(trace, run, hands_over=False)
+        self.expected = [
+            (
+                saved.node,
+                saved.shape,
+                saved.stride if number in self.replay.numbers else None,
+                saved.dtype,
+                policy if saved.movable else KEEP,
+            )
+            for number, (saved, policy) in enumerate(zip(trace.saved, wanted, strict=True))
+        ]
+        self.dropped = {
+            number: (shape, dtype)
+            for number, (_, shape, _, dtype, policy) in enumerate(self.expected[: self.limit])
+            if policy is RECOMPUTE
+        }
+        self.keeps_all = self.rest is KEEP and all(one[-1] is KEEP for one in self.expected)
+        self.constants = list(trace.constants.values())
         self._replays.clear()
         self.proven = not self.replay.hands_over
 

@@ -947,6 +947,50 @@ def test_each_kind_of_input_is_learned_once(kind: Callable[..., torch.Tensor], l
             assert RUNS[0] == 2 if time > 3 else RUNS[0] >= 2 + (time < 2)
 
 
+# What is handed over is looked into as it lay in memory when it was learned.
+
+
+def _other_strides(layers: nn.ModuleList, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    other = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    return x.detach().requires_grad_(), other.requires_grad_()
+
+
+def _other_weights(layers: nn.ModuleList, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for layer in layers:
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+    return (x.detach().requires_grad_(),)
+
+
+@pytest.mark.parametrize("change", [_other_strides, _other_weights], ids=["of the input", "of the weights"])
+def test_other_strides_than_learned(change: Callable[..., tuple[torch.Tensor, ...]], lab: Lab) -> None:
+    layers, x = functions(lambda x, w: ((x + 1).sin().exp() * w.sin().cos().exp().mean()).cos(), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, {"sin*": "keep", "*": "recompute"}):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+        for one in change(layers, x) * 3:
+            assert_same(expected, step(layers, one))
+
+
+def test_other_dtype_of_autocast_than_learned(lab: Lab) -> None:
+    dtype = [torch.bfloat16]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype[0]):
+            y = x @ w
+        return (y.tanh() * 2).cos().float()
+
+    layers, x = functions(function, lab)
+    expected = {}
+    for one in (torch.bfloat16, torch.float16):
+        dtype[0] = one
+        expected[one] = step(layers, x)
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+        for one in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
+            dtype[0] = one
+            assert_same(expected[one], step(layers, x))
+
+
 def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: Lab) -> None:
     runs, way = [0], [0]
 
