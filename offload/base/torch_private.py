@@ -165,8 +165,7 @@ without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 def is_traced() -> bool:
     """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
-    proxies = _mode_of_kind(_PROXY) or _pre_dispatch_mode(_PROXY)
-    return _tracing() is not None or proxies is not None or _fx_traces()
+    return bool(_tracing() or _mode_of_kind(_PROXY) or _pre_dispatch_mode(_PROXY) or _fx_traces())
 
 
 def is_transformed() -> bool:
