@@ -16,17 +16,20 @@ from benchmarks.workloads import Workload, loss_of
 
 
 class Model:
-    """A model on a device, with the gradients of its leaves allocated.
+    """A model on a device.
 
     Args:
         module: Holds the parameters.
         inputs: What else requires a gradient.
     """
 
+    has_gradients = True
+    """Whether the gradients are there before the first step."""
+
     def __init__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...] = ()) -> None:
         self.module = module
         self.leaves = [*inputs, *module.parameters()]
-        for leaf in self.leaves:
+        for leaf in self.leaves if self.has_gradients else ():
             leaf.grad = torch.zeros_like(leaf)
 
     @property

@@ -20,8 +20,10 @@ from offload.offload_layers import OffloadedLayers, offload_layers
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.recipes import Recipe, RecipePlan, TrainingPlan
 from offload.planning.region_costs import LayerPolicy
 from offload.planning.simulate import simulate
+from offload.prepare import PreparedTraining, prepare
 from offload.recompute.costs import RegionProfile
 from offload.recompute.policies import Policy
 from offload.schedule.points import Move, Point
@@ -49,13 +51,17 @@ __all__ = [
     "Plan",
     "Point",
     "Policy",
+    "PreparedTraining",
     "Profile",
+    "Recipe",
+    "RecipePlan",
     "RegionProfile",
     "Schedule",
     "Span",
     "StreamedOptimizer",
     "StreamedWeights",
     "Timeline",
+    "TrainingPlan",
     "Undoable",
     "WeightStats",
     "chunked_cross_entropy",
@@ -66,6 +72,7 @@ __all__ = [
     "memory_meter",
     "offload_layers",
     "plan",
+    "prepare",
     "profile_layers",
     "record_timeline",
     "remove",

@@ -40,7 +40,7 @@ from offload.measuring.profile_layers import (
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
-from offload.planning.profile import Profile, at_ratio
+from offload.planning.profile import Link, Profile, at_ratio
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
@@ -64,6 +64,43 @@ CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
 
+class MemoryLeft(Protocol):
+    """What is left for activations of the memory that a whole training may use."""
+
+    def device_bytes(self) -> int:
+        """Of the device's memory, for what a step adds to weights and optimizer state."""
+
+    def host_bytes(self) -> int | None:
+        """Of pinned memory; ``None`` is no limit."""
+
+    def gradient_bytes(self) -> int:
+        """Gradients on the device now: they count to what a step adds, whichever step has added them."""
+
+
+class _DeviceLeft:
+    """What the device has left, for ``memory_budget="auto"``."""
+
+    def __init__(self, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None) -> None:
+        self._device = device
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._max_host_bytes = max_host_bytes
+
+    def device_bytes(self) -> int:
+        return int(AUTO_SHARE * (_left_bytes(self._device) + self.gradient_bytes()))
+
+    def host_bytes(self) -> int | None:
+        return self._max_host_bytes
+
+    def gradient_bytes(self) -> int:
+        return bytes_of_gradients(self._parameters, self._device)
+
+
+def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
+    """The gradients that parameters have on a device."""
+    gradients = (parameter.grad for parameter in parameters)
+    return sum(one.nbytes for one in gradients if one is not None and one.device == device)
+
+
 class FollowPlan(HookedLayers):
     """Layers that follow a plan as soon as there is one; undone by ``remove()``.
 
@@ -72,7 +109,8 @@ class FollowPlan(HookedLayers):
 
     Args:
         layers: The layers, in call order.
-        memory_budget: Bytes, a text, or ``"auto"``. ``None`` offloads as many whole layers as make the step no longer.
+        memory_budget: Bytes, a text, ``"auto"``, or what tells how much is left of a budget for more than activations.
+            ``None`` offloads as many whole layers as make the step no longer.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers compute.
         host: How much host memory there is; a capacity of the plan.
@@ -81,7 +119,7 @@ class FollowPlan(HookedLayers):
     def __init__(
         self,
         layers: list[nn.Module],
-        memory_budget: int | str | None,
+        memory_budget: int | str | MemoryLeft | None,
         *,
         min_bytes: int | str,
         device: torch.device | str | int | None,
@@ -93,15 +131,22 @@ class FollowPlan(HookedLayers):
         if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._compare = None if memory_budget is None else ComparePlans(self._backend)
-        self._asks_device = memory_budget == "auto"
-        self._budget = 0 if memory_budget in (None, "auto") else parse_bytes(memory_budget, "memory_budget")
-        """Bytes; 0 if there is none, or until the device has said what it has left."""
+        self._max_host_bytes = host.max_bytes
+        self._left: MemoryLeft | None = None
+        """Says the budget when a plan is made; ``None`` where the budget is given."""
+        self._budget = 0
+        """Bytes; 0 if there is none, or until :attr:`_left` has said it."""
+        if memory_budget == "auto":
+            self._left = _DeviceLeft(self._backend.device, layers, host.max_bytes)
+        elif isinstance(memory_budget, int | str):
+            self._budget = parse_bytes(memory_budget, "memory_budget")
+        else:
+            self._left = memory_budget
         self._missing_bytes = 0
         """What of the budget is needed outside of the layers, for inputs of the size that was timed."""
         self._corrections_left = 0
         self._said = False
         """Whether a broken budget was warned of."""
-        self._max_host_bytes = host.max_bytes
         super().__init__(layers, context)
         self._layers = layers
         self.plan: Plan | None = None
@@ -112,6 +157,21 @@ class FollowPlan(HookedLayers):
         """The most device memory in the last microbatch, above what there was when its step began."""
         self._ends = Attachment([layers[0], layers[-1]], [MicrobatchBegins(self), MicrobatchEnds(self)])
         self._restart(0)
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the layers cost, once that was measured."""
+        return self._profile
+
+    @property
+    def link(self) -> Link:
+        """How fast copies are."""
+        return self._link
+
+    @property
+    def missing_bytes(self) -> int:
+        """What a step needs on the device beside the activations of the layers."""
+        return self._missing_bytes
 
     @property
     def measures(self) -> bool:
@@ -135,7 +195,10 @@ class FollowPlan(HookedLayers):
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._input_bytes = 0
-        """Of what there was when the microbatch began, what its step had allocated by then."""
+        """Of what there was when the microbatch began, what counts to the budget: inputs that its step had allocated by
+        then, and gradients where they do."""
+        self._held_bytes = 0
+        """What the device held at that time, as far as an accelerator tells."""
         self._times.remove()
         # Attached now, since what is attached while a layer begins misses that.
         self._times = LayerTimes(self._layers, self._backend)
@@ -180,6 +243,10 @@ class FollowPlan(HookedLayers):
             self._plan_for(elements)
         elif self.plan is not None and self._watches:
             self._keep_to_budget(self.plan)
+        if isinstance(self._left, _DeviceLeft) and not self.measures:
+            grown_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
+            if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
+                self.plan_again()
         if self._compare is not None and not self.measures:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and all(
@@ -187,6 +254,8 @@ class FollowPlan(HookedLayers):
             )
             self._follow(self._compare.begin_microbatch(elements, ready=ready))
         self._input_bytes = sum(one.nbytes() for one in allocated_for(inputs, self._backend.device))
+        if self._left is not None:
+            self._input_bytes += self._left.gradient_bytes()
         if not self.measures:
             self._peak.stop()
             if self._watches:
@@ -239,15 +308,25 @@ class FollowPlan(HookedLayers):
         profile = replace(learned_profile(self._policies, learned, self._times), other_s=self._times.between_s())
         for one in self._policies:
             one.clock = None
-        if self._asks_device:
-            self._budget = int(AUTO_SHARE * _left_bytes(self._backend.device))
-            self._asks_device = False
+        self._ask_what_is_left()
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
         layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
         self._missing_bytes = max(0, self._peak_bytes - expected)
         self._corrections_left = CORRECTIONS
         return profile
+
+    def _ask_what_is_left(self) -> None:
+        if self._left is not None:
+            self._budget, self._max_host_bytes = self._left.device_bytes(), self._left.host_bytes()
+            self._held_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes()
+
+    def plan_again(self) -> None:
+        """Plan for what is left now, if there is a plan already."""
+        if self.plan is not None:
+            self._ask_what_is_left()
+            self._corrections_left = CORRECTIONS
+            self._plan_for(self._planned_elements)
 
     def _plan_for(self, elements: int) -> None:
         """Follow a plan for inputs of so many elements."""
@@ -304,6 +383,10 @@ class FollowPlan(HookedLayers):
             *(format_bytes(made.peak_bytes), missing),
         )
         return made
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 def _left_bytes(device: torch.device) -> int:

@@ -1,0 +1,347 @@
+"""Fit a whole training into a memory budget: weights, gradients, optimizer state and activations.
+
+Arithmetic says which recipes can fit. Training begins with one that certainly does, while the layers are measured; at
+the end of the step after that, the recipe with the shortest predicted step is put in place, between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.activations.module_hooks import OffloadListener
+from offload.activations.stats import OffloadStats
+from offload.base.checks import check_type, describe, format_bytes, parse_bytes
+from offload.base.find_layers import find_layers
+from offload.base.layer_events import Handle, check_layers
+from offload.device.select import resolve_device
+from offload.host.limits import HostMemory
+from offload.measuring.follow_plan import FollowPlan, bytes_of_gradients
+from offload.optimizer.chunks import NUM_SLOTS
+from offload.optimizer.proof import prove
+from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
+from offload.planning.plan import Plan, make_plan
+from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
+from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
+
+_logger = logging.getLogger(__name__)
+
+FIRST_SHARE = 0.6
+"""A first recipe leaves the rest of the budget to activations that nobody has measured yet."""
+
+_ALL = 1 << 60
+
+
+class PreparedTraining(Handle):
+    """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        training: TrainingBytes,
+        plan: TrainingPlan,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._optimizer = optimizer
+        self._training = training
+        self._device = device
+        self._state_dtype: torch.dtype | None = options["state_dtype"]
+        self._min_bytes: int | str = options["min_bytes"]
+        self._chunk_bytes: int = options["chunk_bytes"]
+        self.plan: TrainingPlan = plan
+        """Every recipe: the predicted seconds of its step, its memory, or why it does not fit."""
+        self.recipe: Recipe = _first_recipe(plan)
+        """Where weights, gradients and optimizer state are now."""
+        self._weights: StreamedWeights | None = None
+        self._state: StreamedOptimizer | None = None
+        self._activations: FollowPlan | None = None
+        self._decided = False
+        self._removed = False
+        self._put_in_place(self.recipe)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def state(self) -> Literal["measuring", "following", "removed"]:
+        """Whether the layers are still measured, the chosen recipe is followed, or the handle was removed."""
+        if self._removed:
+            return "removed"
+        return "following" if self._decided else "measuring"
+
+    @property
+    def activations(self) -> Plan | None:
+        """The plan of the activations; ``None`` while the layers are measured."""
+        return None if self._activations is None else self._activations.plan
+
+    def stats(self) -> dict[str, OffloadStats | OptimizerStats | WeightStats]:
+        """Snapshots of the copies of each part that is in use: ``"activations"``, ``"optimizer"``, ``"weights"``."""
+        found: dict[str, OffloadStats | OptimizerStats | WeightStats] = {}
+        if self._activations is not None:
+            found["activations"] = self._activations.context.stats()
+        if self._state is not None:
+            found["optimizer"] = self._state.stats()
+        if self._weights is not None:
+            found["weights"] = self._weights.stats()
+        return found
+
+    def no_step(self) -> AbstractContextManager[None]:
+        """Inside the block, backward steps nothing: for all microbatches of a step but the last."""
+        return nullcontext() if self._state is None else self._state.no_step()
+
+    def remove(self) -> None:
+        """Undo everything: weights and optimizer state are on the device afterwards. A second call does nothing."""
+        if self._removed:
+            return
+        self._hook.remove()
+        self._take_away_activations()
+        self._take_away_optimizer()
+        self._take_away_weights()
+        self._removed = True
+
+    # What is left for activations, as :class:`~offload.measuring.follow_plan.MemoryLeft` has it.
+
+    def device_bytes(self) -> int:
+        """Of the budget, for what a step adds to weights and optimizer state."""
+        return max(1, self.plan.memory_budget - self._training.held_bytes(self.recipe))
+
+    def host_bytes(self) -> int | None:
+        """Of pinned memory, for activations."""
+        most = self.plan.max_host_bytes
+        return None if most is None else max(0, most - self._training.host_bytes(self.recipe))
+
+    def gradient_bytes(self) -> int:
+        """Gradients on the device now; those of streamed weights are on the host."""
+        elsewhere = {one for layer in self._layers for one in layer.parameters()} if self._weights else set()
+        return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
+
+    def __enter__(self) -> Self:
+        if self._removed:
+            raise RuntimeError("the handle must be in use, but it was removed; call prepare again.")
+        return self
+
+    def __repr__(self) -> str:
+        budget = format_bytes(self.plan.memory_budget)
+        return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
+
+    # Putting a recipe in place, and taking it away: between two steps.
+
+    def _put_in_place(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        if recipe.weights == "streamed":
+            self._weights = stream_weights(self._layers, self._device)
+        self._model.to(self._device)
+        most = self.plan.max_host_bytes
+        _move_state(self._optimizer)
+        if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._state_dtype is not None):
+            self._state = stream_optimizer(
+                self._optimizer,
+                chunk_bytes=self._chunk_bytes,
+                max_host_bytes=most,
+                resident_bytes=_ALL if recipe.optimizer == "resident" else 0,
+                state_dtype=self._state_dtype,
+                in_backward=recipe.gradients == "consumed",
+                consume_gradients=recipe.gradients == "consumed",
+            )
+        if self._activations is None:
+            pinned_elsewhere = self._training.host_bytes(recipe) if recipe.weights == "streamed" else 0
+            host = HostMemory(None if most is None else max(0, most - pinned_elsewhere))
+            self._activations = FollowPlan(
+                self._layers, self, min_bytes=self._min_bytes, device=self._device, host=host
+            )
+
+    def _take_away_activations(self) -> None:
+        if self._activations is not None:
+            self._activations.remove()
+            self._activations = None
+
+    def _take_away_optimizer(self) -> None:
+        if self._state is not None:
+            self._state.remove()
+            self._state = None
+
+    def _take_away_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.remove()
+            self._weights = None
+            self._model.to(self._device)
+            _move_state(self._optimizer)
+
+    def _after_step(self, *_: object) -> None:
+        """A step has ended: decide once there is a profile, and change over between the steps."""
+        activations = self._activations
+        if self._decided or activations is None or activations.profile is None:
+            return
+        self._decided = True
+        profile, link = activations.profile, activations.link
+        self.plan = plan_recipes(
+            self._training,
+            self.plan.memory_budget,
+            self.plan.max_host_bytes,
+            link,
+            lambda device, host: make_plan(profile, device, link, max_host_bytes=host),
+            activations.missing_bytes,
+            self.recipe,
+            [one.recipe for one in self.plan.recipes],
+        )
+        if all(one.reason for one in self.plan.recipes):
+            return  # the activations have said that they do not fit
+        chosen = self.plan.chosen.recipe
+        _logger.info("memory_budget = %s: %s\n%s", format_bytes(self.plan.memory_budget), chosen, self.plan)
+        if chosen == self.recipe:
+            return
+        if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
+            self._take_away_activations()
+        self._take_away_optimizer()
+        self._take_away_weights()
+        self._put_in_place(chosen)
+        if self._activations is activations:
+            activations.plan_again()
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    memory_budget: int | str,
+    max_host_bytes: int | str | None = None,
+    *,
+    layers: str | Iterable[nn.Module] | None = None,
+    device: torch.device | str | int | None = None,
+    state_dtype: torch.dtype | None = None,
+    step_in_backward: bool = False,
+    min_bytes: int | str = DEFAULT_MIN_BYTES,
+) -> PreparedTraining:
+    """Train ``model`` with ``optimizer`` in so much device memory: weights, gradients, optimizer state, activations.
+
+    The training loop does not change. Weights, gradients and optimizer state are held where the step is the shortest:
+    on the device if they fit, otherwise on the host; and activations are kept, offloaded or recomputed in the rest::
+
+        model = AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        with offload.prepare(model, optimizer, memory_budget="24GiB", max_host_bytes="100GiB") as prepared:
+            for batch in batches:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(prepared.plan)
+
+    The model may be on the CPU or on the device. The first steps are measured with a recipe that leaves room. At the
+    end of the third step or so the fastest recipe is put in place, and ``plan`` has the table of all.
+
+    Args:
+        model: The model. Inputs belong on ``device``.
+        optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before.
+        memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``.
+        max_host_bytes: All pinned host memory that it may use; no limit by default.
+        layers: The layers in the order in which forward calls them, or the name of a list of modules in the model, such
+            as ``"model.layers"``. By default, the one list of modules that is not inside another.
+        device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
+        state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
+            ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
+        step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
+            gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
+        min_bytes: Activations below this size stay on the device.
+
+    Returns:
+        A handle with ``plan``, ``recipe``, ``stats()`` and ``remove()``, which is also a context manager.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` is none.
+        ValueError: No recipe fits; the message says how much device memory and host memory each would need. The layers
+            were not found, or the optimizer does not hold the model's parameters. Nothing has been changed.
+    """
+    check_type("model", model, nn.Module, "a module")
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
+    budget = parse_bytes(memory_budget, "memory_budget")
+    host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+    parse_bytes(min_bytes, "min_bytes")
+    found = find_layers(model, layers) if layers is None or isinstance(layers, str) else layers
+    modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
+    own = set(model.parameters())
+    strange = [one for group in optimizer.param_groups for one in group["params"] if one not in own]
+    if strange:
+        raise ValueError(
+            f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
+            f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
+        )
+    training = training_bytes(model, modules, optimizer, state_dtype, chunk_bytes := _chunk_bytes(budget))
+    recipes = [
+        recipe
+        for recipe in RECIPES
+        if (step_in_backward or recipe.gradients != "consumed") and (state_dtype is None or recipe.optimizer != "cpu")
+    ]
+    plan = without_activations(training, budget, host, recipes)
+    if all(one.reason for one in plan.recipes):
+        needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
+        raise ValueError(
+            f"memory_budget must hold weights, gradients and optimizer state in some way, got {format_bytes(budget)} "
+            f"and {'no limit of' if host is None else format_bytes(host) + ' of'} host memory. {needs}. Give more, or "
+            "train fewer parameters (LoRA)."
+        )
+    options = {"state_dtype": state_dtype, "min_bytes": min_bytes, "chunk_bytes": chunk_bytes}
+    return PreparedTraining(model, modules, optimizer, training, plan, resolve_device(device), **options)
+
+
+def training_bytes(
+    model: nn.Module,
+    layers: list[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    state_dtype: torch.dtype | None,
+    chunk_bytes: int,
+) -> TrainingBytes:
+    """What a model's training holds beside activations."""
+    layouts = prove(optimizer, state_dtype).layouts
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+    def of_state(parameter: nn.Parameter) -> int:
+        if parameter not in stepped or not parameter.requires_grad:
+            return 0
+        return parameter.numel() * sum(dtype.itemsize for dtype in layouts.get(parameter, {}).values())
+
+    def of_gradient(parameter: nn.Parameter) -> int:
+        return parameter.nbytes if parameter.requires_grad else 0
+
+    def by_layer(count: Callable[[nn.Parameter], int]) -> tuple[int, ...]:
+        return tuple(sum(map(count, layer.parameters())) for layer in layers)
+
+    parameters = list(model.parameters())
+    return TrainingBytes(
+        weights=sum(parameter.nbytes for parameter in parameters),
+        gradients=sum(map(of_gradient, parameters)),
+        state=sum(map(of_state, parameters)),
+        layer_weights=by_layer(lambda parameter: parameter.nbytes),
+        layer_gradients=by_layer(of_gradient),
+        layer_state=by_layer(of_state),
+        largest_gradient=max(map(of_gradient, parameters), default=0),
+        slots=NUM_SLOTS * chunk_bytes,
+        trained_elements=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+    )
+
+
+def _chunk_bytes(budget: int) -> int:
+    """Slots take at most a thirtieth of the budget."""
+    return max(1 << 12, min(CHUNK_BYTES, budget // 90))
+
+
+def _first_recipe(plan: TrainingPlan) -> Recipe:
+    """The one with the least traffic that leaves room for activations; else the one with the least device memory."""
+    fitting = [one for one in plan.recipes if not one.reason]
+    roomy = [one for one in fitting if one.device_bytes <= FIRST_SHARE * plan.memory_budget]
+    return (roomy or sorted(fitting, key=lambda one: one.device_bytes))[0].recipe
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer state to the devices of its parameters, where it has their shapes."""
+    for parameter, entry in list(optimizer.state.items()):
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                entry[key] = value.to(parameter.device)

@@ -1,0 +1,294 @@
+"""A whole training within a memory budget: the same parameters whatever recipe is in place, and when it changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, assert_same, build
+from torch import nn
+
+import offload
+from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, plan_recipes, without_activations
+
+STEPS = 8
+WORDS = 16384
+"""So many that weights, gradients and optimizer state are larger than activations."""
+KIB = 1 << 10
+PREPARE = sys.modules["offload.prepare"]  # the function has its name
+RESIDENT, STREAMED, CONSUMED, ON_HOST = RECIPES
+
+
+class Model(nn.Module):
+    """An embedding, decoder layers, and a head."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers, _ = build("decoder", layers, torch.device("cpu"))
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y = self.embed(tokens)
+        for layer in self.layers:
+            y = layer(y)
+        return nn.functional.cross_entropy(self.head(y).flatten(0, -2), tokens.flatten())
+
+
+Made = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(
+    lab: Lab,
+    budget: int | None,
+    make: Made = adamw,
+    *,
+    clip: bool = False,
+    accumulate: int = 1,
+    steps: int = STEPS,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[Recipe]]:
+    """The parameters after some steps, and the recipe of each step."""
+    model = Model()
+    if budget is None:
+        model.to(lab.device)
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    prepared = None
+    if budget is not None:
+        prepared = offload.prepare(model, optimizer, budget, device=lab.device, min_bytes=0, **options)
+    generator = torch.Generator().manual_seed(2)
+    recipes = []
+    for _ in range(steps):
+        for microbatch in range(accumulate):
+            tokens = torch.randint(WORDS, (1, 4), generator=generator).to(lab.device)
+            if prepared is not None and microbatch < accumulate - 1:
+                with prepared.no_step():
+                    model(tokens).backward()
+            else:
+                model(tokens).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if prepared is not None:
+            recipes.append(prepared.recipe)
+    if prepared is not None:
+        assert prepared.state == "following"
+        assert prepared.plan.chosen.recipe == prepared.recipe
+        prepared.remove()
+        assert prepared.state == "removed"
+        assert {parameter.device.type for parameter in model.parameters()} == {lab.device.type}
+    return [parameter.detach().cpu() for parameter in model.parameters()], recipes
+
+
+def weight_bytes() -> int:
+    return sum(parameter.nbytes for parameter in Model().parameters())
+
+
+def test_all_fits(lab: Lab) -> None:
+    found, recipes = train(lab, 1 << 30)
+    assert_same(train(lab, None)[0], found)
+    assert recipes == [RESIDENT] * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [False, True])
+def test_state_on_the_host(clip: bool, lab: Lab) -> None:
+    """The budget holds weights and gradients, and not the state."""
+    budget = 3 * weight_bytes()
+    found, recipes = train(lab, budget, clip=clip, accumulate=2)
+    assert_same(train(lab, None, clip=clip, accumulate=2)[0], found)
+    assert RESIDENT not in recipes
+    assert recipes[-1] == STREAMED
+
+
+def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
+    """The first recipe leaves room for activations that nobody knows yet; all parameters are the same after."""
+    budget = 5 * weight_bytes()
+    found, recipes = train(lab, budget)
+    assert_same(train(lab, None)[0], found)
+    assert recipes[0] != RESIDENT
+    assert recipes[-1] == RESIDENT
+
+
+def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (ON_HOST,))
+    found, recipes = train(lab, 1 << 30)
+    assert_same(train(lab, None)[0], found)
+    assert recipes == [ON_HOST] * STEPS
+
+
+def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)
+    found, recipes = train(lab, 1 << 30)
+    assert_same(train(lab, None)[0], found)
+    assert recipes[0] == ON_HOST
+    assert recipes[-1] == RESIDENT
+
+
+def test_gradients_are_consumed_in_backward(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED, ON_HOST))
+    found, recipes = train(lab, 1 << 30, accumulate=2, step_in_backward=True)
+    assert_same(train(lab, None, accumulate=2)[0], found)
+    assert recipes[-1] == CONSUMED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
+    ],
+    ids=["SGD", "Adafactor", "RMSprop"],
+)
+def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(lab, None, make)[0]
+    assert_same(expected, train(lab, 1 << 30, make)[0])
+    monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)  # from the host to the device
+    assert_same(expected, train(lab, 1 << 30, make)[0])
+
+
+def test_state_that_is_there_already(lab: Lab) -> None:
+    """As when training goes on from a checkpoint: from the CPU to where the recipe has it."""
+
+    def resumed(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    expected = train(lab, None, resumed)[0]
+    assert_same(expected, train(lab, 1 << 30, resumed)[0])
+
+
+def test_the_table_names_what_each_recipe_needs(lab: Lab) -> None:
+    model = Model()
+    with offload.prepare(model, adamw(model), 1 << 30, max_host_bytes=1, device=lab.device, min_bytes=0) as prepared:
+        text = str(prepared.plan)
+        assert prepared.state == "measuring"
+        assert prepared.activations is None
+    assert "weights   gradients  optimizer" in text
+    assert "of host memory without activations" in text
+    assert "chosen" in text
+    assert set(prepared.stats()) == set()
+
+
+def test_nothing_fits() -> None:
+    model = Model()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"memory_budget must hold weights, .*got 64.00 KiB and no limit of host memory"
+    ):
+        offload.prepare(model, adamw(model), 64 * KIB, device="cpu")
+    with pytest.raises(ValueError, match=r"optimizer streamed: needs .* of host memory without activations; weights"):
+        offload.prepare(model, adamw(model), 3 * weight_bytes(), 64 * KIB, device="cpu")
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_refuses_what_is_no_training() -> None:
+    model, other = Model(), nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="model must be a module"):
+        offload.prepare([model], adamw(model), "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer of the model's parameters"):
+        offload.prepare(model, model, "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"optimizer must hold parameters of the model, got 2 others, .*\(2, 3\)"):
+        offload.prepare(model, adamw(other), "1GiB")
+    with pytest.raises(ValueError, match="memory_budget must be a number and a unit"):
+        offload.prepare(model, adamw(model), "24")
+    with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
+        offload.prepare(model, adamw(model), "1GiB", layers="blocks")
+
+
+def test_an_error_in_a_step_leaves_the_recipe(lab: Lab) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0) as prepared:
+        with pytest.raises(IndexError):
+            model(torch.full((2, 4), WORDS, device=lab.device) if lab.device.type == "cpu" else _out_of_range())
+        for _ in range(4):
+            model(torch.ones(2, 4, dtype=torch.long, device=lab.device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert prepared.state == "following"
+
+
+def _out_of_range() -> torch.Tensor:
+    raise IndexError  # on a GPU, the kernel would end the process
+
+
+# The arithmetic.
+
+GIB = 1 << 30
+LLAMA = TrainingBytes(
+    weights=15 * GIB,
+    gradients=15 * GIB,
+    state=60 * GIB,
+    layer_weights=(13 * GIB // 32,) * 32,
+    layer_gradients=(13 * GIB // 32,) * 32,
+    layer_state=(52 * GIB // 32,) * 32,
+    largest_gradient=GIB,
+    slots=GIB,
+    trained_elements=8 * 10**9,
+)
+
+
+def test_sizes_of_recipes() -> None:
+    held = {one.recipe: (one.device_bytes / GIB, one.host_bytes / GIB) for one in _without(200).recipes}
+    assert held[RESIDENT] == (90, 0)
+    assert held[STREAMED] == (31, 60)
+    assert held[CONSUMED] == (17, 60)
+    device, host = held[ON_HOST]
+    layer = 13 / 32
+    assert device == pytest.approx(2 + 2 * layer + 8 + 2 + 2 * layer)
+    assert host == pytest.approx(26 + 52)
+
+
+def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
+    return without_activations(LLAMA, budget_gib * GIB, None if host_gib is None else host_gib * GIB)
+
+
+def test_what_fits() -> None:
+    fits = lambda plan: [one.recipe for one in plan.recipes if not one.reason]  # noqa: E731
+    assert fits(_without(140)) == [*RECIPES]
+    assert fits(_without(80)) == [STREAMED, CONSUMED, ON_HOST]
+    assert fits(_without(24)) == [CONSUMED, ON_HOST]
+    assert fits(_without(24, 70)) == [CONSUMED]
+    assert fits(_without(80, 50)) == []
+
+
+def test_the_shortest_recipe_is_chosen() -> None:
+    """The link carries state, weights and activations: a budget that holds the state has the shorter step."""
+    link = offload.Link(50e9, 50e9, 100e9)
+    layer = offload.LayerProfile(0.05, 0.1, GIB)
+    profile = offload.Profile((layer,) * 32)
+
+    def plan(device: int, host: int | None) -> offload.Plan:
+        return offload.plan(profile, device, link, max_host_bytes=host)
+
+    def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
+        return plan_recipes(LLAMA, budget_gib * GIB, None, link, plan, missing_gib * GIB, STREAMED)
+
+    assert made(140).chosen.recipe == RESIDENT
+    assert made(70).chosen.recipe == CONSUMED
+    by_recipe = {one.recipe: one for one in made(70).recipes}
+    assert by_recipe[RESIDENT].plan is None
+    assert by_recipe[STREAMED].step_s - by_recipe[CONSUMED].step_s == pytest.approx(60 * GIB / 50e9, rel=0.01)
+    assert all(one.device_bytes <= 70 * GIB for one in made(70).recipes if not one.reason)
+    # Two GiB beside gradients and activations, in every recipe.
+    assert by_recipe[STREAMED].device_bytes == 33 * GIB + by_recipe[STREAMED].plan.peak_bytes
