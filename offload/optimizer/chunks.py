@@ -122,12 +122,24 @@ class ChunkStepper:
 
     def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Step these parameters, each given with the number of its group."""
+        parameters = list(parameters)
+        for _, parameter in parameters:
+            self._place_gradient(parameter)
         chunks = self.split(parameters)
         loaded: list[Loaded] = []
         for number in range(len(chunks)):
             while len(loaded) < min(number + NUM_SLOTS, len(chunks)):
                 loaded.append(self.load(chunks[len(loaded)]))
             self.step_chunk(loaded[number])
+        for _, parameter in parameters:
+            self.store.of(parameter).gradient = None
+
+    def _place_gradient(self, parameter: Any) -> None:
+        """A sharded parameter's gradient must be sharded alike: some layers leave sums to whoever reads them."""
+        state = self.store.of(parameter)
+        gradient: Any = parameter.grad if state.gradient is None else state.gradient
+        if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+            state.gradient = gradient.redistribute(placements=parameter.placements)
 
     def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
         """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
@@ -256,7 +268,7 @@ class ChunkStepper:
     def _parameter(self, piece: ParameterPiece) -> tuple[torch.Tensor, nn.Parameter]:
         """The piece of the parameter, and what the step is given: that, or a copy in the state's dtype."""
         given = piece.state.parameter
-        gradient = piece.state.gradient if given.grad is None else given.grad
+        gradient = given.grad if piece.state.gradient is None else piece.state.gradient
         assert gradient is not None  # noqa: S101  # only parameters with one are stepped
         whole, gradient = local(given), local(gradient)
         if gradient.layout is not torch.strided:

@@ -145,7 +145,6 @@ class BackwardSteps:
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state, gradient in zip(states, gradients, strict=True):
             self._seen[state.parameter] = None if self._consume else _Seen(gradient, gradient._version)
-            state.gradient = None
         self._flights.append((gradients, stepped))
         while len(self._flights) > NUM_SLOTS:
             self._land()

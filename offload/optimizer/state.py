@@ -27,6 +27,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if part is None else part().detach()
 
 
+def spread(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Of a sharded parameter: the sharded tensor whose part on this rank is ``part``, on whatever device."""
+    if not hasattr(parameter, "to_local") or part.shape != local(parameter).shape or not part.ndim:
+        return part
+    with torch.no_grad():
+        whole = torch.empty_like(parameter, dtype=part.dtype, device=part.device, requires_grad=False)
+        local_part: torch.Tensor = whole.to_local()  # type: ignore[attr-defined]  # a DTensor
+        local_part.data = part
+    return whole
+
+
 class HostStates(defaultdict[Any, Any]):
     """``optimizer.state``: a look into it calls ``settle``, which waits until copies to the host are over."""
 
@@ -159,8 +170,14 @@ class StateStore:
             held = {key: value for key, value in parts.items() if self.is_home(value, local(parameter))}
             state = self.of(parameter)
             self.add(state, held)
-            for key, value in held.items():
-                state.homes[key].copy_(value)  # blocks until it is there
+            for key, value in parts.items():
+                if key in held:
+                    state.homes[key].copy_(value)  # blocks until it is there
+                elif self.proof.elementwise and isinstance(value, torch.Tensor) and value.numel() > 1:
+                    raise ValueError(
+                        f"{key} in the optimizer's state must have its parameter's shape, "
+                        f"{tuple(local(parameter).shape)}, got {tuple(value.shape)}; load a state_dict of this model."
+                    )
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
 
     def on_device(self) -> defaultdict[Any, Any]:
@@ -171,7 +188,10 @@ class StateStore:
             if parameter in self._states:
                 homes = self._states[parameter].homes
                 states[parameter] = {
-                    key: self._on_device(value, parameter) if key in homes else value for key, value in entry.items()
+                    key: spread(self._on_device(value, parameter) if key in homes else value, parameter)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in entry.items()
                 }
         return states
 

@@ -19,7 +19,7 @@ from offload.optimizer.chunks import ChunkStepper
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import stand_in_for
-from offload.optimizer.state import local
+from offload.optimizer.state import local, spread
 
 CHUNK_BYTES = 512 << 20
 """Of state: AdamW's for 64 Mi parameters, in float32."""
@@ -165,37 +165,43 @@ class StreamedOptimizer(Handle):
         self._stepper.settle()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-        """Counters that are on the device come to the host, as all else in the state."""
-        state = {
-            number: {key: _on_host(value) for key, value in entry.items()} if isinstance(entry, dict) else entry
-            for number, entry in found["state"].items()
-        }
+        """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""
+        parameters = stepped_by(optimizer)
+        state = {}
+        for number, entry in found["state"].items():
+            state[number] = entry
+            if isinstance(entry, dict):
+                state[number] = {
+                    key: spread(value if value.numel() > 1 else value.cpu(), parameters[number])
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in entry.items()
+                }
         return {**found, "state": state}
 
     def _before_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         """Keep the large tensors from PyTorch, which would copy all of them to the device."""
         assert self._stepper is not None  # noqa: S101
         self._stepper.settle()
-        self._loading, small = {}, {}
-        for number, entry in given["state"].items():
-            if not isinstance(entry, dict):
-                small[number] = entry
-                continue
-            large = {
-                key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and value.numel() > 1
-            }
-            self._loading[number] = large
-            small[number] = {key: value for key, value in entry.items() if key not in large}
+        small = dict(given["state"])
+        saved = [number for group in given["param_groups"] for number in group["params"]]
+        self._loading = {}
+        for number, parameter in zip(saved, stepped_by(optimizer), strict=False):  # PyTorch raises if they differ
+            entry = small.get(number)
+            if isinstance(entry, dict):
+                tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
+                large = {key: value for key, value in tensors.items() if value.numel() > 1}
+                small[number] = {key: value for key, value in entry.items() if key not in large}
+                self._loading[parameter] = large
         return {**given, "state": small}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         stepper = self._stepper
         assert stepper is not None  # noqa: S101
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = dict(optimizer.state)
-        for number, large in self._loading.items():
+        for parameter, large in self._loading.items():
             if large:
-                states[parameters[number]] = {**states.get(parameters[number], {}), **large}
+                states[parameter] = {**states.get(parameter, {}), **large}
         self._loading = {}
         stepper.store.shown.clear()
         stepper.store.adopt(states)
@@ -230,7 +236,7 @@ def stream_optimizer(
 
     Args:
         optimizer: Any optimizer that steps each parameter by itself, which is tried on small parameters. Its parameters
-            are on one device.
+            are on one device. Of parameters that ``fully_shard`` has sharded, each rank holds the state of its own part.
         chunk_bytes: State in one chunk, and the size of each of three slots on the device: bytes, or a text such as
             ``"512MiB"``. Optimizers that are not elementwise, such as Adafactor, are stepped parameter by parameter,
             and their slots have the size of the largest parameter's state.
@@ -272,7 +278,12 @@ def stream_optimizer(
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         resident_bytes=resident,
     )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = stepped_by(optimizer)
+    if not stepper.store.proof.elementwise and any(hasattr(parameter, "to_local") for parameter in parameters):
+        raise TypeError(
+            f"optimizer must be elementwise to step sharded parameters (DTensor), got {type(optimizer).__name__}, "
+            "which needs whole parameters; leave the optimizer as it is."
+        )
     with torch.no_grad():
         stepper.store.reserve(
             [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
@@ -282,12 +293,17 @@ def stream_optimizer(
     return StreamedOptimizer(stepper, early)
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of their numbers in a ``state_dict``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     """The device of the parameters, if they can be streamed."""
     name = type(optimizer).__name__
     if optimizer in _streamed:
         raise ValueError(f"optimizer must not be streamed yet, but this {name} is; remove() its handle first.")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = stepped_by(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
     devices = list(dict.fromkeys(parameter.device for parameter in parameters))
@@ -305,7 +321,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             )
     device: torch.device = devices[0]
     return device
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

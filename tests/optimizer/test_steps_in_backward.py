@@ -253,15 +253,18 @@ def late_gradient(lab: Lab) -> bool:
 
 
 def late_step(lab: Lab) -> bool:
-    class Late(torch.optim.SGD):
+    class Late(torch.optim.Optimizer):
+        late = False
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            [weight] = self.param_groups[0]["params"]
-            if weight.numel() == 1000:
+            for weight in self.param_groups[0]["params"] if self.late else ():
                 lab.write_late(weight, 7.0, LATE_S)
 
     weight = nn.Parameter(torch.zeros(1000, device=lab.device))
-    stream(Late([weight]), in_backward=True)
+    optimizer = Late([weight], {})
+    stream(optimizer, in_backward=True)
+    optimizer.late = True
     weight.sum().backward()
     seen = weight.detach().clone()
     lab.drain()

@@ -1,0 +1,159 @@
+"""One rank of the models that ``test_on_two_ranks.py`` trains, with streamed optimizer state and without.
+
+Run as ``python sharded_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leaves its findings in ``FOLDER/RANK.pt``.
+"""
+
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+from ranks import be_rank
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from training import build, loss_of, plain_steps, stream
+
+STEPS = 6
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+
+
+def part(value):
+    value = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    return (value.to_local() if isinstance(value, DTensor) else value).cpu().clone()
+
+
+def parts(model, optimizer):
+    state = optimizer.state_dict()["state"]
+    return [part(parameter) for parameter in model.parameters()] + [
+        part(value) for _, entry in sorted(state.items()) for _, value in sorted(entry.items())
+    ]
+
+
+def sharded(rank, world, device):
+    model = build(device)
+    mesh = init_device_mesh(device.type, (world,))
+    for layer in (model[0], model[3]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated(rank, world, device):
+    return DistributedDataParallel(build(device))
+
+
+def each_rank_loss(model, number, rank):
+    return loss_of(model, 2 * number + rank)
+
+
+def train(make_model, rank, world, device, streamed, *, microbatches=1, clip=False, **options):
+    model = make_model(rank, world, device)
+    optimizer = adamw(model.parameters())
+    handle = stream(optimizer, **options) if streamed else None
+    for number in range(STEPS):
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last
+            else:
+                model.set_requires_gradient_sync(last)
+            if handle is not None and not last:
+                with handle.no_step():
+                    each_rank_loss(model, number * microbatches + microbatch, rank).backward()
+            else:
+                each_rank_loss(model, number * microbatches + microbatch, rank).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, handle
+
+
+CASES = {
+    "FSDP2": (sharded, {}),
+    "FSDP2, clipped, accumulated": (sharded, {"microbatches": 3, "clip": True}),
+    "FSDP2, in backward": (sharded, {"in_backward": True}),
+    "FSDP2, in backward, accumulated": (sharded, {"in_backward": True, "consume_gradients": True, "microbatches": 2}),
+    "DDP": (replicated, {}),
+    "DDP, clipped, accumulated": (replicated, {"microbatches": 3, "clip": True}),
+}
+
+
+def in_backward_of_ddp(rank, world, device):
+    model = replicated(rank, world, device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True)
+    try:
+        each_rank_loss(model, 0, rank).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def checkpointed(rank, world, device):
+    """A sharded checkpoint of PyTorch's, from a streamed run into a streamed one and into a resident one."""
+    model, optimizer, _ = train(sharded, rank, world, device, True)
+    saved = get_optimizer_state_dict(model, optimizer)
+    kinds = {(type(v).__name__, v.device.type) for entry in saved["state"].values() for v in entry.values()}
+    whole = {key: value.clone() for key, value in model.state_dict().items()}
+    found = {"kinds": sorted(kinds)}
+    for streamed in (False, True):
+        other = sharded(rank, world, device)
+        other.load_state_dict(whole)
+        optimizer = adamw(other.parameters())
+        if streamed:
+            stream(optimizer)
+        set_optimizer_state_dict(other, optimizer, copy.deepcopy(saved))  # on the CPU, PyTorch would not copy it
+        plain_steps(other, optimizer, range(2))
+        found[streamed] = parts(other, optimizer)
+    return found
+
+
+def removed(rank, world, device):
+    model, optimizer, handle = train(sharded, rank, world, device, True)
+    handle.remove()
+    plain_steps(model, optimizer, range(2))
+    expected, resident, _ = train(sharded, rank, world, device, False)
+    plain_steps(expected, resident, range(2))
+    kinds = {type(entry["exp_avg"]).__name__ for entry in optimizer.state.values()}
+    return {"kinds": kinds, "found": parts(model, optimizer), "expected": parts(expected, resident)}
+
+
+def sums_left(rank, world, device):
+    """Gradients that are sums over ranks, which nobody has taken yet."""
+    mesh = init_device_mesh(device.type, (world,))
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        values = torch.randn(6, 4, device=device)
+        weights = [nn.Parameter(distribute_tensor(values, mesh, [place])) for place in (Replicate(), Shard(0))]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+        if streamed:
+            stream(optimizer)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = DTensor.from_local(values * (rank + 1), mesh, [Partial()])
+            optimizer.step()
+        found.append([part(weight) for weight in weights])
+    return found
+
+
+def find(rank, world, device):
+    found = {}
+    for name, (make_model, options) in CASES.items():
+        found[name] = []
+        for streamed in (False, True):
+            model, optimizer, handle = train(make_model, rank, world, device, streamed, **options)
+            found[name].append(parts(model, optimizer))
+        found[name].append(handle.stats())
+    for case in (in_backward_of_ddp, checkpointed, removed, sums_left):
+        found[case.__name__] = case(rank, world, device)
+    dist.barrier()
+    return found
+
+
+if __name__ == "__main__":
+    be_rank(find)

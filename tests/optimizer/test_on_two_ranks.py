@@ -1,0 +1,64 @@
+"""Streamed optimizer state on two ranks: sharded parameters and replicated ones, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_worker
+from ranks import run_ranks
+from sharded_worker import CASES, STEPS
+from training import assert_same
+
+pytestmark = pytest.mark.slow
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(Path(sharded_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_the_resident_optimizer(case: str, ranks: Found) -> None:
+    for rank in ranks:
+        expected, found, stats = rank[case]
+        assert_same(expected, found)
+        assert stats.steps == STEPS
+        assert stats.host_bytes > 0
+        assert (stats.backward_chunks == stats.chunks) == ("in backward" in case)
+
+
+def test_each_rank_holds_its_own_part(ranks: Found) -> None:
+    for rank in ranks:
+        *_, one = rank["FSDP2"]
+        *_, all_of_it = rank["DDP"]
+        assert one.host_bytes <= all_of_it.host_bytes / 2 + 1024
+
+
+def test_steps_in_backward_are_refused_where_gradients_are_averaged_afterwards(ranks: Found) -> None:
+    for rank in ranks:
+        assert rank["in_backward_of_ddp"].startswith(
+            "in_backward=True must not be used with DistributedDataParallel, whose ranks average gradients after"
+        )
+
+
+def test_sharded_checkpoints(ranks: Found) -> None:
+    for rank in ranks:
+        found = rank["checkpointed"]
+        assert found["kinds"] == [("DTensor", "cpu"), ("Tensor", "cpu")]
+        assert_same(found[False], found[True])
+
+
+def test_remove_shards_the_state_again(ranks: Found) -> None:
+    for rank in ranks:
+        found = rank["removed"]
+        assert found["kinds"] == {"DTensor"}
+        assert_same(found["expected"], found["found"])
+
+
+def test_gradients_that_are_sums_over_ranks(ranks: Found) -> None:
+    for rank in ranks:
+        assert_same(*rank["sums_left"])
