@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 8192])
     parser.add_argument("--seconds", type=float, default=400.0, help="start no row after so long")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--without-accumulation", action="store_true")
     parser.add_argument("--without-torchao", action="store_true")
     arguments, device = asked(parser, "results/optimizer_state.json")
     begin_s = time.perf_counter()
@@ -173,13 +174,14 @@ def main() -> None:
             return None
         return row
 
-    sizes = [(tokens, 1) for tokens in arguments.tokens] + [(max(arguments.tokens), MICROBATCHES)]
+    sizes = [(tokens, 1) for tokens in arguments.tokens]
+    several = [] if arguments.without_accumulation else [(max(arguments.tokens), MICROBATCHES)]
     for name in arguments.ways:
         optimizer = run.adamw()
         pin_s = time.perf_counter()
         handle = WAYS[name](optimizer, **chunks)
         pin_s = time.perf_counter() - pin_s
-        for tokens, microbatches in sizes[: -1 if name in NO_CLIPPING else None]:
+        for tokens, microbatches in sizes + (several if name not in NO_CLIPPING else []):
             row = begin(name, tokens, microbatches)
             if row is not None:
                 row["begin_s"] = pin_s
