@@ -52,8 +52,7 @@ def _find(name: str) -> Any:
 
 _top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
-this_backward = _find("_C._current_graph_task_id")
-"""The number of the backward that runs a node in this thread, of the innermost one; -1 outside."""
+this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
 _executes = _find("_C._will_engine_execute_node")
 _mode_of_kind, _PROXY = _find("_C._get_dispatch_mode"), _take("_C._TorchDispatchModeKey.PROXY")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
