@@ -18,18 +18,26 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import torch
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
 from tabulate import tabulate
+
+ON_A_CPU = (
+    "On a CPU, memory and gradients are as on a GPU, and times are not: copies and model share the same cores, so "
+    "offloading can make a step longer. A GPU has engines of its own for copies."
+)
+"""As the first tutorial says at its beginning."""
 
 CellCallback = Callable[[int], None]  # called with the index of a cell
 
@@ -173,6 +181,8 @@ def main() -> int:
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_to_html(notebook, arguments.notebook.stem), encoding="utf-8")
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
+    if not torch.accelerator.is_available():
+        print(textwrap.fill(ON_A_CPU, 100))
     print(f"Open {page}")
     return 0
 

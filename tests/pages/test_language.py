@@ -1,6 +1,7 @@
 """How much the pages say, and that they and the code use the field's words: one word for one thing."""
 
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = [ROOT / "index.md", *sorted(ROOT.glob("docs/**/*.md"))]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 TEXTS = [ROOT / "README.md", *SITE, ROOT / "CHANGELOG.md"]
 CODE = sorted([*ROOT.glob("offload/**/*.py"), *ROOT.glob("docs/examples/*.py")])
 
@@ -85,6 +87,13 @@ def sentences(page: Path) -> str:
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_use_the_words_of_the_field(page):
     assert not found_in(sentences(page), OUT_OF_PAGES)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_use_the_words_of_the_field(path):
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert not found_in(re.sub(r"`[^`\n]*`", "", text), OUT_OF_PAGES)
 
 
 def texts_of_code(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import page_html
 import pytest
+import tutorial
 from nbclient.exceptions import CellExecutionError
 from tutorial import execute
 
@@ -44,6 +45,11 @@ def test_executes(path, tmp_path):
         rows = json.loads(result.read_text())
         assert len(rows) > 1
         assert all(row.keys() == rows[0].keys() for row in rows)
+
+
+def test_the_tutorial_says_the_same_of_a_cpu_as_its_command():
+    text = NOTEBOOKS[0].read_text("utf-8").replace("**", "")
+    assert tutorial.ON_A_CPU in text
 
 
 @pytest.mark.gpu

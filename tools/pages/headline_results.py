@@ -27,13 +27,14 @@ def plans_of(record: Row) -> tuple[Row, Row, Row, Row]:
     return nothing, checkpoint, cheap, near
 
 
-def decoder_run(record: Row) -> tuple[Row, str]:
-    """The first row of the decoder's run, and where and when it was measured."""
+def decoder_run(record: Row) -> str:
+    """Where and when the decoder's rows were measured."""
     row = next(row for row in record["rows"] if row["model"] == "decoder")
-    return row, f"{record['hardware']['gpu']}, {link_of(record['link'])}, {torch_of(record)}, {day_of(row)}"
+    return f"{record['hardware']['gpu']}, {link_of(record['link'])}, {torch_of(record)}, {day_of(row)}"
 
 
-DECODER = "twenty decoder layers of a 7B model (hidden 4096), 2 × 4096 tokens, bfloat16"
+LAYERS = "twenty decoder layers of a 7B model"
+DECODER = f"{LAYERS} (hidden 4096), 2 × 4096 tokens, bfloat16"
 
 
 @table("start_line")
@@ -41,11 +42,10 @@ def start_line(_page: Path) -> str:
     """What the start page's one line came to."""
     record = read("budget")
     nothing, _, cheap, _ = plans_of(record)
-    _, where = decoder_run(record)
     return (
-        f"> Activations **{gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB**, training step "
-        f"**{more(cheap['ratio'])}** ({ms(nothing['step_s'])} → {ms(cheap['step_s'])} ms), with "
-        f"{gib(cheap['host_bytes'], 1)} GiB in host memory ({where}: {DECODER}).\n"
+        f"> Activations **{gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB**, step "
+        f"**{more(cheap['ratio'])}**, with {gib(cheap['host_bytes'], 1)} GiB of host memory: {LAYERS} on an "
+        f"{record['hardware']['gpu']}.\n"
     )
 
 
@@ -69,7 +69,7 @@ def start_table(_page: Path) -> str:
         }
         for way, row in shown
     ]
-    _, where = decoder_run(record)
+    where = decoder_run(record)
     assert all(row["bit_identical"] for _, row in shown)
     return (
         f"{markdown_table(rows, left=1)}\n\n{DECODER[0].upper()}{DECODER[1:]}, forward and backward without an "
@@ -102,5 +102,5 @@ def recipes(page: Path) -> str:
         }
         for what, row in shown
     ]
-    _, where = decoder_run(record)
+    where = decoder_run(record)
     return f"{where}.\n\n{markdown_table(table_rows, left=1)}\n"
