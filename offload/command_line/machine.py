@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import resource
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,21 +27,11 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.9846e9, 4: 1.9692e9, 5: 3.9385e9, 
 """Of one lane in one direction, by generation, after line encoding and before packet headers. Source: PCI Express Base
 Specification: 8b/10b up to Gen2, 128b/130b up to Gen5, and 242 of 256 bytes in Gen6."""
 
-PRODUCT_SIDE = {"cuda": 8192, "cpu": 256}
-"""Side of the square matrices, by type of device: large enough for a product at the device's full rate. A CPU without
-bfloat16 arithmetic takes seconds for a product of side 1024."""
-
-PRODUCTS = 5
-"""How many products are timed, after as many to warm up; the median counts."""
-
-CPU_BYTES = 4 << 30
-"""Counts as the device's memory on the CPU."""
-
-LOCKED_BYTES = 1 << 30
-"""At most so much memory is locked to see whether locking works."""
-
 HEALTHY = 0.6
 """Share of the bus's promise above which a link is healthy: 88% was measured on PCIe Gen5."""
+
+LOCKED_BYTES = 1 << 30
+"""So much memory is locked to see whether locking works."""
 
 SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "unset it: the host waits for every kernel and copy, so that none run side by side",
@@ -51,8 +39,7 @@ SLOW_VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Bus:
+class Bus(NamedTuple):
     """The PCIe link of a device: the generation and the lanes that both ends have, and the lanes in use."""
 
     generation: int
@@ -68,18 +55,12 @@ class Bus:
         return f"PCIe Gen{self.generation} x{self.width}"
 
 
-@dataclass(frozen=True)
-class MachineCheck:
+class MachineCheck(NamedTuple):
     """One check of the machine; it is a warning if there is a remedy."""
 
     name: str
     found: str
     remedy: str = ""
-
-    @property
-    def state(self) -> str:
-        """``"ok"`` or ``"warning"``."""
-        return "warning" if self.remedy else "ok"
 
 
 def answer_link(options: argparse.Namespace) -> Answer:
@@ -94,9 +75,7 @@ def describe_link(device: str, link: Link, bus: Bus | None, flop_per_s: float) -
     ratio = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) / bus.bytes_per_s if bus else None
     # Offloaded in forward, and reloaded in backward, which takes twice as long.
     free = flop_per_s / min(link.d2h_bytes_per_s, 2 * link.h2d_bytes_per_s)
-    promised = "unknown: nvidia-smi does not say which bus the device is on"
-    if link.device == "cpu":
-        promised = "unknown: there is no bus between memory and memory"
+    promised = "unknown: nvidia-smi names no bus of the device"
     if bus is not None and ratio is not None:
         promised = f"{bus.bytes_per_s / 1e9:.1f} GB/s each way by {bus}; reached {ratio:.0%}"
         promised += ", so copies take another link" if ratio > 1 else ""
@@ -113,85 +92,66 @@ def describe_link(device: str, link: Link, bus: Bus | None, flop_per_s: float) -
         ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
         ("free", meaning),
     ]
-    values = asdict(link) | {
-        "device": device,
-        "pcie_generation": bus and bus.generation,
-        "pcie_width": bus and bus.width,
-        "promised_bytes_per_s": bus and bus.bytes_per_s,
-        "ratio": ratio,
-        "flop_per_s": flop_per_s,
-        "free_flop_per_byte": free,
-    }
-    return Answer(rows, values)
+    values = {"promised_bytes_per_s": bus and bus.bytes_per_s, "ratio": ratio}
+    values |= {"flop_per_s": flop_per_s, "free_flop_per_byte": free}
+    return Answer(rows, asdict(link) | {"device": device} | values)
 
 
 def answer_doctor(options: argparse.Namespace) -> Answer:
     """Look for what keeps offloading from working well on this machine, and say what to do about it."""
     checks = [*examine(get_backend(options.device))]
-    warnings = sum(check.state == "warning" for check in checks)
+    states = ["warning" if check.remedy else "ok" for check in checks]
     wide = max(len(check.name) for check in checks)
     rows: list[tuple[str, str]] = []
-    for check in checks:
-        rows.append((f"{check.state:<9}{check.name:<{wide}}", check.found))
+    for state, check in zip(states, checks, strict=True):
+        rows.append((f"{state:<9}{check.name:<{wide}}", check.found))
         rows += [("", f"To do: {check.remedy}.")] * bool(check.remedy)
+    warnings = states.count("warning")
     summary = f"{warnings} warning{'s' if warnings > 1 else ''}" if warnings else "all is well"
-    values = {"checks": [{"state": check.state} | asdict(check) for check in checks]}
-    return Answer(rows, values, ok=not warnings, below=[summary])
+    values = [
+        {"state": state, "name": check.name, "found": check.found, "remedy": check.remedy}
+        for state, check in zip(states, checks, strict=True)
+    ]
+    return Answer(rows, {"checks": values}, ok=not warnings, below=[summary])
 
 
 def examine(backend: Backend) -> Iterator[MachineCheck]:
     """All checks of this machine."""
-    device, driver = backend.device, driver_version()
-    version = torch.version
-    build = f"for CUDA {version.cuda}" if version.cuda else "for ROCm" if version.hip else "without CUDA"
-    remedy = "install PyTorch for CUDA: this machine has NVIDIA's driver" if driver and build == "without CUDA" else ""
-    yield MachineCheck("torch", f"{torch.__version__}, {build}", remedy)
-    yield device_check(device, has_driver=driver is not None)
-    yield MachineCheck("driver", driver or "none of NVIDIA's")
-    yield locked_check(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], backend)
+    device, address = backend.device, _pci_address(backend.device)
+    build = (
+        f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for the CPU"
+    )
+    found, remedy = f"{_device_name(device)}, {format_bytes(_capacity_of(device))}", ""
+    if device.type == "cpu":
+        found = "the CPU: offloading works as on a GPU, but saves no memory"
+        if shutil.which("nvidia-smi"):
+            remedy = (
+                "install PyTorch for CUDA, and see CUDA_VISIBLE_DEVICES and the driver: there is an NVIDIA GPU here"
+            )
+    yield MachineCheck("torch", f"{torch.__version__}, {build}")
+    yield MachineCheck("device", found, remedy)
+    yield locked_check(backend)
     yield host_check(available_bytes(), _capacity_of(device))
-    yield numa_check(_pci_address(device), own_cores())
-    yield from variable_checks(os.environ)
+    yield numa_check(address, own_cores())
+    for name, remedy in SLOW_VARIABLES.items():
+        if os.environ.get(name, "0") not in ("", "0"):
+            yield MachineCheck(name, os.environ[name], remedy)
     try:
-        yield link_check(measure_link(device), bus_of(_pci_address(device)))
+        yield link_check(measure_link(device), bus_of(address))
     except HostMemoryError as error:
         yield MachineCheck("link", "not measured", str(error).rstrip("."))
 
 
-def driver_version(root: Path = Path("/")) -> str | None:
-    """The version of NVIDIA's kernel driver, such as ``"580.95.05"``; ``None`` where there is none."""
-    text = _text_in(root / "proc/driver/nvidia/version")
-    found = re.search(r"\d+(\.\d+)+", text)
-    return found[0] if found else "of an unknown version" if text else None
-
-
-def device_check(device: torch.device, *, has_driver: bool) -> MachineCheck:
-    """The device whose memory offloading saves."""
-    if device.type != "cpu":
-        return MachineCheck("device", f"{_device_name(device)}, {format_bytes(_capacity_of(device))}")
-    remedy = ""
-    if has_driver and torch.version.cuda is not None and not torch.cuda.is_available():
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            remedy = f"see CUDA_VISIBLE_DEVICES and the driver, as PyTorch finds no GPU: {str(error).rstrip('.')}"
-    return MachineCheck("device", "the CPU: offloading works as on a GPU, but saves no memory", remedy)
-
-
-def locked_check(limit: int, backend: Backend) -> MachineCheck:
-    """Whether memory can be page-locked, also beyond the limit of the process."""
-    limited = limit != resource.RLIM_INFINITY
-    most = f"limit {format_bytes(limit)} (ulimit -l)" if limited else "no limit"
+def locked_check(backend: Backend) -> MachineCheck:
+    """Whether memory can be page-locked: most drivers ignore the limit of the process."""
     if backend.device.type == "cpu":
-        return MachineCheck("locked memory", f"{most}; the CPU needs none")
-    tried = min(LOCKED_BYTES, limit + LOCKED_BYTES // 16) if limited else LOCKED_BYTES
+        return MachineCheck("locked memory", "the CPU needs none")
     try:
-        page_locked(tried, backend)
+        page_locked(LOCKED_BYTES, backend)
     except HostMemoryError as error:
         remedy = "raise the limit: ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a unit"
-        return MachineCheck("locked memory", f"{most}; {error}", remedy)
-    beyond = ", so the driver ignores the limit" if limited and tried > limit else ""
-    return MachineCheck("locked memory", f"{most}; {format_bytes(tried)} could be locked{beyond}")
+        return MachineCheck("locked memory", str(error), remedy)
+    return MachineCheck("locked memory", f"{format_bytes(LOCKED_BYTES)} could be locked")
 
 
 def host_check(available: int | None, device_bytes: int) -> MachineCheck:
@@ -202,34 +162,23 @@ def host_check(available: int | None, device_bytes: int) -> MachineCheck:
         "free host memory, as less than half of the device's is left; or raise the limit of the control group: docker "
         "run --memory, Kubernetes' resources.limits, Slurm's --mem"
     )
-    return MachineCheck(
-        "host memory", f"{format_bytes(available)} left", remedy if available < device_bytes / 2 else ""
-    )
+    left = f"{format_bytes(available)} left"
+    return MachineCheck("host memory", left, remedy if available < device_bytes / 2 else "")
 
 
 def numa_check(address: str | None, own: set[int], root: Path = Path("/")) -> MachineCheck:
     """Whether the process runs next to its GPU: pinned memory is allocated on the node that the process runs on."""
-    node = _text_in(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
-    if not node.isdigit():  # -1: the machine has one node
+    try:
+        node = int((root / "sys/bus/pci/devices" / (address or "") / "numa_node").read_text("utf-8"))
+        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text("utf-8").strip()
+    except OSError:  # also for node -1: the machine has one node
         return MachineCheck("NUMA node", "the device has none")
-    listed = _text_in(root / f"sys/devices/system/node/node{node}/cpulist")
     runs = [run.partition("-") for run in listed.split(",") if run]
     if not runs or own <= {core for first, _, last in runs for core in range(int(first), int(last or first) + 1)}:
         return MachineCheck("NUMA node", f"{node}, and the process runs there")
     start = f"numactl --cpunodebind={node} --preferred={node} python …, or taskset --cpu-list {listed} python …"
     found = f"{node}, but the process may run on cores {ranges(sorted(own))}"
     return MachineCheck("NUMA node", found, f"start it there: {start}")
-
-
-def variable_checks(variables: Mapping[str, str]) -> Iterator[MachineCheck]:
-    """Environment variables: the settings of the allocator, and those that slow everything down."""
-    new, old = variables.get("PYTORCH_ALLOC_CONF"), variables.get("PYTORCH_CUDA_ALLOC_CONF")
-    remedy = "unset PYTORCH_CUDA_ALLOC_CONF, the old name of PYTORCH_ALLOC_CONF, which says something else"
-    default = "the default; expandable_segments:True loses less memory between blocks"
-    yield MachineCheck("allocator", new or old or default, remedy if new and old and new != old else "")
-    for name, remedy in SLOW_VARIABLES.items():
-        if variables.get(name, "0") not in ("", "0"):
-            yield MachineCheck(name, variables[name], remedy)
 
 
 def link_check(link: Link, bus: Bus | None) -> MachineCheck:
@@ -253,10 +202,10 @@ def bus_of(address: str | None) -> Bus | None:
     command = [tool, f"--id={address}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603  # as given
-        generation, width, now_width = map(int, done.stdout.split(","))
-    except (OSError, subprocess.SubprocessError, ValueError):
+        bus = Bus(*map(int, done.stdout.split(",")))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
         return None
-    return Bus(generation, width, now_width) if generation in LANE_BYTES_PER_S else None
+    return bus if bus.generation in LANE_BYTES_PER_S else None
 
 
 def _pci_address(device: torch.device) -> str | None:
@@ -273,24 +222,17 @@ def _device_name(device: torch.device) -> str:
 
 
 def _capacity_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else CPU_BYTES
+    """Bytes of the device's memory; 4 GiB stand for the CPU's."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 4 << 30
 
 
 def _flop_per_s(backend: Backend) -> float:
-    side = PRODUCT_SIDE.get(backend.device.type, PRODUCT_SIDE["cuda"])
+    """The median of five products, after as many to warm up; a CPU without bfloat16 takes seconds for larger ones."""
+    side = 256 if backend.device.type == "cpu" else 8192
     left, right = (torch.randn(side, side, device=backend.device).bfloat16() for _ in range(2))
-    result = torch.empty_like(left)
     marks = []
-    for _ in range(2 * PRODUCTS):
+    for _ in range(10):
         begin = backend.mark()
-        torch.mm(left, right, out=result)
+        torch.mm(left, right)
         marks.append((begin, backend.mark()))
-    return 2.0 * side**3 / statistics.median(backend.seconds(marks)[PRODUCTS:])
-
-
-def _text_in(path: Path) -> str:
-    """The text of a file of the system; empty where there is none."""
-    try:
-        return path.read_text("utf-8").strip()
-    except OSError:
-        return ""
+    return 2.0 * side**3 / statistics.median(backend.seconds(marks)[5:])

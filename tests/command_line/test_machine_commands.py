@@ -1,7 +1,6 @@
 """``python -m offload link`` and ``doctor``: what they find, what to do about it, and what all commands share."""
 
 import json
-import resource
 import subprocess
 import sys
 import tomllib
@@ -24,7 +23,7 @@ MEASURED = ["link", "--device", "cpu", "--piece", "64KiB"]
 
 @pytest.fixture(autouse=True)
 def _usual_variables(monkeypatch):
-    for name in (*machine.SLOW_VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in machine.SLOW_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,7 +101,7 @@ def test_measures_here(capsys):
     assert main(MEASURED) == 0
     text = capsys.readouterr().out
     assert text.startswith("device    the CPU,")
-    assert "promised  unknown: there is no bus" in text
+    assert "promised  unknown: nvidia-smi names no bus" in text
 
 
 def test_compares_with_the_promise_of_the_bus():
@@ -158,7 +157,7 @@ def test_works_without_a_gpu(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["offload"], found["version"]) == ("doctor", 1)
     by_name = {check["name"]: check for check in found["checks"]}
-    assert ", ".join(by_name) == "torch, device, driver, locked memory, host memory, NUMA node, allocator, link"
+    assert ", ".join(by_name) == "torch, device, locked memory, host memory, NUMA node, link"
     assert by_name["torch"]["found"].startswith(f"{torch.__version__}, ")
     assert "saves no memory" in by_name["device"]["found"]
     assert "the CPU needs none" in by_name["locked memory"]["found"]
@@ -192,49 +191,27 @@ def test_host_memory_of_half_the_device_is_enough():
     assert not machine.host_check(None, 80 * GIB).remedy
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "torch_remedy", "device_remedy"),
-    [
-        ("13.0", "580.95.05", "", "see CUDA_VISIBLE_DEVICES and the driver, as PyTorch finds no GPU: too old"),
-        ("13.0", None, "", ""),
-        (None, "580.95.05", "install PyTorch for CUDA", ""),
-        (None, None, "", ""),
-    ],
-)
-def test_a_gpu_that_pytorch_does_not_see(cuda, driver, torch_remedy, device_remedy, monkeypatch):
-    def fail():
-        raise RuntimeError("too old.")
-
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", fail)
-    monkeypatch.setattr(machine, "driver_version", lambda: driver)
-    checks = {check.name: check for check in machine.examine(offload.device.select.get_backend("cpu"))}
-    assert checks["torch"].found.endswith("for CUDA 13.0" if cuda else "without CUDA")
-    for name, remedy in (("torch", torch_remedy), ("device", device_remedy)):
-        assert checks[name].remedy.startswith(remedy)
-        assert bool(checks[name].remedy) is bool(remedy)
-    assert checks["driver"].found == (driver or "none of NVIDIA's")
+def test_a_gpu_that_pytorch_does_not_see(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    backend = offload.device.select.get_backend("cpu")
+    assert not {check.name: check for check in machine.examine(backend)}["device"].remedy
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    remedy = {check.name: check for check in machine.examine(backend)}["device"].remedy
+    assert remedy.startswith("install PyTorch for CUDA, and see CUDA_VISIBLE_DEVICES")
 
 
 class Accelerator:
     device = torch.device("cuda:0")
 
 
-def test_tries_to_lock_more_than_the_limit(monkeypatch):
-    tried = []
-    monkeypatch.setattr(machine, "page_locked", lambda nbytes, backend: tried.append(nbytes))
-    check = machine.locked_check(8 << 20, Accelerator())
-    assert check.found == "limit 8.00 MiB (ulimit -l); 72.00 MiB could be locked, so the driver ignores the limit"
-    assert not check.remedy
-    assert machine.locked_check(resource.RLIM_INFINITY, Accelerator()).found == "no limit; 1.00 GiB could be locked"
-    assert tried == [72 << 20, GIB]
-
+def test_says_how_to_lock_more(monkeypatch):
     def refuse(nbytes, backend):
-        raise HostMemoryError("The CUDA driver could not page-lock 72 MiB.")
+        raise HostMemoryError("The CUDA driver could not page-lock 1 GiB.")
 
+    monkeypatch.setattr(machine, "page_locked", lambda nbytes, backend: None)
+    assert machine.locked_check(Accelerator()) == MachineCheck("locked memory", "1.00 GiB could be locked")
     monkeypatch.setattr(machine, "page_locked", refuse)
-    assert "--ulimit memlock=-1" in machine.locked_check(8 << 20, Accelerator()).remedy
+    assert "--ulimit memlock=-1" in machine.locked_check(Accelerator()).remedy
 
 
 def write(path, text):
@@ -249,7 +226,6 @@ def test_names_the_cores_next_to_the_gpu(tmp_path):
     write(node, "-1\n")
     assert machine.numa_check(ADDRESS, {0}, tmp_path).found == "the device has none"
     write(node, "1\n")
-    assert not machine.numa_check(ADDRESS, {0}, tmp_path).remedy  # the system does not say which cores those are
     write(tmp_path / "sys/devices/system/node/node1/cpulist", "4-6,12\n")
     for own in ({4, 12}, {4, 5, 6, 12}):
         assert not machine.numa_check(ADDRESS, own, tmp_path).remedy
@@ -259,25 +235,12 @@ def test_names_the_cores_next_to_the_gpu(tmp_path):
     assert "taskset --cpu-list 4-6,12 " in check.remedy
 
 
-OLD, NEW, CACHE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, {"allocator": ("the default", "")}),
-        ({OLD: "segments", "CUDA_LAUNCH_BLOCKING": "0"}, {"allocator": ("segments", "")}),
-        ({OLD: "one", NEW: "two"}, {"allocator": ("two", "unset PYTORCH_CUDA_ALLOC_CONF")}),
-        ({OLD: "one", NEW: "one", CACHE: "1"}, {"allocator": ("one", ""), CACHE: ("1", "unset it: every allocation")}),
-    ],
-)
-def test_reads_environment_variables(variables, expected):
-    found = {check.name: check for check in machine.variable_checks(variables)}
-    assert found.keys() == expected.keys()
-    for name, (text, remedy) in expected.items():
-        assert found[name].found.startswith(text)
-        assert found[name].remedy.startswith(remedy)
-        assert bool(found[name].remedy) is bool(remedy)
+def test_reads_environment_variables(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    found = {check.name: check for check in machine.examine(offload.device.select.get_backend("cpu"))}
+    assert "CUDA_LAUNCH_BLOCKING" not in found
+    assert found["PYTORCH_NO_CUDA_MEMORY_CACHING"].remedy.startswith("unset it: every allocation")
 
 
 @pytest.mark.parametrize(
@@ -304,24 +267,9 @@ def test_a_link_that_cannot_be_measured(monkeypatch):
     assert check == MachineCheck("link", "not measured", "64.00 MiB are missing; free host memory")
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n", "550.54.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n", "580.95.05"),
-        ("NVRM version: something new\n", "of an unknown version"),
-    ],
-)
-def test_reads_the_drivers_version(text, version, tmp_path):
-    assert machine.driver_version(tmp_path) is None
-    write(tmp_path / "proc/driver/nvidia/version", text)
-    assert machine.driver_version(tmp_path) == version
-
-
 @pytest.mark.gpu
 def test_examines_a_gpu(capsys):
     main(["doctor", "--json"])
     by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "(cuda:0), " in by_name["device"]["found"]
-    assert by_name["driver"]["found"][0].isdigit()
-    assert by_name["driver"]["state"] == by_name["torch"]["state"] == by_name["locked memory"]["state"] == "ok"
+    assert by_name["device"]["state"] == by_name["locked memory"]["state"] == "ok"
