@@ -55,7 +55,6 @@ def attach(
     *,
     memory_budget: int | str | None = None,
     fraction: float | None = None,
-    lookahead: int | None = None,
     parts: int | None = None,
     profile: Mapping[int, StageProfile] | None = None,
     link: Link | None = None,
@@ -80,8 +79,6 @@ def attach(
         schedule: A schedule of ``torch.distributed.pipelining``.
         memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
         fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
-        lookahead: Start each reload so many actions of the rank before its backward; as many as its copy needs, if
-            left out.
         parts: Into how many parts each chunk's activation set is cut; 16, or fewer where the rank has many chunks, if
             left out.
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
@@ -109,7 +106,7 @@ def attach(
     for stage in stages:
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call remove() on the first handle")
-    check_options(memory_budget, fraction, lookahead, parts, profile, link)
+    check_options(memory_budget, fraction, parts, profile, link)
     if policies is None and layers is not None:
         raise ValueError("layers are those that policies apply to, but there are no policies; give both")
     if policies is not None and parts is not None:
@@ -119,8 +116,8 @@ def attach(
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
     stage_layers = None if patterns is None else StageLayers(stages, layers or largest_list, patterns)
-    options: dict[str, Any] = {"memory_budget": memory_budget, "fraction": fraction, "lookahead": lookahead}
-    options |= {"link": link, "parts": stage_layers.parts if stage_layers else parts}
+    options: dict[str, Any] = {"memory_budget": memory_budget, "fraction": fraction, "link": link}
+    options["parts"] = stage_layers.parts if stage_layers else parts
     handle = PipelineOffload(stages, backend, stage_layers, profile, min_bytes, options)
     try:
         order = known_order(schedule, stages)
@@ -128,7 +125,7 @@ def attach(
             handle.make_plan(order)
         elif order is not None and fraction is not None:  # by the order alone, until the first step is measured
             parts = stage_layers.parts if stage_layers else 1
-            handle.plan = plan_pipeline(order, fraction=fraction, lookahead=lookahead, parts=parts)
+            handle.plan = plan_pipeline(order, fraction=fraction, parts=parts)
     except BaseException:
         handle.remove()
         raise

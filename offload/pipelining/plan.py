@@ -146,7 +146,6 @@ def plan_pipeline(
     *,
     memory_budget: int | str | None = None,
     fraction: float | None = None,
-    lookahead: int | None = None,
     parts: int = 1,
 ) -> PipelinePlan:
     """Choose what a pipeline rank offloads, and when.
@@ -163,8 +162,6 @@ def plan_pipeline(
             a profile. If no schedule meets it, the one that needs least is returned, with a warning.
         fraction: Fraction of the saved bytes to offload, 0 to 1. Parts that are not long enough on the host for both
             copies are not offloaded all the same.
-        lookahead: Start each reload so many actions before its backward, or right after its release if that is later;
-            as many as the copy needs, if left out.
         parts: Into how many parts each chunk's set is cut.
 
     Raises:
@@ -172,7 +169,7 @@ def plan_pipeline(
         TypeError: ``actions``, ``profile`` or ``link`` is something else.
     """
     order = read_actions(actions)
-    check_options(memory_budget, fraction, lookahead, parts, profile, link)
+    check_options(memory_budget, fraction, parts, profile, link)
     if profile is None:
         if memory_budget is not None:
             raise ValueError("memory_budget needs a profile, which says how large the activation sets are; give both")
@@ -195,7 +192,7 @@ def plan_pipeline(
         return wanted_bytes - sum(step.nbytes[layer] for layer in absent)
 
     def choose(step: RankStep, link: Link, may_miss_bytes: float) -> Absent:
-        return step.choose(link, lookahead, lambda absent: missing_bytes(absent) <= may_miss_bytes)
+        return step.choose(link, lambda absent: missing_bytes(absent) <= may_miss_bytes)
 
     found = [choose(step, link, 0.0)]
     may_miss_bytes = 0.0
@@ -208,7 +205,7 @@ def plan_pipeline(
     plans = []
     for absent in found:
         limit_bytes = max((budget_bytes or 0) + may_miss_bytes, step.peak_bytes(absent))
-        relaxed = step.relax(absent, limit_bytes, reloads=lookahead is None)
+        relaxed = step.relax(absent, limit_bytes)
         moves = tuple(Move(layer, step.order[at], step.order[until]) for layer, (at, until) in relaxed.items())
         schedule = Schedule(len(step.nbytes), moves, tuple(step.order))
         plans.append(PipelinePlan(order, parts, profile, link, schedule))
@@ -234,7 +231,7 @@ def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wa
     }
 
 
-def check_options(memory_budget: Any, fraction: Any, lookahead: Any, parts: Any, profile: Any, link: object) -> None:
+def check_options(memory_budget: Any, fraction: Any, parts: Any, profile: Any, link: object) -> None:
     """Refuse what :func:`plan_pipeline` would refuse, whatever the actions."""
     if memory_budget is not None:
         parse_bytes(memory_budget, "memory_budget")
@@ -242,9 +239,8 @@ def check_options(memory_budget: Any, fraction: Any, lookahead: Any, parts: Any,
         raise ValueError("memory_budget and fraction exclude each other; give one.")
     if fraction is not None and not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
         raise ValueError(f"fraction must be from 0 to 1, got {fraction!r}")
-    for name, value, minimum in (("lookahead", lookahead, 0), ("parts", parts, 1)):
-        if value is not None and not is_int(value, minimum):
-            raise ValueError(f"{name} must be an int of at least {minimum}, got {value!r}")
+    if parts is not None and not is_int(parts, 1):
+        raise ValueError(f"parts must be an int of at least 1, got {parts!r}")
     if profile is not None:
         wanted = "a dictionary of stages, such as {0: StageProfile(forward_s=0.1, backward_s=0.2, saved_bytes=1 << 30)}"
         check_type("profile", profile, Mapping, wanted)

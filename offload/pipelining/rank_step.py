@@ -83,7 +83,6 @@ class RankStep:
     """
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
-        self.parts = parts
         chunks = number_chunks(actions)
         cut = {stage: costs.cut(parts) for stage, costs in profile.items()}
         self.layers = [layer for chunk in chunks for layer in cut[chunk.stage]]
@@ -158,12 +157,11 @@ class RankStep:
             changes[self.backward_at[layer] + 1] -= self.nbytes[layer]
         return max(accumulate(changes))
 
-    def choose(self, link: Link, lookahead: int | None, is_enough: Callable[[Absent], bool]) -> Absent:
+    def choose(self, link: Link, is_enough: Callable[[Absent], bool]) -> Absent:
         """Offload the longest-lived layers first, each if both copies have time beside those before, until enough.
 
         Args:
             link: How fast copies are.
-            lookahead: Actions between a reload and its backward; as many as the copy needs, if ``None``.
             is_enough: Whether no more layers have to be offloaded.
         """
         at = zip(self.forward_at, self.backward_at, strict=True)
@@ -173,14 +171,14 @@ class RankStep:
         groups = [[layer for _, layer in sorted(lives) if self.nbytes[layer]]]
         while groups and not is_enough(absent):
             group = groups.pop()
-            trial = self._place([*absent, *group], link, lookahead)
+            trial = self._place([*absent, *group], link)
             if trial is not None and (len(group) == 1 or not is_enough(trial)):
                 absent = trial
             elif len(group) > 1:
                 groups += [group[len(group) // 2 :], group[: len(group) // 2]]
         return absent
 
-    def _place(self, layers: list[int], link: Link, lookahead: int | None) -> Absent | None:
+    def _place(self, layers: list[int], link: Link) -> Absent | None:
         """When each of ``layers`` is absent; ``None`` if one of them has no time on the host."""
         d2h, h2d = link.rates(d2h=True, h2d=True)
         release: dict[int, int] = {}
@@ -194,19 +192,16 @@ class RankStep:
         for layer in sorted(layers, key=self.backward_at.__getitem__, reverse=True):
             needed, gone = self.backward_at[layer], release[layer]
             free_s = min(free_s, self.start_s[needed]) - self.nbytes[layer] / h2d
-            if lookahead is None:
-                reload = min(bisect_right(self.start_s, free_s) - 1, needed)
-            else:
-                reload = max(needed - lookahead * self.parts, gone + 1)
+            reload = min(bisect_right(self.start_s, free_s) - 1, needed)
             if not gone < reload <= needed:
                 return None
             absent[layer] = gone, reload
         return absent
 
-    def relax(self, absent: Absent, limit_bytes: float, *, reloads: bool) -> Absent:
+    def relax(self, absent: Absent, limit_bytes: float) -> Absent:
         """Release later and reload earlier, as far as ``limit_bytes`` allow: slack for copies that take longer.
 
-        The order in which copies are queued stays. Without ``reloads``, only releases change.
+        The order in which copies are queued stays.
         """
         relaxed = dict(absent)
         resident = self._resident_bytes(absent)
@@ -219,7 +214,7 @@ class RankStep:
             return fits
 
         saved = sorted(relaxed, reverse=True)
-        needed = sorted(relaxed, key=self.backward_at.__getitem__) if reloads else []
+        needed = sorted(relaxed, key=self.backward_at.__getitem__)
         changed = True
         while changed:
             changed = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from offload.base.checks import check_int, check_type, describe, warn_caller
 from offload.schedule.points import Move, Point, backward, check_moves, check_order, find_order, forward
@@ -117,18 +117,6 @@ class Schedule:
         moves = tuple(Move.from_entry(layer, entry) for layer, entry in entries.items())
         points = tuple(Point.parse(point) if isinstance(point, str) else point for point in order)
         return cls(model_layers, moves, points)
-
-    @classmethod
-    def from_pipeline(cls, actions: Iterable[Any], *arguments: Any, **options: Any) -> Schedule:
-        """Derive a schedule from the order in which a pipeline rank runs.
-
-        Its layers are the microbatches of the rank's stages in the order of their forwards, each cut into
-        ``parts``. See :func:`offload.pipelining.plan_pipeline` for the arguments and errors.
-        """
-        from offload.pipelining.plan import plan_pipeline  # imports this file, and torch.distributed
-
-        schedule: Schedule = plan_pipeline(actions, *arguments, **options).schedule
-        return schedule
 
     @property
     def offloaded_layers(self) -> tuple[int, ...]:

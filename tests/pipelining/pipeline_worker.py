@@ -28,13 +28,13 @@ SCHEDULES = SINGLE + LOOPED + V_SHAPED
 OPTIONS = {
     "measured": {"link": FAST_LINK},
     "all from the first step": {"link": FAST_LINK, "fraction": 1.0},
-    "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1, "lookahead": 2},
+    "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1},
 }
 POLICIES = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 WITH_POLICIES = {
     "regions, measured": {"link": FAST_LINK, "policies": POLICIES},
     "regions, from the first step": {"link": FAST_LINK, "policies": POLICIES, "fraction": 1.0},
-    "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5, "lookahead": 2},
+    "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5},
 }
 """With policies of the regions of the stages' layers."""
 OPTIONS |= WITH_POLICIES

@@ -87,7 +87,7 @@ def stage_that_needs(share, stages=2):
 
 
 def test_grid_of_one_f_one_b():
-    schedule = Schedule.from_pipeline(one_f_one_b_order(0, 3, 5))
+    schedule = plan_pipeline(one_f_one_b_order(0, 3, 5)).schedule
     assert (
         str(schedule)
         == """
@@ -103,7 +103,7 @@ layer F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
 
 
 def test_short_lives_are_skipped():
-    assert Schedule.from_pipeline(one_f_one_b_order(1, 2, 4)).moves == ()
+    assert plan_pipeline(one_f_one_b_order(1, 2, 4)).schedule.moves == ()
     # The last forward of GPipe is followed by the first backward; its own comes last, as a backward takes longer.
     plan = plan_pipeline(gpipe_order(0, 4), {0: StageProfile(1.0, 2.0, saved_bytes=2)}, Link(1.0, 1.0, 2.0))
     assert plan.schedule.offloaded_layers == (3,)
@@ -213,16 +213,6 @@ def test_reloads_start_as_early_as_their_copy_needs():
     assert ahead(later) < 3 < ahead(schedule)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_lookahead_in_actions(lookahead):
-    schedule = Schedule.from_pipeline(one_f_one_b_order(0, 4, 8), lookahead=lookahead)
-    place = {point: index for index, point in enumerate(schedule.order)}
-    assert schedule.moves
-    for move in schedule.moves:
-        earliest = place[move.release] + 1
-        assert place[move.reload] == max(place["B", move.layer] - lookahead, earliest)
-
-
 def test_memory_of_a_split_backward_is_held_until_its_second_half():
     actions = ["1F0", "1F1", "1I0", "1I1", "1W0", "1W1"]
     whole = ["1F0", "1F1", "1B0", "1B1"]
@@ -263,7 +253,6 @@ def test_the_seconds_of_weights_count_as_time_to_copy():
     ("options", "message"),
     [
         ({"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
-        ({"lookahead": -1}, "lookahead must be an int of at least 0, got -1"),
         ({"parts": 0}, "parts must be an int of at least 1, got 0"),
         ({"memory_budget": "1GiB"}, "memory_budget needs a profile"),
         ({"memory_budget": "1GiB", "fraction": 0.5}, "memory_budget and fraction exclude each other"),
@@ -311,7 +300,7 @@ def test_a_first_stage_runs_the_half_for_the_inputs_only_with_a_dw_builder(build
     expected = step(schedule, stage)
     halves = ("I", "W") if builds else ("B",)
     ordered = [f"0{kind}{microbatch}" for microbatch in range(4) for kind in ("F", *halves)]
-    with attach(schedule, fraction=1.0, parts=1, lookahead=0) as handle:
+    with attach(schedule, fraction=1.0, parts=1) as handle:
         assert texts(handle.plan.actions) == ordered, "the order is known before the first step"
         for _ in range(2):
             assert same(step(schedule, stage), expected)
