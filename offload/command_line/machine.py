@@ -1,14 +1,12 @@
-"""The commands ``link`` and ``doctor``: how fast the link is, and what keeps offloading from working well here."""
+"""The command ``doctor``: how fast the link is, and what keeps offloading from working well on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,40 +61,6 @@ class MachineCheck(NamedTuple):
     remedy: str = ""
 
 
-def answer_link(options: argparse.Namespace) -> Answer:
-    """Measure the link between device and host, beside what its bus promises."""
-    backend = get_backend(options.device)
-    link = measure_link(backend.device, piece_bytes=options.piece)
-    return describe_link(_device_name(backend.device), link, bus_of(_pci_address(backend.device)), _flop_per_s(backend))
-
-
-def describe_link(device: str, link: Link, bus: Bus | None, flop_per_s: float) -> Answer:
-    """The answer for a measured link, the bus that it is on, and the FLOP/s of a large bfloat16 product."""
-    ratio = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) / bus.bytes_per_s if bus else None
-    # Offloaded in forward, and reloaded in backward, which takes twice as long.
-    free = flop_per_s / min(link.d2h_bytes_per_s, 2 * link.h2d_bytes_per_s)
-    promised = "unknown: nvidia-smi names no bus of the device"
-    if bus is not None and ratio is not None:
-        promised = f"{bus.bytes_per_s / 1e9:.1f} GB/s each way by {bus}; reached {ratio:.0%}"
-        promised += ", so copies take another link" if ratio > 1 else ""
-    meaning = (
-        f"offloading costs no time from {free:,.0f} FLOP of forward per offloaded byte. The bfloat16 output of a "
-        "linear layer takes as many FLOP per byte as the layer has inputs. Of activations that take fewer, a part can "
-        "be offloaded for free, in that proportion."
-    )
-    out, back, both = (rate / 1e9 for rate in (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s))
-    rows = [
-        ("device", device),
-        ("link", f"{out:.1f} GB/s to the host, {back:.1f} back, {both:.1f} both at once"),
-        ("promised", promised),
-        ("compute", f"{flop_per_s / 1e12:.3g} TFLOP/s in a bfloat16 product of large matrices"),
-        ("free", meaning),
-    ]
-    values = {"promised_bytes_per_s": bus and bus.bytes_per_s, "ratio": ratio}
-    values |= {"flop_per_s": flop_per_s, "free_flop_per_byte": free}
-    return Answer(rows, asdict(link) | {"device": device} | values)
-
-
 def answer_doctor(options: argparse.Namespace) -> Answer:
     """Look for what keeps offloading from working well on this machine, and say what to do about it."""
     checks = [*examine(get_backend(options.device))]
@@ -121,8 +85,10 @@ def examine(backend: Backend) -> Iterator[MachineCheck]:
     build = (
         f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for ROCm" if torch.version.hip else "for the CPU"
     )
-    found, remedy = f"{_device_name(device)}, {format_bytes(_capacity_of(device))}", ""
-    if device.type == "cpu":
+    found, remedy = str(device), ""
+    if device.type == "cuda":
+        found = f"{torch.cuda.get_device_name(device)} ({device}), {format_bytes(_capacity_of(device))}"
+    elif device.type == "cpu":
         found = "the CPU: offloading works as on a GPU, but saves no memory"
         if shutil.which("nvidia-smi"):
             remedy = (
@@ -185,12 +151,13 @@ def link_check(link: Link, bus: Bus | None) -> MachineCheck:
     """The measured link beside the promise of its bus."""
     if bus is None:
         return MachineCheck("link", str(link))
-    text = f"{link}; {bus} promises {bus.bytes_per_s / 1e9:.1f} GB/s each way"
+    reached = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) / bus.bytes_per_s
+    text = f"{link}: {reached:.0%} of {bus}, {bus.bytes_per_s / 1e9:.1f} GB/s each way"
+    text += ", so copies take another link" if reached > 1 else ""
     if bus.now_width < bus.width:
         return MachineCheck("link", text, f"see to the slot: {bus.now_width} of {bus.width} lanes are in use")
-    slow = min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) < HEALTHY * bus.bytes_per_s
-    remedy = "look at the NUMA node, for other processes that copy, and for virtualization of the bus" if slow else ""
-    return MachineCheck("link", text, remedy)
+    remedy = "look at the NUMA node, for other processes that copy, and for virtualization of the bus"
+    return MachineCheck("link", text, remedy if reached < HEALTHY else "")
 
 
 def bus_of(address: str | None) -> Bus | None:
@@ -215,24 +182,6 @@ def _pci_address(device: torch.device) -> str | None:
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} ({device})"
-    return "the CPU, whose threads stand for a device and its link" if device.type == "cpu" else str(device)
-
-
 def _capacity_of(device: torch.device) -> int:
     """Bytes of the device's memory; 4 GiB stand for the CPU's."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 4 << 30
-
-
-def _flop_per_s(backend: Backend) -> float:
-    """The median of five products, after as many to warm up; a CPU without bfloat16 takes seconds for larger ones."""
-    side = 256 if backend.device.type == "cpu" else 8192
-    left, right = (torch.randn(side, side, device=backend.device).bfloat16() for _ in range(2))
-    marks = []
-    for _ in range(10):
-        begin = backend.mark()
-        torch.mm(left, right)
-        marks.append((begin, backend.mark()))
-    return 2.0 * side**3 / statistics.median(backend.seconds(marks)[5:])

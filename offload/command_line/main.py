@@ -12,16 +12,14 @@ import torch
 from offload import __version__
 from offload.base.checks import parse_bytes
 from offload.command_line.answer import Answer
-from offload.command_line.machine import answer_doctor, answer_link
+from offload.command_line.machine import answer_doctor
 from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
-from offload.measuring.measure_link import PIECE_BYTES
 from offload.planning.profile import to_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
-    "link": answer_link,
     "doctor": answer_doctor,
     "plan": answer_plan,
 }
@@ -63,9 +61,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         one = commands.add_parser(name, help=text, description=text)
         one.add_argument("--json", action="store_true", help="answer as JSON, for programs")
         adds[name] = one.add_argument
-    for name in ("link", "doctor"):
-        adds[name]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
-    adds["link"]("--piece", type=_size, default=PIECE_BYTES, help="the size of one copy; 64MiB by default")
+    adds["doctor"]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
     add = adds["plan"]
     add("model", help="the path of a Hugging Face config.json or of its folder, or a model type such as llama")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config, in place of its value")
