@@ -8,22 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.longest_context import BLOCKS, Lengths, in_blocks, search
-
-
-@pytest.mark.parametrize(("most", "first"), [(0, 4), (1, 1), (7, 4), (13, 4), (14, 1)])
-def test_the_search_goes_on_until_a_length_fails(most: int, first: int) -> None:
-    """In a device that holds 13 grains by the arithmetic of memory, and more or less of them in fact."""
-    grain = 64
-
-    def attempt(tokens: int) -> dict[str, Any] | None:
-        return {"peak_bytes": 1000 + tokens, "step_s": 0.01} if tokens <= most * grain else None
-
-    lengths = Lengths(1000 + 13 * grain + 5, first * grain, grain, most=32 * grain)
-    row = search(attempt, lengths, seconds=60)
-    assert row["longest_tokens"] == most * grain == lengths.longest
-    assert row["shortest_failed_tokens"] == (most + 1) * grain
-    assert len(row["tried"]) <= 9
+from benchmarks.longest_context import BLOCKS, in_blocks
 
 
 @pytest.mark.parametrize("tokens", [BLOCKS[1] * 3, 48])

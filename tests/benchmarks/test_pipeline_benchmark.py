@@ -7,14 +7,7 @@ import pytest
 from scripts import NO_GPU, as_torchrun, run_scripts
 
 from benchmarks import pipeline
-from benchmarks.pipeline_case import steady_bytes_per_s
 from benchmarks.pipeline_report import BOUND, FREE, HALF, NOTHING
-from offload.observe.spans import Span
-from offload.observe.timeline import Timeline
-from offload.pipelining import plan_pipeline
-from offload.pipelining.order import one_f_one_b_order
-from offload.pipelining.rank_step import StageProfile
-from offload.planning.profile import Link
 
 pytestmark = pytest.mark.slow
 
@@ -57,30 +50,3 @@ def test_the_first_ranks_peak_shrinks_and_its_steady_state_is_recorded(record_pa
     monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(record_path)])
     pipeline.main()
     assert capsys.readouterr().out.count(HALF) == 4
-
-
-def test_steady_state_is_from_the_first_backward_to_the_last_forward():
-    timeline = Timeline(
-        (
-            Span("compute", "forward", 0.0, 1.0),
-            Span("compute", "backward", 1.0, 3.0),
-            Span("compute", "forward", 3.0, 4.0),
-            Span("compute", "backward", 4.0, 6.0),
-            Span("d2h", "offload", 0.5, 1.5, nbytes=100),
-            Span("d2h", "offload", 2.0, 3.0, nbytes=100),
-            Span("h2d", "reload", 3.5, 4.5, nbytes=60),
-        )
-    )
-    assert steady_bytes_per_s(timeline) == pytest.approx((50 + 100 + 30) / 3.0)
-    assert steady_bytes_per_s(Timeline((Span("compute", "backward", 0.0, 1.0),))) == 0.0
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, 350), (1, 400)])
-def test_the_budget_is_what_the_target_leaves_beside_workspace(monkeypatch, rank, expected):
-    monkeypatch.setattr(pipeline.dist, "get_rank", lambda: rank)
-    order = one_f_one_b_order(rank, 2, 8)
-    free = plan_pipeline(order, {rank: StageProfile(saved_bytes=400)}, Link(1.0, 1.0, 2.0))
-    without = free.peak_bytes_without
-    assert (without, free.peak_bytes) == [(800, 800), (400, 400)][rank]
-    nothing = pipeline.Way(NOTHING, peak_bytes=without + 50)
-    assert pipeline.budget_bytes(400, nothing, free) == expected

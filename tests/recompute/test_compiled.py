@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -239,27 +238,6 @@ def test_streamed_weights(lab: Lab) -> None:
             assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
 
 
-def test_microbatches_in_flight(lab: Lab) -> None:
-    layers, x = compiled("gpt", in_place, lab)
-    inputs = [x, (x * 2).detach().requires_grad_()]
-
-    def step() -> None:
-        losses = []
-        for given in inputs:
-            y = given
-            for layer in layers:
-                y = layer(y)
-            losses.append(loss_of(y))
-        for loss in losses:
-            loss.backward()
-
-    expected = gradients(leaves_of(layers, *inputs), step)
-    lab.adverse()
-    with offloaded(layers, lab, POLICIES["recompute"]):
-        for _ in range(3):
-            assert_same(expected, gradients(leaves_of(layers, *inputs), step))
-
-
 def test_profiles_and_plans(lab: Lab) -> None:
     layers, x = compiled("decoder", in_place, lab, 12)  # so that what computing again needs is little beside them
     expected = step_gradients(layers, x)
@@ -294,20 +272,3 @@ def test_a_budget_for_compiled_layers(lab: Lab) -> None:
         for _ in range(4):
             assert_same(expected, step_gradients(layers, x))
         assert handle.plan is not None
-
-
-def test_backward_in_another_thread(lab: Lab) -> None:
-    layers, x = compiled("gpt", in_place, lab)
-    expected = step_gradients(layers, x)
-
-    def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        thread = threading.Thread(target=loss_of(y).backward)
-        thread.start()
-        thread.join()
-
-    with offloaded(layers, lab, POLICIES["recompute"]):
-        for _ in range(2):
-            assert_same(expected, gradients(leaves_of(layers, x), step))

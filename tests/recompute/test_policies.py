@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -214,33 +211,6 @@ def test_a_result_of_the_layer_that_is_changed_before_backward(lab: Lab) -> None
                 assert_same(expected, step(lambda product: product.add_(1)))
 
 
-def test_memory_is_let_go(lab: Lab) -> None:
-    """Of a chain of functions, nothing but the layers' inputs outlives the forward, with what is small."""
-    side = 256
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = x.tanh() * 2
-        return x
-
-    layers, _ = functions(function, lab)
-    x = torch.rand(side, side, device=lab.device, requires_grad=True)
-
-    def peak_bytes() -> int:
-        """Of a forward, over what was there."""
-        with offload.memory_meter(lab.device) as meter:
-            y = x
-            for layer in layers:
-                y = layer(y)
-        return meter.peak_bytes
-
-    one = side * side * 4
-    assert peak_bytes() > LAYERS * 7 * one
-    with offloaded(layers, lab):
-        peak_bytes()  # the first forward compares, and lets go at each layer's end
-        assert peak_bytes() < (LAYERS + 4) * one
-
-
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
 def test_what_travels_frees_its_memory_in_every_step(policies: dict[str, str], lab: Lab) -> None:
     """The copies that begin while a layer runs are not taken for operations of the layer."""
@@ -314,17 +284,6 @@ def test_what_is_kept_does_not_travel(block: str, lab: Lab) -> None:
         assert handle.stats().offloaded_bytes == 0
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_nothing_holds_what_travels(block: str, lab: Lab) -> None:
-    """That a copy begins while the layer runs is no operation of the layer, which would make its input unknown."""
-    layers, x = build(block, LAYERS, lab.device)
-    with offloaded(layers, lab, {"*": "recompute"}, 2) as handle:
-        for _ in range(3):
-            step_gradients(layers, x)
-        assert handle.stats().offloaded_bytes
-        assert set(handle.stats().wasted) <= {"leaf"}  # the input, which this test holds
-
-
 def test_patterns_may_name_modules(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     with offloaded(layers, lab, {"norm?: *": "recompute", "gate: mm": "offload"}, 2) as handle:
@@ -333,27 +292,6 @@ def test_patterns_may_name_modules(lab: Lab) -> None:
     assert regions["gate: mm"] == "offload"
     assert regions["up: mm"] == "keep"
     assert {policy for name, policy in regions.items() if name.startswith("norm")} == {"recompute"}
-
-
-class _Unseen(torch.autograd.Function):
-    """Writes by way of NumPy, as kernels write that are launched behind the dispatcher's back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        y.numpy()[:] += 1
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
-def test_unseen_kernels_run_again() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        lab = Lab(offload.device.select.get_backend("cpu"), patch)
-        regions = assert_right(lambda x, w: _Unseen.apply(x @ w).sigmoid() * x, lab)
-    assert set(regions.values()) == {"recompute"}
 
 
 def test_graph_is_retained(lab: Lab) -> None:
@@ -520,23 +458,6 @@ def test_microbatches_in_flight(lab: Lab) -> None:
             assert_same(expected, gradients(leaves_of(layers, *inputs), step))
 
 
-def test_backward_in_another_thread(lab: Lab) -> None:
-    layers, x = build("decoder", LAYERS, lab.device)
-    expected = step_gradients(layers, x)
-
-    def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        thread = threading.Thread(target=loss_of(y).backward)
-        thread.start()
-        thread.join()
-
-    with offloaded(layers, lab):
-        for _ in range(2):
-            assert_same(expected, gradients(leaves_of(layers, x), step))
-
-
 def test_beside_other_checkpointing(lab: Lab) -> None:
     """A layer that is checkpointed as a whole saves nothing to treat; one inside of which something is, does."""
 
@@ -577,27 +498,6 @@ def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
         assert list(handle.regions(0)) == ["mm", "tanh", "exp", "mul"]
         assert handle.regions(0)["exp"] == "recompute"
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-
-
-def test_what_is_abandoned_is_freed(lab: Lab) -> None:
-    """By reference counts: no circle waits for the collector."""
-    layers, x = build("decoder", LAYERS, lab.device)
-    with offloaded(layers, lab, PRODUCTS, 2) as handle:
-        step_gradients(layers, x)
-        gc.collect()
-        gc.disable()
-        try:
-            y = x
-            for layer in layers:
-                y = layer(y)
-            saved = [next(iter(handle._hooks.context.sets_of(number).values())) for number in range(LAYERS)]
-            storages = [weakref.ref(storage) for kept in saved for storage in kept._live()]
-            del y, saved
-            assert storages
-            assert [storage for storage in storages if storage() is not None] == []
-            assert all(found.gone for found in handle._hooks.context.sets_of(0).values())
-        finally:
-            gc.enable()
 
 
 @pytest.mark.parametrize(
