@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lab import late_copies
+from models import assert_same
 from strategies import PIPELINE, PIPELINE_ORDER
 from torch import nn
 
@@ -62,20 +63,10 @@ def step(model, microbatches, context=None, sync=lambda x: x, check=lambda _: No
     return found
 
 
-@pytest.mark.slow
-def test_gradients_are_those_without_offloading(model, microbatches):
+def test_gradients_are_those_without_offloading_and_states_those_of_the_grid(model, microbatches):
     expected = step(model, microbatches)
-    context, sync = declarative()
-    for _ in range(3):
-        found = step(model, microbatches, context, sync)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    stats = context.stats()
-    assert stats.offloaded_bytes == stats.reloaded_bytes > 0
-    assert stats.late_reloads == 0
-
-
-def test_states_are_those_of_the_grid(model, microbatches):
     schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES, PIPELINE_ORDER)
+    assert {move.layer: move.entry for move in schedule.moves} == PIPELINE
     grid = {repr(point): set(layers) for point, layers in schedule.resident()}
     seen = []
 
@@ -88,8 +79,13 @@ def test_states_are_those_of_the_grid(model, microbatches):
         assert on_device == grid[point], point
 
     context, sync = declarative(schedule=schedule, synchronization_dict=None)
-    step(model, microbatches, context, sync, check)
+    assert_same(expected, step(model, microbatches, context, sync, check))
     assert seen == PIPELINE_ORDER
+    context, sync = declarative()
+    for _ in range(2):
+        assert_same(expected, step(model, microbatches, context, sync))
+    assert context.stats().offloaded_bytes == context.stats().reloaded_bytes > 0
+    assert context.stats().late_reloads == 0
 
 
 def steady_peak_bytes(model, microbatches, context=None, sync=lambda x: x):
@@ -120,15 +116,6 @@ def test_memory_is_lower(model, microbatches):
     without = steady_peak_bytes(model, microbatches)
     offloaded = steady_peak_bytes(model, microbatches, *declarative())
     assert offloaded < 0.75 * without  # three sets of four, and what forward and backward need beside them
-
-
-def test_the_dictionary_and_its_schedule_are_the_same(model, microbatches):
-    schedule = Schedule.from_synchronization_dict(PIPELINE, MICROBATCHES)
-    assert {move.layer: move.entry for move in schedule.moves} == PIPELINE
-    expected = step(model, microbatches)
-    context, sync = declarative(schedule=schedule, synchronization_dict=None)
-    found = step(model, microbatches, context, sync)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

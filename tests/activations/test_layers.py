@@ -289,21 +289,6 @@ def test_interrupt_that_ends_the_block(device: torch.device) -> None:
     assert_same(expected, step_gradients(layers, x))
 
 
-def test_evaluation_after_an_interrupt(device: torch.device) -> None:
-    layers, x = build(Fails, LAYERS, device)
-    expected = step_gradients(layers, x)
-    with handle_for(layers) as handle:
-        layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            step_gradients(layers, x)
-        layers[1].error = None
-        with torch.no_grad():
-            for layer in layers:
-                layer(x)
-        assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().late_reloads == 0
-
-
 def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:
     """Layers that run while an exception is being handled have not failed."""
     layers, x = build("decoder", LAYERS, device)

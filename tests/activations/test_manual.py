@@ -9,8 +9,7 @@ import torch
 from lab import late_copies
 from torch import nn
 
-import offload
-from offload import OffloadState, OffloadStateError, get_cpu_offload_context
+from offload import OffloadStateError, get_cpu_offload_context
 from offload.activations.activation_set import ActivationSet
 from offload.device.select import get_backend
 
@@ -194,24 +193,6 @@ def test_late_reload_is_correct_and_counted(layers, inputs):
     assert context.stats().late_reloads == 2
 
 
-def test_several_rounds_in_flight(layers, inputs):
-    expected = expected_gradients(layers, inputs)
-    context, sync, controller = manual()
-    losses = [run(layers, x, controller.start_offload_layer, context, sync) for x in inputs]
-    assert controller.microbatch == 2
-    # Once per round, the oldest first.
-    for _ in inputs:
-        for layer in range(LAYERS):
-            controller.release_activation_forward_gpu_memory(layer)
-    for microbatch, loss in enumerate(losses):
-        for layer in reversed(range(LAYERS)):
-            controller.start_reload_layer(layer)
-            assert context.sets_of(layer).get(microbatch).state is OffloadState.RELOADING
-        loss.backward()
-    assert_equal(gradients(layers), expected)
-    assert context.stats().late_reloads == 0
-
-
 def test_named_microbatches_in_any_order(layers, inputs):
     expected = expected_gradients(layers, inputs[::-1])
     context, sync, controller = manual()
@@ -267,20 +248,6 @@ def test_a_layer_that_saved_nothing(layers, inputs):
     controller.start_reload_layer(0)
     x.sum().backward()
     assert context.stats().offloaded_bytes == 0
-
-
-def test_without_gradients_the_calls_do_nothing(layers, inputs):
-    context, sync, controller = manual()
-
-    def after(layer):
-        controller.start_offload_layer(layer)
-        controller.release_activation_forward_gpu_memory(layer)
-
-    with torch.no_grad():
-        run(layers, inputs[0], after, context, sync)
-    controller.start_reload_layer(0)
-    assert controller.microbatch == -1
-    assert context.stats() == offload.OffloadStats(pinned_bytes=context.stats().pinned_bytes)
 
 
 def test_evaluation_between_forward_and_backward(layers, inputs):

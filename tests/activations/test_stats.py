@@ -198,12 +198,6 @@ def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
     assert transfers.stats().stall_s > 0.0
 
 
-def test_tensors_that_were_reloaded_together_are_waited_for_once(lab: Lab) -> None:
-    made = lab.count_waits()
-    step_that_saves(lab, lambda _: None, lambda: None)
-    assert made.count(Wait.RELOADED) == 1
-
-
 class FakeBackend:
     """Events are times; what is not reached by ``now`` is still to come."""
 

@@ -28,7 +28,6 @@ from offload.activations import what_moves as exclusions
 from offload.activations.handles import SubclassHandle
 from offload.activations.what_moves import Parts, Rules, decide
 from offload.measuring.profile_layers import profile_layers
-from offload.pipelining.chunk import ChunkParts, unpack_part
 
 RULES = Rules(torch.device("cpu"), 0)
 
@@ -215,15 +214,6 @@ def test_start_offload_takes_subclasses(lab: Lab, x: torch.Tensor) -> None:
     ((found,), *_) = run(offloaded, x, [make, nothing, nothing])
     assert_identical(normal(8, 12).to(lab.device) * 2, innermost(found))
     assert seen == [offloaded.stats.offloaded_bytes] == [8 * 12 * 4]
-
-
-def test_pipeline_chunks_count_inner_tensors(lab: Lab) -> None:
-    microbatch = offloading(1, 3, lab.device).context._new_round()
-    chunk = ChunkParts(microbatch, number=0, parts=1, part_bytes=1)
-    with chunk:
-        packed = chunk.pack(Boxed(scaled(lab.device)))
-    assert chunk._saved_bytes == 8 * 12 + 8 * 4
-    assert isinstance(unpack_part(packed), Boxed)
 
 
 # Parameters
