@@ -26,15 +26,6 @@ class TestDefault:
             "    4              F  B",
         ]
 
-    def test_points(self):
-        schedule = Schedule.default(2, 5)
-        assert schedule.offloaded_layers == (0, 1)
-        assert schedule.releases(forward(3)) == (0,)
-        assert schedule.releases(forward(4)) == (1,)
-        assert schedule.reloads(backward(3)) == (1,)  # layer 4 has finished backward
-        assert schedule.reloads(backward(2)) == (0,)
-        assert schedule.releases(backward(3)) == schedule.reloads(forward(3)) == ()
-
     @given(sizes)
     def test_at_most_n_minus_k_sets_are_resident(self, size):
         num_layers, model_layers = size
@@ -48,9 +39,6 @@ class TestDefault:
     def test_runs_in_the_order_of_a_model(self, size):
         num_layers, model_layers = size
         assert list(map(repr, default(num_layers, model_layers).order)) == model_order(model_layers)
-
-    def test_nothing_offloaded(self):
-        assert Schedule.default(0, 3).moves == Schedule.default(0, 1).moves == ()
 
     def test_one_resident_set_warns(self):
         with pytest.warns(UserWarning, match=r"num_layers = model_layers - 1 = 4 keeps one activation set") as caught:
@@ -94,11 +82,6 @@ class TestPipeline:
         schedule = Schedule.from_synchronization_dict(PIPELINE, 8)
         assert list(map(repr, schedule.order)) == PIPELINE_ORDER
         assert "[" not in repr(schedule), "a found order need not be written down"
-
-    def test_never_more_than_four_sets(self):
-        resident = dict(Schedule.from_synchronization_dict(PIPELINE, 8).resident())
-        counts = [len(resident[Point.parse(point)]) for point in PIPELINE_ORDER]
-        assert counts == [1, 2, 3, 4] + 8 * [2] + [3, 3, 2, 1]
 
     def test_all_forwards_before_backwards_in_turn(self):
         schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 0)}, 3)
