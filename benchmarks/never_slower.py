@@ -39,6 +39,8 @@ SHARES = (0.75, 0.6, 0.35, 0.15)
 """Of what a step adds with everything kept."""
 TURNS, TIMES, STEPS = 2, 2, 3
 """How often each way has its turn, how many times are taken in it, and of how many steps each is the mean."""
+SETTLES = 15
+"""Steps until plans were compared: not timed, as a training run has thousands after them."""
 MOST_LINK_SHARE = 0.5
 """Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""
 
@@ -139,7 +141,7 @@ class Case:
             while getattr(handle, "state", "") == "measuring" and measuring < 10:
                 self.model.step()
                 measuring += 1
-            for _ in range(3):
+            for _ in range(SETTLES if measuring else 3):
                 self.model.step()
             peaks = [metered(self.model.step, self.device)[0] for _ in range(2)]
             way.row |= {"peak_bytes": max(peaks), "host_s": self._host_s()}
@@ -150,7 +152,8 @@ class Case:
                 way.row |= {"measuring_steps": measuring}
                 plan = handle.plan
                 if plan is not None:
-                    way.row |= {"plan": str(plan), "predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
+                    way.row |= {"predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
+                    way.row |= {"recompute_s": plan.recompute_s, "host_bytes": plan.host_bytes}
         told = [
             str(one.message).partition("\n")[0] for one in caught if "offload" in one.filename or "memory" in str(one)
         ]
@@ -159,7 +162,7 @@ class Case:
     def _turn(self, way: Way) -> None:
         with warnings.catch_warnings(), way.around() as handle:
             warnings.simplefilter("ignore")
-            for _ in range(4 if getattr(handle, "state", "") == "measuring" else 1):
+            for _ in range(3 + SETTLES if getattr(handle, "state", "") == "measuring" else 1):
                 self.model.step()
             way.row["times_s"] += self._times_s()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -22,7 +23,7 @@ from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle, check_layers
 from offload.device.select import resolve_device
 from offload.host.limits import HostMemory
-from offload.measuring.follow_plan import FollowPlan, bytes_of_gradients
+from offload.measuring.follow_plan import AUTO_SHARE, FollowPlan, bytes_of_gradients
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
@@ -52,6 +53,7 @@ class PreparedTraining(Handle):
         **options: Any,
     ) -> None:
         self._model = model
+        self._usable_bytes = usable_bytes(plan.memory_budget, device)
         self._layers = layers
         self._optimizer = optimizer
         self._training = training
@@ -112,7 +114,7 @@ class PreparedTraining(Handle):
 
     def device_bytes(self) -> int:
         """Of the budget, for what a step adds to weights and optimizer state."""
-        return max(1, self.plan.memory_budget - self._training.held_bytes(self.recipe))
+        return max(1, self._usable_bytes - self._training.held_bytes(self.recipe))
 
     def host_bytes(self) -> int | None:
         """Of pinned memory, for activations."""
@@ -183,9 +185,10 @@ class PreparedTraining(Handle):
             return
         self._decided = True
         profile, link = activations.profile, activations.link
-        self.plan = plan_recipes(
+        budget = self.plan.memory_budget
+        made = plan_recipes(
             self._training,
-            self.plan.memory_budget,
+            self._usable_bytes,
             self.plan.max_host_bytes,
             link,
             lambda device, host: make_plan(profile, device, link, max_host_bytes=host),
@@ -193,6 +196,7 @@ class PreparedTraining(Handle):
             self.recipe,
             [one.recipe for one in self.plan.recipes],
         )
+        self.plan = replace(made, memory_budget=budget)
         if all(one.reason for one in self.plan.recipes):
             return  # the activations have said that they do not fit
         chosen = self.plan.chosen.recipe
@@ -279,7 +283,8 @@ def prepare(
         for recipe in RECIPES
         if (step_in_backward or recipe.gradients != "consumed") and (state_dtype is None or recipe.optimizer != "cpu")
     ]
-    plan = without_activations(training, budget, host, recipes)
+    target = resolve_device(device)
+    plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
     if all(one.reason for one in plan.recipes):
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
         raise ValueError(
@@ -288,7 +293,12 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     options = {"state_dtype": state_dtype, "min_bytes": min_bytes, "chunk_bytes": chunk_bytes}
-    return PreparedTraining(model, modules, optimizer, training, plan, resolve_device(device), **options)
+    return PreparedTraining(model, modules, optimizer, training, plan, target, **options)
+
+
+def usable_bytes(memory_budget: int, device: torch.device) -> int:
+    """What of a budget can be planned: an accelerator's allocator needs some room to cut blocks from."""
+    return memory_budget if device.type == "cpu" else int(AUTO_SHARE * memory_budget)
 
 
 def training_bytes(

@@ -236,7 +236,7 @@ def stream_optimizer(
 
     Args:
         optimizer: Any optimizer that steps each parameter by itself, which is tried on small parameters. Its parameters
-            are on one device. Of parameters that ``fully_shard`` has sharded, each rank holds the state of its own part.
+            are on one device. Of parameters that ``fully_shard`` has sharded, each rank has the state of its own part.
         chunk_bytes: State in one chunk, and the size of each of three slots on the device: bytes, or a text such as
             ``"512MiB"``. Optimizers that are not elementwise, such as Adafactor, are stepped parameter by parameter,
             and their slots have the size of the largest parameter's state.

@@ -61,8 +61,8 @@ def test_a_plan_that_is_slower_than_predicted_gives_way_to_the_fastest(elements:
     assert compare.best({**plans, Among.CHECKPOINTS: (other := plan(1.2))}, 200) is other
 
 
-def test_a_plan_that_is_as_predicted_stays() -> None:
-    plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.3)}
+def test_a_plan_stays_that_is_faster_than_the_others_can_be() -> None:
+    plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.5)}
     device = Device()
     compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
     first = compare.best(plans, 100)
