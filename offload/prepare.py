@@ -101,13 +101,18 @@ class PreparedTraining(Handle):
         return nullcontext() if self._state is None else self._state.no_step()
 
     def remove(self) -> None:
-        """Undo everything: weights and optimizer state are on the device afterwards. A second call does nothing."""
+        """Remove all hooks. A second call does nothing.
+
+        Weights and optimizer state remain where they are. What the recipe had on the host need not fit on the device.
+        """
         if self._removed:
             return
         self._hook.remove()
         self._take_away_activations()
-        self._take_away_optimizer()
-        self._take_away_weights()
+        if self._state is not None:
+            self._state.remove(on_device=self.recipe.optimizer == "resident")
+        if self._weights is not None:
+            self._weights.remove()
         self._removed = True
 
     # What is left for activations, as :class:`~offload.measuring.follow_plan.MemoryLeft` has it.

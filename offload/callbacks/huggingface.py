@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+import offload
+from offload.base.checks import parse_bytes
 from offload.callbacks.base import WhileTraining
 
 
@@ -27,11 +31,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        if args.n_gpu > 1:  # nn.DataParallel runs copies of the layers in threads, and the copies share hooks
-            raise RuntimeError(
-                f"Trainer must run in one process per GPU, got {args.n_gpu} GPUs in one; start the script with "
-                "torchrun, or with one GPU in CUDA_VISIBLE_DEVICES."
-            )
+        _check_process(args)
         self.attach(model)
 
     def on_log(
@@ -43,3 +43,64 @@ class OffloadCallback(WhileTraining, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.remove()
+
+
+class PrepareCallback(TrainerCallback):
+    """Fits the whole training of a Hugging Face ``Trainer`` into one budget: :func:`offload.prepare` while it trains.
+
+    ``Trainer`` clips gradients and may accumulate them, so leave ``step_in_backward`` out unless it does neither::
+
+        callback = PrepareCallback(memory_budget="24GiB", max_host_bytes="100GiB")
+        Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+        print(callback.handle.plan)
+
+    Args:
+        memory_budget: All device memory that the training may use.
+        max_host_bytes: All pinned host memory that it may use; no limit by default.
+        options: Further arguments of :func:`offload.prepare`, such as ``layers``.
+
+    Raises:
+        TypeError: ``prepare`` has no such argument.
+        ValueError: A size is none.
+    """
+
+    def __init__(self, memory_budget: int | str, max_host_bytes: int | str | None = None, **options: Any) -> None:
+        # Wrong arguments raise here, and not only when training begins.
+        signature(offload.prepare).bind(None, None, memory_budget, max_host_bytes, **options)
+        parse_bytes(memory_budget, "memory_budget")
+        if max_host_bytes is not None:
+            parse_bytes(max_host_bytes, "max_host_bytes")
+        self.handle: offload.PreparedTraining | None = None
+        """What :func:`offload.prepare` returned for the latest training."""
+        self._arguments = (memory_budget, max_host_bytes)
+        self._options = options
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **_: Any,
+    ) -> None:
+        _check_process(args)
+        if self.handle is not None:
+            self.handle.remove()  # the trainer tells no callback of a training that raised
+        # Accelerate wraps the optimizer.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self.handle = offload.prepare(model, inner, *self._arguments, device=args.device, **self._options)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def _check_process(args: TrainingArguments) -> None:
+    """Raise if one process trains on several GPUs."""
+    if args.n_gpu > 1:  # nn.DataParallel runs copies of the layers in threads, and the copies share hooks
+        raise RuntimeError(
+            f"Trainer must run in one process per GPU, got {args.n_gpu} GPUs in one; start the script with "
+            "torchrun, or with one GPU in CUDA_VISIBLE_DEVICES."
+        )

@@ -108,16 +108,19 @@ class StreamedOptimizer(Handle):
         """A snapshot of the copies so far."""
         return OptimizerStats(**self._counters)
 
-    def remove(self) -> None:
-        """Bring the state back to the device. A second call does nothing.
+    def remove(self, *, on_device: bool = True) -> None:
+        """Stop streaming, and move the state to the device. A second call does nothing.
 
-        State in ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it.
+        State in ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
+        ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
+        optimizer that steps no more.
         """
         stepper = self._stepper
         if stepper is None:
             return
         stepper.settle()
-        stepper.optimizer.state = stepper.store.on_device()
+        host = stepper.store.shown
+        stepper.optimizer.state = stepper.store.on_device() if on_device else defaultdict(dict, dict(host.items()))
         for hook in self._hooks:
             hook.remove()
         if self._early is not None:

@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from offload.base.checks import parse_bytes
 from offload.callbacks.base import find_layers
-from offload.callbacks.huggingface import OffloadCallback
+from offload.callbacks.huggingface import OffloadCallback, PrepareCallback
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +101,30 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     assert 0 < offloaded[0] < offloaded[1] <= offloaded[5] == callback.handle.stats().offloaded_bytes
     assert (offloaded[5] == offloaded[2]) is (budget == "1GiB")  # then all is kept once the plan is made
     assert not has_hooks(trainer.model)
+
+
+@pytest.mark.parametrize("options", [{}, MIXED, {"optim": "sgd"}, {"max_grad_norm": 0.01}])
+def test_trains_the_same_with_a_whole_recipe(tmp_path, options):
+    """Clipping, accumulation, mixed precision and a scheduler; the recipe changes in between."""
+    callback = PrepareCallback("1GiB", min_bytes=1)
+    trainer = trained(tmp_path, callback, max_steps=6, **options)
+    assert_same(trainer, trained(tmp_path, max_steps=6, **options))
+    assert callback.handle.state == "removed"
+    assert callback.handle.plan.chosen.recipe.optimizer == "resident"
+    assert not has_hooks(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("lots",), {}, "memory_budget must be a number and a unit"),
+        (("1GiB", "lots"), {}, "max_host_bytes must be a number and a unit"),
+        (("1GiB",), {"num_layers": 2}, "unexpected keyword argument 'num_layers'"),
+    ],
+)
+def test_a_whole_recipe_refuses_at_once(arguments, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        PrepareCallback(*arguments, **options)
 
 
 def test_auto_asks_the_device_which_the_cpu_is_not(tmp_path):
