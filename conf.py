@@ -50,7 +50,6 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:exc", r"torch\.OutOfMemoryError"),  # PyTorch's own pages do not list it
     ("py:class", r"offload\..*\.LayerOutput"),  # a type variable: what was given comes back
-    ("py:class", "WhenFull"),  # a Literal, whose values stand in the text
     ("py:class", r"offload\.schedule\.schedule\.HasSchedule"),  # a protocol: whatever has a schedule, such as a plan
     ("py:class", "LayerPolicies"),  # what the library makes of ``policies``; nobody gives it by hand
     ("py:class", r"offload\.recompute\.policies\.Policy"),  # ``offload.Policy``, which is documented

@@ -13,7 +13,7 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes, parse_bytes
 from offload.base.layer_events import Handle, check_layers, compute_device
-from offload.host.limits import HostMemory, WhenFull
+from offload.host.limits import HostMemory
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
@@ -86,7 +86,6 @@ def offload_layers(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
-    when_host_full: WhenFull = "keep",
     policies: Mapping[str, Policy | str] | None = None,
     memory_budget: int | str | None = None,
 ) -> OffloadedLayers:
@@ -114,9 +113,7 @@ def offload_layers(
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
             device.
         max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
-            limit by default.
-        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device, or
-            ``"raise"`` a :class:`HostMemoryError`.
+            limit by default. Activations that find no room stay on the device, with one warning.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
             ``"recompute"``. The first pattern that matches decides; a region that no pattern matches is kept. Regions
@@ -148,7 +145,7 @@ def offload_layers(
         schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
-    host = HostMemory(max_host_bytes, when_host_full)
+    host = HostMemory(max_host_bytes)
     if measured:
         return OffloadedLayers(FollowPlan(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)

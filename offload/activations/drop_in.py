@@ -17,7 +17,7 @@ from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, is_int
 from offload.device.backend import Stream
-from offload.host.limits import HostMemory, WhenFull
+from offload.host.limits import HostMemory
 from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
 
 
@@ -40,7 +40,6 @@ class _Options(TypedDict, total=False):
     min_bytes: int | str
     device: torch.device | str | int | None
     max_host_bytes: int | str | None
-    when_host_full: WhenFull
 
 
 class DisabledContext(OffloadContext):
@@ -111,7 +110,6 @@ def get_cpu_offload_context(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
-    when_host_full: WhenFull = "keep",
 ) -> tuple[Any, ...]:
     """A context for each layer's forward and a function for its output: activations move to the host meanwhile.
 
@@ -141,9 +139,7 @@ def get_cpu_offload_context(
         device: The device whose activations move; the current accelerator by default, and the CPU where there is
             none.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
-            default.
-        when_host_full: What happens to activations that find no room on the host: ``"keep"`` them on the device, or
-            ``"raise"`` a :class:`HostMemoryError`.
+            default. What finds no room stays on the device, with one warning.
 
     Returns:
         ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is
@@ -193,7 +189,7 @@ def get_cpu_offload_context(
         min_bytes=min_bytes,
         device=device,
         copy_stream=offload_stream,
-        host=HostMemory(max_host_bytes, when_host_full),
+        host=HostMemory(max_host_bytes),
     )
     if manual_synchronization:
         return context, context.sync, ManualOffloadSynchronizer(context)

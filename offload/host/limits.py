@@ -1,12 +1,10 @@
-"""Limits on host memory: how much activations may take, what happens at the limit, and memory pinned in advance.
+"""Limits on host memory: how much activations may take, and memory pinned in advance.
 
 Pinning can fail: locked memory and containers have limits, and machines are full. A training step that has begun should
-still end. So by default a storage that finds no room is kept on the device, with one warning.
+still end. So a storage that finds no room is kept on the device, with one warning.
 """
 
 from __future__ import annotations
-
-from typing import Literal, get_args
 
 import torch
 
@@ -16,38 +14,27 @@ from offload.host.buffers import HostBuffer
 from offload.host.page_locked import HostMemoryError, check_room
 from offload.host.pool import HostPool, get_host_pool
 
-WhenFull = Literal["keep", "raise"]
 NO_HOST_MEMORY = "no host memory"
 """Why a storage that found no room stays on the device, in ``stats().skipped``."""
 
 
 class HostMemory:
-    """A context's share of the pinned memory, and its choice for the time when there is no more.
+    """A context's share of the pinned memory.
 
     Args:
         max_bytes: The most pinned memory that the device's pool may have when this context asks for more: bytes, or a
             text such as ``"40GiB"``; no limit by default.
-        when_full: ``"keep"`` leaves what finds no room on the device; ``"raise"`` raises :class:`HostMemoryError` in
-            the middle of forward.
-
-    Raises:
-        ValueError: ``when_full`` is neither of these, or the limit is negative.
     """
 
-    def __init__(self, max_bytes: int | str | None = None, when_full: WhenFull = "keep") -> None:
-        if when_full not in get_args(WhenFull):
-            raise ValueError(f"when_host_full must be one of {get_args(WhenFull)}, got {when_full!r}")
+    def __init__(self, max_bytes: int | str | None = None) -> None:
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
-        self._when_full = when_full
         self._warned = False
 
     def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
-        """A buffer; without room, ``None``, or :class:`HostMemoryError` if the user chose to raise."""
+        """A buffer; ``None`` where there is no room."""
         try:
             return pool.take(nbytes, self.max_bytes)
         except HostMemoryError as error:
-            if self._when_full == "raise":
-                raise
             if not self._warned:
                 self._warned = True
                 warn_caller(f"{error} What finds no room stays on the device.")
