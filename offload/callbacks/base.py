@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import offload
-from offload.base.checks import is_int, parse_bytes
 from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle
 from offload.offload_layers import check_choice
@@ -34,7 +33,7 @@ class WhileTraining(Handle):
 
     Raises:
         TypeError: ``offload_layers`` has no such argument.
-        ValueError: ``num_layers`` is not a number of layers, a size is not one, or arguments exclude each other.
+        ValueError: Arguments exclude each other, or a budget is none. Other values are checked when training begins.
     """
 
     def __init__(
@@ -49,18 +48,9 @@ class WhileTraining(Handle):
         """What :func:`offload.offload_layers` returned for the latest training; it has ``stats()``."""
         self._layers = layers
         self._options = options if num_layers is None else {"num_layers": num_layers, **options}
-        # Wrong arguments raise here, and not only when training begins.
-        signature(offload.offload_layers).bind((), **self._options)
-        if num_layers not in (None, "auto") and not is_int(num_layers, 0):
-            raise ValueError(
-                f"num_layers must be an int of at least 0 or 'auto', got {num_layers!r}; write num_layers=4, or "
-                "memory_budget='40GiB' to give a size."
-            )
-        deciding = ("schedule", "plan", "policies", "memory_budget")
-        check_choice(num_layers, **{name: options[name] for name in deciding if name in options})
-        for name in ("min_bytes", "max_host_bytes"):
-            if options.get(name) is not None:
-                parse_bytes(options[name], name)
+        signature(offload.offload_layers).bind((), **self._options)  # raises here, and not only when training begins
+        deciding = signature(check_choice).parameters
+        check_choice(**{name: value for name, value in self._options.items() if name in deciding})
 
     def attach(self, model: nn.Module) -> None:
         """Offload the layers of ``model`` from now on; the trainer calls this when training begins."""
