@@ -257,9 +257,10 @@ class Fails(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "error", [KeyError("failed"), KeyboardInterrupt(), SystemExit()], ids=lambda e: type(e).__name__
+    ("failing", "error"),
+    [(0, KeyError("failed")), (0, KeyboardInterrupt()), (2, SystemExit()), (LAYERS - 1, KeyError("failed"))],
+    ids=["first", "first, interrupted", "middle", "last"],
 )
-@pytest.mark.parametrize("failing", range(LAYERS))
 def test_error_in_a_layer(failing: int, error: BaseException, device: torch.device) -> None:
     layers, x = build(Fails, LAYERS, device)
     expected = step_gradients(layers, x)
