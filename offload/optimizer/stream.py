@@ -23,6 +23,8 @@ from offload.optimizer.state import local, spread
 
 CHUNK_BYTES = 512 << 20
 """Of state: AdamW's for 64 Mi parameters, in float32."""
+MIN_CHUNKS = 8
+"""In which the state is streamed, if it is less than so many times the size of a chunk."""
 
 _streamed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -241,8 +243,8 @@ def stream_optimizer(
         optimizer: Any optimizer that steps each parameter by itself, which is tried on small parameters. Its parameters
             are on one device. Of parameters that ``fully_shard`` has sharded, each rank has the state of its own part.
         chunk_bytes: State in one chunk, and the size of each of three slots on the device: bytes, or a text such as
-            ``"512MiB"``. Optimizers that are not elementwise, such as Adafactor, are stepped parameter by parameter,
-            and their slots have the size of the largest parameter's state.
+            ``"512MiB"``; an eighth of all streamed state where that is less. Optimizers that are not elementwise, such
+            as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
         resident_bytes: State of the first parameters, up to this size, that remains on the device.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
@@ -292,6 +294,8 @@ def stream_optimizer(
             [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
         )
         stepper.store.adopt(optimizer.state)
+    if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
+        stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
     early = BackwardSteps(stepper, consume=consume_gradients) if in_backward else None
     return StreamedOptimizer(stepper, early)
 

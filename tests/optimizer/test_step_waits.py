@@ -24,14 +24,16 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 momentum = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
-def stepped(lab: Lab, make: Callable[..., torch.optim.Optimizer], steps: int, **options: Any) -> list[torch.Tensor]:
+def stepped(
+    lab: Lab, make: Callable[..., torch.optim.Optimizer], steps: int, *, streamed: bool, **options: Any
+) -> list[torch.Tensor]:
     """What is stepped several times in a row, with nothing in between that copies could hide behind."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(1024).to(lab.device)) for _ in range(6)]
+    parameters = [nn.Parameter(torch.randn(1024).to(lab.device)) for _ in range(options.pop("parameters", 6))]
     optimizer = make(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn(1024).to(lab.device)
-    if options:
+    if streamed:
         stream(optimizer, **options)
     for _ in range(steps):
         optimizer.step()
@@ -42,10 +44,10 @@ def stepped(lab: Lab, make: Callable[..., torch.optim.Optimizer], steps: int, **
 
 
 def same_bits(lab: Lab, make: Callable[..., torch.optim.Optimizer], steps: int, **options: Any) -> bool:
-    lab_s = {name: options.pop(name) for name in ("h2d_s", "d2h_s") if name in options}
-    expected = stepped(lab, make, steps)
-    lab.slow(**lab_s)
-    found = stepped(lab, make, steps, **options)
+    delays = {name: options.pop(name) for name in ("h2d_s", "d2h_s") if name in options}
+    expected = stepped(lab, make, steps, streamed=False, **options)
+    lab.slow(**delays)
+    found = stepped(lab, make, steps, streamed=True, **options)
     return all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(expected, found, strict=True))
 
 
@@ -61,7 +63,7 @@ def slow_copies(lab: Lab) -> bool:
 
 def one_chunk(lab: Lab) -> bool:
     """The next step has another slot, but the same state."""
-    return same_bits(lab, adamw, 3, d2h_s=LATE_S, chunk_bytes="1MiB")
+    return same_bits(lab, adamw, 3, d2h_s=LATE_S, parameters=1)
 
 
 def first_step(lab: Lab) -> bool:

@@ -11,7 +11,7 @@ import torch
 from lab import Lab
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import Make, assert_same, build, loss_of, plain_steps, stream, values
+from training import WIDTH, Make, assert_same, build, loss_of, plain_steps, stream, values
 
 from offload.optimizer.chunks import StepWait
 
@@ -189,12 +189,12 @@ class Stopping(nn.Module):
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
     found = []
     for streamed in (False, True):
-        model = build(lab.device)
+        model = build(lab.device).append(nn.LayerNorm(WIDTH, device=lab.device))  # it fills no chunk
         optimizer = adamw(model.parameters())
         if streamed:
-            stream(optimizer, in_backward=True, chunk_bytes="1MiB", consume_gradients=True)
+            stream(optimizer, in_backward=True, consume_gradients=True)
         for number in range(3):
-            stopping = nn.Sequential(model[0], Stopping(), *model[1:])
+            stopping = nn.Sequential(*model[:-1], Stopping(), model[-1])
             with pytest.raises(ValueError, match="stop"):
                 loss_of(stopping, number).backward()
             optimizer.zero_grad()
