@@ -92,11 +92,10 @@ class Run:
             ]
         row["step_s"] = statistics.median(row["times_s"])
         row["peak_bytes"] = peak_bytes(self.device)
-        row["pinned_bytes"] = pinned_by_torch(self.device)
+        row["pinned_bytes"] = pinned_by_torch(self.device) if handle is None else handle.stats().host_bytes
         if handle is not None and before is not None:
             copied = handle.stats() - before
             row["link_bytes"] = (copied.loaded_bytes + copied.written_bytes) // copied.steps
-            row["pinned_bytes"] += copied.host_bytes
             row["slot_bytes"] = copied.slot_bytes
 
 

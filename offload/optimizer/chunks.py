@@ -22,6 +22,7 @@ from offload.base import trace
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.optimizer.proof import dtype_of_step
+from offload.optimizer.remainder import REMAINDER, join, split
 from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step
 from offload.optimizer.state import ParameterState, StateStore, local
 
@@ -245,11 +246,13 @@ class ChunkStepper:
         states: dict[Any, Any] = defaultdict(dict)
         stepped = []
         for piece, tensors in zip(loaded.chunk, loaded.tensors, strict=True):
-            target, parameter = self._parameter(piece)
+            target, parameter = self._parameter(piece, tensors.get(REMAINDER))
             stepped.append((target, parameter))
             group = groups.setdefault(piece.group, {**self.optimizer.param_groups[piece.group], "params": []})
             group["params"].append(parameter)
             for key, value in self.store.shown.entry(piece.state.parameter).items():
+                if key == REMAINDER:
+                    continue  # the optimizer knows nothing of it
                 # Each piece advances counters of its own; those of the last piece are kept.
                 counts = isinstance(value, torch.Tensor) and not piece.last and key not in tensors
                 states[parameter][key] = value.clone() if counts else tensors.get(key, value)
@@ -257,7 +260,10 @@ class ChunkStepper:
         unhooked_step(self.optimizer)(stand_in)
         for target, parameter in stepped:
             if parameter.dtype is not target.dtype:
-                target.copy_(parameter)
+                if self.store.has_remainder(target) and target.ndim:
+                    states[parameter][REMAINDER] = split(parameter.detach(), target)
+                else:
+                    target.copy_(parameter)
         for number, group in groups.items():
             original = self.optimizer.param_groups[number]
             self._changes.append((original, changes(original, group, {"params"})))
@@ -265,7 +271,7 @@ class ChunkStepper:
         self._changes.append((attributes, changes(attributes, vars(stand_in), OWN)))
         return [states[parameter] for _, parameter in stepped]
 
-    def _parameter(self, piece: ParameterPiece) -> tuple[torch.Tensor, nn.Parameter]:
+    def _parameter(self, piece: ParameterPiece, remainder: torch.Tensor | None) -> tuple[torch.Tensor, nn.Parameter]:
         """The piece of the parameter, and what the step is given: that, or a copy in the state's dtype."""
         given = piece.state.parameter
         gradient = given.grad if piece.state.gradient is None else piece.state.gradient
@@ -280,7 +286,8 @@ class ChunkStepper:
             gradient = torch.empty_like(whole, dtype=gradient.dtype).copy_(gradient)
         target, gradient = piece.of(whole), piece.of(gradient)
         dtype = dtype_of_step(target, self.store.state_dtype)
-        parameter = nn.Parameter(target.to(dtype), requires_grad=given.requires_grad)
+        value = target.to(dtype) if remainder is None else join(target, remainder)
+        parameter = nn.Parameter(value, requires_grad=given.requires_grad)
         if dtype is not target.dtype:
             gradient = gradient.to(dtype)
         if gradient.dtype is not dtype:

@@ -19,6 +19,7 @@ from offload.device.backend import Backend, Event
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool, get_host_pool
 from offload.optimizer.proof import Proof, dtype_of_step, of_shape
+from offload.optimizer.remainder import REMAINDER
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,12 +107,14 @@ class StateStore:
         backend: Backend,
         proof: Proof,
         state_dtype: torch.dtype | None,
+        master_weights: bool,
         max_host_bytes: int | None,
         resident_bytes: int,
         settle: Callable[[], None],
     ) -> None:
         self.proof = proof
         self.state_dtype = state_dtype
+        self.master_weights = master_weights
         self.counters: Counter[str] = Counter()
         self.shown = HostStates(settle)
         self._backend = backend
@@ -129,7 +132,7 @@ class StateStore:
         """What a chunk has of each element: its state, or, if there is none, what is stepped."""
         state, numel = self.of(parameter), max(1, local(parameter).numel())
         homes = sum(home.nbytes for home in state.homes.values()) // numel
-        layout = sum(dtype.itemsize for dtype in self.proof.layouts.get(parameter, {}).values())
+        layout = sum(dtype.itemsize for dtype in self.layout(parameter).values())
         return max(homes or layout, dtype_of_step(parameter, self.state_dtype).itemsize)
 
     def is_home(self, value: object, parameter: torch.Tensor) -> bool:
@@ -138,12 +141,23 @@ class StateStore:
             return False
         return of_shape(value, parameter) if self.proof.elementwise else value.numel() > 1
 
+    def layout(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """The state tensors of the parameter's shape, as far as they are known before its first step."""
+        found = dict(self.proof.layouts.get(parameter, {}))
+        if self.has_remainder(parameter) and parameter.ndim and parameter.numel():
+            found[REMAINDER] = torch.int16
+        return found
+
+    def has_remainder(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is the nearest bfloat16 number of a float32 one that the state completes."""
+        return self.master_weights and parameter.dtype is torch.bfloat16
+
     def reserve(self, parameters: Iterable[torch.Tensor]) -> None:
         """Allocate what the first step of these parameters will need, as far as it is known."""
         wanted = []
         for parameter in parameters:
             state, part = self.of(parameter), local(parameter)
-            for key, dtype in self.proof.layouts.get(parameter, {}).items():
+            for key, dtype in self.layout(parameter).items():
                 if key not in state.homes:
                     wanted.append(_Wanted(state, key, part.shape, part.stride(), dtype))
         self._allocate(wanted)
@@ -167,6 +181,8 @@ class StateStore:
                 self.shown[parameter] = entry
                 continue
             parts = {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+            if not self.has_remainder(parameter):
+                parts.pop(REMAINDER, None)
             held = {key: value for key, value in parts.items() if self.is_home(value, local(parameter))}
             state = self.of(parameter)
             self.add(state, held)
@@ -192,6 +208,7 @@ class StateStore:
                     if isinstance(value, torch.Tensor)
                     else value
                     for key, value in entry.items()
+                    if key != REMAINDER
                 }
         return states
 

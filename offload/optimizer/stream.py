@@ -223,6 +223,7 @@ def stream_optimizer(
     max_host_bytes: int | str | None = None,
     resident_bytes: int | str = 0,
     state_dtype: torch.dtype | None = None,
+    master_weights: bool = False,
     in_backward: bool = False,
     consume_gradients: bool = False,
 ) -> StreamedOptimizer:
@@ -250,6 +251,8 @@ def stream_optimizer(
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.
+        master_weights: Step float32 weights, of which bfloat16 parameters are the nearest numbers. The state has the
+            remaining 16 bits of each. Needs ``state_dtype=torch.float32``.
         in_backward: Step each parameter beside backward, as soon as its gradient is complete; ``optimizer.step()`` then
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
@@ -271,6 +274,8 @@ def stream_optimizer(
         raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 512 MiB.")
     if state_dtype not in (None, torch.float32):
         raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
+    if master_weights and state_dtype is None:
+        raise ValueError("master_weights must be False without state_dtype=torch.float32, got True; pass both.")
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
@@ -280,6 +285,7 @@ def stream_optimizer(
         chunk_size,
         proof=prove(optimizer, state_dtype),
         state_dtype=state_dtype,
+        master_weights=master_weights,
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         resident_bytes=resident,
     )

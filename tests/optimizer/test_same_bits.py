@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from training import Make, assert_same, batch, build, loss_of, plain_steps, stream, values
 
+from offload.optimizer.remainder import join
+
 STEPS = 20
 
 OPTIMIZERS: dict[str, Make] = {
@@ -304,6 +306,45 @@ def test_steps_in_float32(device: torch.device) -> None:
             parameter.data.copy_(copied)
         resident.zero_grad()
     assert_same(values(resident, reference), values(model, optimizer))
+
+
+def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest bfloat16 numbers; of two, the larger in magnitude."""
+    bits = (numbers.detach().view(torch.int32).to(torch.int64) + 0x8000) & ~0xFFFF
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"resident_bytes": "1GiB"}], ids=["streamed", "resident"])
+def test_master_weights(options: dict[str, Any], device: torch.device) -> None:
+    """Parameters in bfloat16 are the nearest numbers of those that an optimizer in float32 steps."""
+    model = build(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    handle = stream(optimizer, state_dtype=torch.float32, master_weights=True, **options)
+    reference = build(device, torch.bfloat16)
+    wide = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
+    expected = torch.optim.AdamW(wide, lr=1e-4, fused=True)
+    for number in range(STEPS):
+        plain_steps(model, optimizer, [number])
+        if number == 10:
+            saved = copy.deepcopy(optimizer.state_dict())
+            handle.remove()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            handle = stream(optimizer, state_dtype=torch.float32, master_weights=True, **options)
+            optimizer.load_state_dict(saved)
+        loss_of(reference, number).backward()
+        for parameter, master in zip(reference.parameters(), wide, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        expected.step()
+        for parameter, master in zip(reference.parameters(), wide, strict=True):
+            parameter.data.copy_(rounded(master))
+    assert_same([p.detach() for p in reference.parameters()], [p.detach() for p in model.parameters()])
+    for parameter, master in zip(model.parameters(), wide, strict=True):
+        entry = optimizer.state[parameter]
+        found = join(parameter.detach().cpu(), entry["master_remainder"].cpu())
+        assert torch.equal(found, master.detach().cpu())
+        assert torch.equal(entry["exp_avg"].cpu(), expected.state[master]["exp_avg"].cpu())
+    handle.remove()
+    assert "master_remainder" not in optimizer.state[parameter]
 
 
 @pytest.mark.parametrize("resident_bytes", [40 << 10, 1 << 30])
