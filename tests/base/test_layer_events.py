@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,38 +74,6 @@ def test_turns(turns: tuple[Turn, ...]) -> None:
     assert notes == ["weights goes back", "activations goes back", "measuring goes back"]
 
 
-def test_an_error_is_told_once() -> None:
-    layer = Stops()
-    layer.error = ValueError("stop")
-    notes: list[str] = []
-    with Attachment([layer], [Notes(WEIGHTS, notes)]), pytest.raises(ValueError, match="stop"):
-        layer(inputs())
-    assert notes == ["weights begins", "weights fails"]
-
-
-def test_after_an_interrupt_a_forward_begins_without_an_end() -> None:
-    layer = Stops()
-    layer.error = KeyboardInterrupt()
-    notes: list[str] = []
-    with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        with pytest.raises(KeyboardInterrupt):
-            layer(inputs())
-        layer.error = None
-        layer(inputs())
-    assert notes == ["weights begins", "weights begins", "weights ends"]
-
-
-def test_a_layer_that_runs_while_an_error_is_handled_has_not_failed() -> None:
-    layer = Stops()
-    notes: list[str] = []
-    with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        try:
-            raise KeyError
-        except KeyError:
-            layer(inputs())
-    assert notes == ["weights begins", "weights ends"]
-
-
 @pytest.mark.parametrize("turn", Turn)
 def test_a_listener_that_cannot_begin(turn: Turn) -> None:
     """It ends, too, and so do those that had begun; the others hear nothing."""
@@ -129,14 +96,6 @@ def test_a_listener_that_cannot_end_keeps_no_other_from_it(error: BaseException)
     with pytest.raises(type(error)):
         layer(inputs())
     assert notes == ["weights begins", "measuring begins", "measuring ends", "weights ends"]
-
-
-def test_a_tensor_that_a_layer_passes_on_is_not_its_own() -> None:
-    layer = nn.Identity()
-    notes: list[str] = []
-    with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        layer(inputs().exp()).sum().backward()
-    assert notes == ["weights begins", "weights ends"]
 
 
 def test_listeners_come_and_go() -> None:
@@ -207,23 +166,3 @@ def test_a_checkpointed_call_that_fails(error: type[BaseException]) -> None:
         layer.error = None
         layer(inputs())
     assert notes == ["weights begins", "weights fails", "weights begins", "weights ends"]
-
-
-def test_a_checkpoint_function_that_forward_calls_is_inside() -> None:
-    """As in newer models."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._gradient_checkpointing_func: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self._gradient_checkpointing_func(torch.exp, x)
-            return y
-
-    layer = Layer()
-    notes: list[str] = []
-    with Attachment([layer], [Notes(WEIGHTS, notes)]):
-        for _ in range(2):
-            layer(inputs()).sum().backward()
-    assert notes == 2 * ["weights begins", "weights ends", "weights goes back"]

@@ -48,8 +48,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 5, 8, 23])
-@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize(("tokens", "checkpointing"), [(1, True), (5, None), (8, False), (23, None), (23, True)])
 def test_tiles_give_the_gradients_of_the_whole(tokens: int, checkpointing: bool | None) -> None:
     model, step = model_and_step()
     expected_loss, expected = step(), gradients(model)

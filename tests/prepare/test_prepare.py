@@ -131,6 +131,7 @@ def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipes == [ON_HOST] * STEPS
 
 
+@pytest.mark.slow
 def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)
     found, recipes = train(lab, 1 << 30)
@@ -163,6 +164,7 @@ def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch)
     assert_same(expected, train(lab, 1 << 30, make)[0])
 
 
+@pytest.mark.slow
 def test_state_that_is_there_already(lab: Lab) -> None:
     """As when training goes on from a checkpoint: from the CPU to where the recipe has it."""
 
