@@ -1,0 +1,46 @@
+"""The benchmarks of budgets run at their small size, and write records that the pages can show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import never_slower, recipe
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("transformers")
+
+
+def record_of(module: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
+    out = folder / "record.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["benchmark", "--small", "--out", str(out), *arguments])
+        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
+        module.main()
+    record: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return record
+
+
+def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = record_of(never_slower, tmp_path, "--only", "diffusion", "--turns", "1", "--shares", "0.6")
+    rows = record["rows"]
+    assert {row["what"] for row in rows} >= {"nothing", "checkpoint all", "selective", "budget"}
+    assert all("error" not in row and row["bit_identical"] for row in rows)
+    assert all(row["measuring_steps"] in (2, 3) for row in rows if row["what"] == "budget")
+    assert "x best other" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_recipes_within_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resident, row = record_of(recipe, tmp_path, "--tokens", "64", "--budgets", "8")["rows"]
+    assert resident["budget_bytes"] == 0
+    assert row["recipe"].startswith("weights resident")
+    assert row["step_s"] > 0
+    assert "chosen" in capsys.readouterr().out
