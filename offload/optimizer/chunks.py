@@ -21,7 +21,7 @@ from torch import nn
 from offload.base import trace
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.optimizer.proof import dtype_of_step
+from offload.optimizer.proof import dtype_of_step, is_large
 from offload.optimizer.remainder import REMAINDER, join, split
 from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step
 from offload.optimizer.state import ParameterState, StateStore, local
@@ -312,10 +312,10 @@ class ChunkStepper:
                     copies.append((state, home, value))
                 elif value.data_ptr() != home.data_ptr():
                     home.copy_(value)
-            elif store.proof.elementwise and isinstance(value, torch.Tensor) and value.numel() > 1:
+            elif is_large(value):
                 raise RuntimeError(
-                    f"{type(self.optimizer).__name__} must hold state tensors of its parameters' shapes, as when "
-                    f"stream_optimizer was called, but {key} has the shape {tuple(value.shape)}; set its options first."
+                    f"{type(self.optimizer).__name__} must hold plain state tensors of its parameters' shapes, but {key} "
+                    f"is a {type(value).__name__} of shape {tuple(value.shape)} now; set options before streaming."
                 )
             if piece.last:
                 store.shown.entry(state.parameter, keep=True)[key] = state.homes[key] if key in held else value

@@ -62,6 +62,11 @@ class BackwardSteps:
         """Put hooks on the parameters that have none yet."""
         for group in self._stepper.optimizer.param_groups:
             for parameter in group["params"]:
+                if type(parameter).__name__ == "FlatParameter":
+                    raise ValueError(
+                        "in_backward must be False with FullyShardedDataParallel, which reduces gradients after "
+                        "autograd has added them, got True; leave it out, or shard the model with fully_shard."
+                    )
                 if parameter.requires_grad and parameter not in self._hooks:
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.optimizer.stand_in import stand_in_for, unhooked_step
+from offload.optimizer.stand_in import OWN, stand_in_for, unhooked_step, without_parameters
 
 TRIAL_STEPS = 8  # some optimizers change their rule after a few: RAdam after five
-LARGEST = {1: 5184, 2: 72, 3: 18, 4: 9}
-"""The longest dimension of a parameter that is tried, by the number of dimensions: more than 4096 elements in all, from
-which on optimizers hold state in 8 bits."""
+LARGEST = {1: 8192, 2: 128, 3: 32, 4: 16}
+"""The longest dimension of a parameter that is tried, by the number of dimensions: long enough, and of whole blocks,
+for optimizers that hold the state of large parameters in 8 bits."""
 SPLIT = 64  # elements: kernels of the CPU compute the last few, behind the last whole vector, by other instructions
 RATE = 1e-2  # in place of the learning rate, which may still be 0 while a scheduler warms up
 
@@ -32,7 +32,7 @@ class Proof(NamedTuple):
     """How an optimizer may be split."""
 
     elementwise: bool
-    layouts: dict[torch.Tensor, Layout]
+    layouts: Mapping[torch.Tensor, Layout]
     """Of each parameter."""
 
 
@@ -60,43 +60,59 @@ def prove(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> 
     Raises:
         TypeError: The optimizer cannot step parameters one by one.
     """
-    name = type(optimizer).__name__
+    _refuse_wrappers(optimizer)
     tried = list(_small_parameters(optimizer, state_dtype))
     devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
     with torch.random.fork_rng(list(devices)):
         try:
             together = _step_sets(optimizer, [tried])
         except Exception as error:
-            raise TypeError(
-                f"optimizer must be one that steps each parameter by itself, got {name}, whose step() does not run on "
-                f"small parameters ({type(error).__name__}: {error}); leave the optimizer as it is."
-            ) from error
+            raise _no_proof(optimizer, f"whose step() fails with small parameters ({error})") from error
         for _, state in together:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and type(value) is not torch.Tensor:
-                    raise TypeError(
-                        f"optimizer must hold its state in plain tensors, got {name}, whose {key} is a "
-                        f"{type(value).__name__}; leave the optimizer as it is."
-                    )
-        layouts: dict[torch.Tensor, Layout] = {
-            parameter: {key: value.dtype for key, value in state.items() if of_shape(value, one.value)}
-            for one, (_, state) in zip(tried, together, strict=True)
-            for parameter in one.parameters
-        }
-        alike = all(
-            of_shape(value, one.value)
-            for one, (_, state) in zip(tried, together, strict=True)
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.numel() > 1
-        )
-        if alike and _same_bits(together, optimizer, [one.pieces() for one in tried]):
-            return Proof(True, layouts)
-        if _same_bits(together, optimizer, [[one] for one in tried]):
-            return Proof(False, layouts)
-    raise TypeError(
-        f"optimizer must be one that steps each parameter by itself, got {name}, whose parameters get other bits when "
-        "they are stepped one by one; leave the optimizer as it is."
+                    raise _no_proof(optimizer, f"whose {key} is no plain tensor but of type {type(value).__name__}")
+        pairs = [(one, state) for one, (_, state) in zip(tried, together, strict=True)]
+        large = [(value, one) for one, state in pairs for value in state.values() if is_large(value)]
+        elementwise = all(of_shape(value, one.value) for value, one in large)
+        elementwise = elementwise and _same_bits(together, optimizer, [one.pieces() for one in tried])
+        if not elementwise and not _same_bits(together, optimizer, [[one] for one in tried]):
+            raise _no_proof(optimizer, "whose parameters get other bits when they are stepped one by one")
+        try:
+            unhooked_step(optimizer)(without_parameters(optimizer))
+        except Exception as error:
+            raise _no_proof(optimizer, f"whose step() fails without parameters ({error})") from error
+    layouts = {
+        parameter: {key: value.dtype for key, value in state.items() if of_shape(value, one.value)}
+        for one, state in pairs
+        for parameter in one.parameters
+    }
+    return Proof(elementwise, layouts)
+
+
+def _no_proof(optimizer: torch.optim.Optimizer, why: str) -> TypeError:
+    return TypeError(
+        f"optimizer must be one that steps each parameter by itself, got {type(optimizer).__name__}, {why}; leave the "
+        "optimizer as it is."
     )
+
+
+def is_large(value: object) -> bool:
+    """Whether a value in an optimizer's state is a tensor of more than one number."""
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that reaches its parameters by other ways than its groups would step them in the trial."""
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in OWN:
+            continue
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        for one in parts if isinstance(parts, list | tuple | set) else [value]:
+            if isinstance(one, torch.optim.Optimizer) or id(one) in parameters:
+                what = "an optimizer" if isinstance(one, torch.optim.Optimizer) else "parameters"
+                raise _no_proof(optimizer, f"which has {what} in its attribute {name}")
 
 
 def of_shape(value: object, parameter: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,6 +31,11 @@ def stand_in_for(optimizer: torch.optim.Optimizer, groups: list[Group], state: d
     vars(other).update(vars(optimizer) | hooks | {"param_groups": groups, "state": state})
     vars(other).pop("step", None)  # a scheduler wraps the step of the instance
     return other
+
+
+def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One whose step does nothing."""
+    return stand_in_for(optimizer, [{**group, "params": []} for group in optimizer.param_groups], defaultdict(dict))
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], own: Collection[str]) -> dict[str, Any]:

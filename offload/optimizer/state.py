@@ -18,7 +18,7 @@ from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool, get_host_pool
-from offload.optimizer.proof import Proof, dtype_of_step, of_shape
+from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
 from offload.optimizer.remainder import REMAINDER
 
 
@@ -137,9 +137,9 @@ class StateStore:
 
     def is_home(self, value: object, parameter: torch.Tensor) -> bool:
         """Whether a value in a parameter's state is held here; the optimizer's other values remain as they are."""
-        if not isinstance(value, torch.Tensor) or not parameter.ndim or not parameter.numel():
+        if type(value) is not torch.Tensor or not parameter.ndim or not parameter.numel():
             return False
-        return of_shape(value, parameter) if self.proof.elementwise else value.numel() > 1
+        return of_shape(value, parameter) if self.proof.elementwise else is_large(value)
 
     def layout(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The state tensors of the parameter's shape, as far as they are known before its first step."""
@@ -189,7 +189,7 @@ class StateStore:
             for key, value in parts.items():
                 if key in held:
                     state.homes[key].copy_(value)  # blocks until it is there
-                elif self.proof.elementwise and isinstance(value, torch.Tensor) and value.numel() > 1:
+                elif is_large(value):
                     raise ValueError(
                         f"{key} in the optimizer's state must have its parameter's shape, "
                         f"{tuple(local(parameter).shape)}, got {tuple(value.shape)}; load a state_dict of this model."

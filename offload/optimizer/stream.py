@@ -18,7 +18,7 @@ from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.proof import prove
-from offload.optimizer.stand_in import stand_in_for
+from offload.optimizer.stand_in import without_parameters
 from offload.optimizer.state import local, spread
 
 CHUNK_BYTES = 512 << 20
@@ -162,7 +162,7 @@ class StreamedOptimizer(Handle):
             stepper.step([(number, p) for number, p in stepped if p not in done])
         stepper.finish()
         stepper.torn = ""
-        return (stand_in_for(optimizer, [], defaultdict(dict)),), kwargs
+        return (without_parameters(optimizer),), kwargs
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._stepper is not None  # noqa: S101

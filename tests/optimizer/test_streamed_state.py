@@ -244,10 +244,43 @@ def test_optimizers_whose_parameters_depend_on_each_other_are_refused() -> None:
     model = build(torch.device("cpu"))
     with pytest.raises(TypeError, match="got Normalized, whose parameters get other bits when they are stepped one by"):
         stream(Normalized(model.parameters(), lr=0.0))
-    with pytest.raises(TypeError, match=r"got LBFGS, whose step\(\) does not run on small parameters"):
-        stream(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=r"got SparseAdam, whose step\(\) fails with small parameters"):
+        stream(torch.optim.SparseAdam(list(model.parameters())))
     with pytest.raises(ValueError, match="must not be differentiable, but this SGD is"):
         stream(torch.optim.SGD(model.parameters(), differentiable=True))
+
+
+class Wrapper(torch.optim.SGD):
+    """Steps another optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], lr=0.1)
+        self.inner = [inner]
+
+
+def test_optimizers_that_have_another_one_are_refused() -> None:
+    """A trial of theirs would step the program's parameters."""
+    model = build(torch.device("cpu"))
+    with pytest.raises(TypeError, match="by itself, got Wrapper, which has an optimizer in its attribute inner"):
+        stream(Wrapper(adamw(model)))
+    with pytest.raises(TypeError, match="got LBFGS, which has parameters in its attribute _params"):
+        stream(torch.optim.LBFGS(model.parameters()))
+
+
+def test_state_that_is_not_made_of_plain_tensors_is_refused() -> None:
+    class Special(torch.Tensor):
+        pass
+
+    class Quantized(torch.optim.SGD):
+        """Holds the state of large parameters in another form, as optimizers of 8 bits do."""
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.numel() >= 4096 and p.grad is not None:
+                    self.state[p]["codes"] = torch.zeros_like(p).as_subclass(Special)
+
+    with pytest.raises(TypeError, match="got Quantized, whose codes is no plain tensor but of type Special"):
+        stream(Quantized(nn.Linear(200, 200).parameters(), lr=0.1))
 
 
 def test_parameters_with_gaps_and_sparse_gradients_are_refused() -> None:
