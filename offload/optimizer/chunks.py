@@ -314,8 +314,8 @@ class ChunkStepper:
                     home.copy_(value)
             elif is_large(value):
                 raise RuntimeError(
-                    f"{type(self.optimizer).__name__} must hold plain state tensors of its parameters' shapes, but {key} "
-                    f"is a {type(value).__name__} of shape {tuple(value.shape)} now; set options before streaming."
+                    f"{type(self.optimizer).__name__} must hold plain state tensors of its parameters' shapes, but "
+                    f"{key} is a {type(value).__name__} of shape {tuple(value.shape)}; set options before streaming."
                 )
             if piece.last:
                 store.shown.entry(state.parameter, keep=True)[key] = state.homes[key] if key in held else value
