@@ -1,9 +1,7 @@
 """Streams of the CPU backend are asynchronous and in order; events are real."""
 
 import gc
-import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,41 +23,6 @@ def streams(lab: Lab) -> tuple[CpuStream, CpuStream]:
     return lab.d2h_stream, lab.h2d_stream
 
 
-def test_a_stream_runs_in_order_and_beside_its_caller(streams: tuple[CpuStream, CpuStream]) -> None:
-    stream, _ = streams
-    gate, done = threading.Event(), []
-    stream.submit(gate.wait)
-    for number in range(3):
-        stream.submit(lambda number=number: done.append(number))
-    event = stream.record_event()
-    assert not done
-    assert not event.query()
-    gate.set()
-    event.synchronize()
-    assert done == [0, 1, 2]
-    assert event.query()
-
-
-def test_streams_run_beside_each_other(streams: tuple[CpuStream, CpuStream]) -> None:
-    one, two = streams
-    gate = threading.Event()
-    one.submit(gate.wait)
-    two.submit(gate.set)  # would never run behind the other
-    one.synchronize()
-
-
-def test_a_stream_waits_for_an_event_of_another(streams: tuple[CpuStream, CpuStream]) -> None:
-    one, two = streams
-    gate, done = threading.Event(), []
-    one.submit(gate.wait)
-    one.submit(lambda: done.append("one"))
-    two.wait_event(one.record_event())
-    two.submit(lambda: done.append("two"))
-    gate.set()
-    two.synchronize()
-    assert done == ["one", "two"]
-
-
 def test_synchronize_waits_for_a_stream_of_the_programs_own(lab: Lab) -> None:
     done: list[int] = []
     mine = lab.backend.new_stream("mine")
@@ -67,64 +30,6 @@ def test_synchronize_waits_for_a_stream_of_the_programs_own(lab: Lab) -> None:
     mine.submit(lambda: done.append(1))
     lab.backend.synchronize()
     assert done
-
-
-def test_an_event_marks_the_work_before_it_only(streams: tuple[CpuStream, CpuStream]) -> None:
-    stream, _ = streams
-    event = stream.record_event()
-    gate = threading.Event()
-    stream.submit(gate.wait)
-    event.synchronize()
-    gate.set()
-
-
-def test_delay_comes_before_each_piece_of_work(
-    lab: Lab, streams: tuple[CpuStream, CpuStream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, _ = streams
-    source, target = torch.ones(4), torch.zeros(4)
-    gate = threading.Event()
-    monkeypatch.setattr("offload.device.cpu.time", SimpleNamespace(sleep=lambda _: gate.wait(), perf_counter=float))
-    lab.slow(d2h_s=0.05)
-    lab.backend.copy(stream, target, source)
-    source.fill_(7)
-    gate.set()
-    lab.drain()
-    assert torch.equal(target, torch.full((4,), 7.0))
-
-
-def test_compute_waits_for_a_copy_by_blocking_the_caller(lab: Lab) -> None:
-    source, target = torch.ones(4), torch.zeros(4)
-    lab.slow(d2h_s=0.02)
-    lab.backend.copy(lab.d2h_stream, target, source)
-    lab.backend.wait(lab.backend.compute_stream(), lab.d2h_stream.record_event(), Wait.RELEASE)
-    assert torch.equal(target, source)
-
-
-def test_compute_can_be_late(lab: Lab) -> None:
-    tensor, target = torch.zeros(4), torch.zeros(4)
-    lab.write_late(tensor, 3.0, delay_s=0.02)
-    lab.d2h_stream.wait_event(lab.backend.compute_stream().record_event())
-    assert not tensor.any()
-    lab.backend.copy(lab.d2h_stream, target, tensor)
-    lab.d2h_stream.synchronize()
-    assert torch.equal(target, torch.full((4,), 3.0))
-
-
-def test_poison_overwrites_what_nobody_else_holds(lab: Lab) -> None:
-    lab.backend.poison = True
-    alone, shared = torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    other = shared[1:]
-    lab.backend.discard(alone)
-    lab.backend.discard(shared)
-    assert torch.equal(alone, torch.full((4,), 255, dtype=torch.uint8))
-    assert not other.any()
-
-
-def test_nothing_is_poisoned_unless_asked(lab: Lab) -> None:
-    tensor = torch.zeros(4, dtype=torch.uint8)
-    lab.backend.discard(tensor)
-    assert not tensor.any()
 
 
 def test_one_backend_per_device() -> None:
