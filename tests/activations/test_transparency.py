@@ -117,69 +117,66 @@ def test_evaluation_between_steps(mode: Callable[[], Any], device: torch.device)
     assert_on_time(offloaded)
 
 
-def test_evaluation_in_the_middle_of_a_step(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        y = offloaded.forward(layers[:2], x)
-        with torch.no_grad():
-            offloaded.forward(layers, x)
-        y = offloaded.forward(layers[2:], y)
-        with torch.no_grad():
-            offloaded.forward(layers, x)
-        loss_of(y).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
+def evaluated_in_the_middle(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
+    y = offloaded.forward(layers[:2], x)
+    with torch.no_grad():
+        offloaded.forward(layers, x)
+    y = offloaded.forward(layers[2:], y)
+    with torch.no_grad():
+        offloaded.forward(layers, x)
+    loss_of(y).backward()
 
 
-def test_retain_graph_and_backward_again(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        loss = loss_of(offloaded.forward(layers, x))
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
+def retained(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
+    loss = loss_of(offloaded.forward(layers, x))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
 
 
-def test_backward_in_two_halves(device: torch.device) -> None:
+def in_two_halves(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
     """The first backward stops in the middle of the layers, the second reads the graph once more and goes on."""
-    layers, x = build("decoder", LAYERS, device)
+    middle = offloaded.forward(layers[:2], x)
+    loss = loss_of(offloaded.forward(layers[2:], middle))
+    torch.autograd.grad(loss, middle, retain_graph=True)
+    loss.backward()
 
-    def step(offloaded: Offloading) -> None:
-        middle = offloaded.forward(layers[:2], x)
-        loss = loss_of(offloaded.forward(layers[2:], middle))
-        torch.autograd.grad(loss, middle, retain_graph=True)
+
+def in_inference_mode(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
+    loss = loss_of(offloaded.forward(layers, x))
+    with torch.inference_mode():
         loss.backward()
 
-    assert_transparent(leaves_of(layers, x), step, offloading(4, LAYERS, device))
+
+def twice_differentiated(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
+    loss = loss_of(offloaded.forward(layers, x))
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
 
 
-def test_backward_in_inference_mode(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    offloaded = offloading(3, LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        loss = loss_of(offloaded.forward(layers, x))
-        with torch.inference_mode():
-            loss.backward()
-
-    assert_same_steps(leaves_of(layers, x), step, offloaded)
-    assert_on_time(offloaded)
+def read_by_several(layers: nn.ModuleList, x: torch.Tensor, offloaded: Offloading) -> None:
+    outputs = [x]
+    for layer in layers:
+        outputs.append(offloaded.layer(layer, outputs[-1]))
+    y = outputs[-1] * outputs[1].sigmoid() + outputs[2]
+    (loss_of(y) + loss_of(outputs[1])).backward()
 
 
-@pytest.mark.parametrize("k", [2, LAYERS - 1])
-def test_create_graph(k: int, device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        loss = loss_of(offloaded.forward(layers, x))
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(k, LAYERS, device))
+@pytest.mark.parametrize(
+    ("step", "block", "k"),
+    [
+        (evaluated_in_the_middle, "decoder", 3),
+        (retained, "decoder", 3),
+        (in_two_halves, "decoder", 4),
+        (in_inference_mode, "gpt", 3),
+        (twice_differentiated, "gpt", 2),
+        (twice_differentiated, "gpt", LAYERS - 1),
+        (read_by_several, "decoder", 3),
+    ],
+)
+def test_every_way_to_run_a_step(step: Callable[..., None], block: str, k: int, device: torch.device) -> None:
+    layers, x = build(block, LAYERS, device)
+    assert_transparent(leaves_of(layers, x), partial(step, layers, x), offloading(k, LAYERS, device))
 
 
 @pytest.mark.slow
@@ -211,19 +208,6 @@ def test_context_inside_another(device: torch.device) -> None:
     assert_same(gradients(leaves, lambda: step(NOTHING, NOTHING)), gradients(leaves, lambda: step(around, within)))
     assert_on_time(around)
     assert_on_time(within)
-
-
-def test_output_feeds_two_consumers(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
-
-    def step(offloaded: Offloading) -> None:
-        outputs = [x]
-        for layer in layers:
-            outputs.append(offloaded.layer(layer, outputs[-1]))
-        y = outputs[-1] * outputs[1].sigmoid() + outputs[2]
-        (loss_of(y) + loss_of(outputs[1])).backward()
-
-    assert_transparent(leaves_of(layers, x), step, offloading(3, LAYERS, device))
 
 
 def test_each_layer_has_a_loss_of_its_own(device: torch.device) -> None:
