@@ -7,7 +7,7 @@ the end of the step after that, the recipe with the shortest predicted step is p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -322,24 +322,8 @@ def training_bytes(
             return 0
         return parameter.numel() * sum(dtype.itemsize for dtype in layouts.get(parameter, {}).values())
 
-    def of_gradient(parameter: nn.Parameter) -> int:
-        return parameter.nbytes if parameter.requires_grad else 0
-
-    def by_layer(count: Callable[[nn.Parameter], int]) -> tuple[int, ...]:
-        return tuple(sum(map(count, layer.parameters())) for layer in layers)
-
-    parameters = list(model.parameters())
-    return TrainingBytes(
-        weights=sum(parameter.nbytes for parameter in parameters),
-        gradients=sum(map(of_gradient, parameters)),
-        state=sum(map(of_state, parameters)),
-        layer_weights=by_layer(lambda parameter: parameter.nbytes),
-        layer_gradients=by_layer(of_gradient),
-        layer_state=by_layer(of_state),
-        largest_gradient=max(map(of_gradient, parameters), default=0),
-        slots=NUM_SLOTS * chunk_bytes,
-        trained_elements=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-    )
+    own = [list(layer.parameters()) for layer in layers]
+    return TrainingBytes.of(list(model.parameters()), own, of_state, NUM_SLOTS * chunk_bytes)
 
 
 def _chunk_bytes(budget: int) -> int:

@@ -29,6 +29,7 @@ from offload.measuring.layer_times import LayerTimes
 from offload.observe.memory import CpuAllocations
 from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
+from offload.planning.recipes import TrainingBytes
 from offload.recompute.costs import RegionProfile
 from offload.recompute.modules import ModuleNames
 from offload.recompute.operations import known_operation
@@ -44,26 +45,14 @@ class Rates:
     bytes_per_s: float
 
 
-class Weights(NamedTuple):
-    """Parameters of a part of a model: how many are trained, the bytes of these, and the bytes of all."""
-
-    trained: int
-    trained_bytes: int
-    nbytes: int
-
-    def fixed_bytes(self, state: int | None) -> int:
-        """Weights, and optimizer state of so many bytes for each, or AdamW's two numbers of its dtype."""
-        return self.nbytes + (2 * self.trained_bytes if state is None else state * self.trained)
-
-
 class Counted(NamedTuple):
-    """What a model's step does, the layers as Python calls them, and the weights in them and outside of them."""
+    """What a model's step does, the layers as Python calls them, and what its training has beside activations."""
 
     profile: Profile
     layers: str
     parameters: int
-    in_layers: Weights
-    outside: Weights
+    training: TrainingBytes
+    """With no slots for the state of a streamed optimizer."""
 
 
 def read_config(model: str, changes: Iterable[str] = ()) -> Any:
@@ -101,6 +90,7 @@ def count_model(
     rates: Rates,
     min_bytes: int,
     *,
+    state: int | None = None,
     dtype: str | None = None,
     lora: int | None = None,
     frozen: Sequence[str] = (),
@@ -108,7 +98,8 @@ def count_model(
 ) -> Counted:
     """Count a step with ``batch`` sequences of ``tokens`` tokens each; storages below ``min_bytes`` are not offloaded.
 
-    The weights have the ``dtype``, or the config's. Adapters of rank ``lora`` are on all linear layers, and parameters
+    A trained parameter has ``state`` bytes of optimizer state, or AdamW's two numbers of its dtype. The weights have
+    the ``dtype``, or the config's. Adapters of rank ``lora`` are on all linear layers, and parameters
     with names like those of ``frozen`` are not trained. The loss may be that of :func:`offload.use_chunked_loss`.
 
     Raises:
@@ -137,14 +128,16 @@ def count_model(
             f"model_type {config.model_type!r} cannot be counted: {_said(error)}; measure this model with "
             "offload.profile_layers"
         ) from error
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
-    names = [f"model.{name}" for name in lists]
+
+    def state_of(parameter: nn.Parameter) -> int:
+        return parameter.requires_grad * (2 * parameter.nbytes if state is None else state * parameter.numel())
+
+    own, names = [list(layer.parameters()) for layer in layers], [f"model.{name}" for name in lists]
     return Counted(
         profile,
         names[0] if len(names) == 1 else f"[{', '.join(f'*{name}' for name in names)}]",
         sum(one.numel() for one in model.parameters()),
-        _weights_of(inside),
-        _weights_of(one for one in model.parameters() if one not in inside),
+        TrainingBytes.of(list(model.parameters()), own, state_of, slots=0),
     )
 
 
@@ -320,12 +313,6 @@ class StepCount(CpuAllocations):
             )
             for one, place in number.items()
         ]
-
-
-def _weights_of(parameters: Iterable[nn.Parameter]) -> Weights:
-    every = list(parameters)
-    trained = [one for one in every if one.requires_grad]
-    return Weights(sum(one.numel() for one in trained), *(sum(one.nbytes for one in some) for some in (trained, every)))
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

@@ -8,9 +8,9 @@ recipe and those of the plan share one link.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
@@ -71,6 +71,23 @@ class TrainingBytes:
     largest_gradient: int
     slots: int
     trained_elements: int
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[Any], layers: Iterable[Sequence[Any]], state_of: Callable[[Any], int], slots: int
+    ) -> TrainingBytes:
+        """The sizes of a model's parameters, and of those of each layer, with ``state_of`` bytes of optimizer state."""
+
+        def gradient_of(parameter: Any) -> int:
+            return int(parameter.nbytes) if parameter.requires_grad else 0
+
+        def bytes_of(some: Sequence[Any]) -> tuple[int, int, int]:
+            return sum(one.nbytes for one in some), sum(map(gradient_of, some)), sum(map(state_of, some))
+
+        largest = max(map(gradient_of, parameters), default=0)
+        elements = sum(one.numel() for one in parameters if one.requires_grad)
+        by_layer: list[tuple[int, ...]] = [*zip(*map(bytes_of, layers), strict=True)]
+        return cls(*bytes_of(parameters), by_layer[0], by_layer[1], by_layer[2], largest, slots, elements)
 
     def held_bytes(self, recipe: Recipe) -> int:
         """What is on the device from step to step: weights, optimizer state, and slots."""

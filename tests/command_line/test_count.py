@@ -83,16 +83,16 @@ def test_frozen_weights_and_adapters_take_less():
     config = config_of("llama")
     whole = count_model(config, 1, 64, RATES, 1)
     frozen = count_model(config, 1, 64, RATES, 1, frozen=["*mlp.*"])
-    assert frozen.in_layers.trained == whole.in_layers.trained - 3 * 3 * 32 * 96
-    assert frozen.in_layers.nbytes == whole.in_layers.nbytes
+    assert frozen.training.trained_elements == whole.training.trained_elements - 3 * 3 * 32 * 96
+    assert frozen.training.weights == whole.training.weights
     assert frozen.profile.saved_bytes < whole.profile.saved_bytes
     assert frozen.profile.layers[1].backward_s < whole.profile.layers[1].backward_s
     pytest.importorskip("peft")
     lora = count_model(config, 1, 64, RATES, 1, lora=4)
     assert lora.layers == "model.base_model.model.model.layers"
-    assert lora.in_layers.trained == 3 * 4 * (2 * 64 + 2 * (32 + 16) + 3 * (32 + 96))
-    assert lora.outside.trained == 0
-    assert lora.parameters == whole.parameters + lora.in_layers.trained
+    assert lora.training.trained_elements == 3 * 4 * (2 * 64 + 2 * (32 + 16) + 3 * (32 + 96))
+    assert lora.training.gradients == sum(lora.training.layer_gradients)
+    assert lora.parameters == whole.parameters + lora.training.trained_elements
 
 
 def test_a_loss_without_whole_logits_takes_less():

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import offload
-from offload.command_line.count import Rates, Weights, count_model, read_config
+from offload.command_line.count import Rates, count_model, read_config
 from offload.command_line.main import main
-from offload.command_line.plan import WayToTrain, choose, ways_to_train
+from offload.command_line.plan import call_for, recipes_for
 
 GIB = 1 << 30
 SIZES = ["num_hidden_layers=8", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]
@@ -23,65 +23,62 @@ def asked(capsys, *words, status=0):
     return json.loads(capsys.readouterr().out)
 
 
-def by_name(answer):
-    return {way["name"]: way for way in answer["ways"]}
-
-
 @pytest.fixture(scope="module")
 def model():
     return count_model(read_config("llama", SIZES), 1, 4096, Rates(630e12, 4e12), 2 << 20)
 
 
+LINK = offload.Link(50e9, 50e9, 100e9)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks Hugging Face for it
 def test_keeps_all_where_it_fits(capsys, model):
     found = asked(capsys, *LLAMA, "--memory=80GiB")
-    assert (found["offload"], found["do"], found["write"], found["ok"]) == ("plan", "keep all", "offload nothing", True)
+    assert (found["offload"], found["write"], found["ok"]) == ("plan", "offload nothing: all fits", True)
     assert found["saved_bytes"] == model.profile.saved_bytes
-    assert by_name(found)["keep all"]["step_s"] == pytest.approx(model.profile.compute_s)
-    assert found["parameters"] == model.parameters == model.in_layers.trained + model.outside.trained
-    assert found["fixed_bytes"] == model.parameters * (2 + 2 + 4)
+    assert found["recipes"][0]["step_s"] == pytest.approx(model.profile.compute_s)
+    assert found["recipes"][0]["host_bytes"] == 0
+    assert found["parameters"] == model.parameters == model.training.trained_elements
+    assert (model.training.weights, model.training.gradients, model.training.state) == (
+        2 * model.parameters,
+        2 * model.parameters,
+        4 * model.parameters,
+    )
     less = asked(capsys, *LLAMA, "--memory=80GiB", "--fused-loss", "--optimizer-bytes=0", "--lora=4")
     assert less["loss_bytes"] < found["loss_bytes"]
-    assert less["fixed_bytes"] < 1.02 * model.parameters * 2
+    assert less["recipes"][0]["device_bytes"] < found["recipes"][0]["device_bytes"] - 5 * model.parameters
 
 
-def test_goes_from_way_to_way_as_memory_shrinks(model):
-    link, fixed, peak = offload.Link(50e9, 50e9, 100e9), model.parameters * 8, model.profile.saved_bytes
-    kept = next(ways_to_train(model, None, 80 * GIB, link, None)).peak_bytes
-    chosen = []
-    for most in (kept, kept - 0.05 * peak, kept - 0.5 * peak, kept - 0.8 * peak):
-        best = choose(ways_to_train(model, None, int(fixed + most), link, None))
-        chosen.append(best.name)
-        assert best.peak_bytes <= most
-    assert chosen[0] == "keep all"
-    assert set(chosen[1:]) <= {"whole layers", "regions"}
-    assert chosen[-1] == "regions"
-    ways = {way.name: way for way in ways_to_train(model, None, fixed + model.profile.loss_bytes, link, None)}
-    assert choose(ways.values()).name == "streamed weights"
-    assert "are too little for activations and loss" in ways["regions"].misfit
-    on_host = model.in_layers.trained * 8
-    assert ways["streamed weights"].host_bytes >= on_host
-    ways = {way.name: way for way in ways_to_train(model, None, 2 * fixed, link, on_host - (1 << 20))}
-    assert ways["streamed weights"].misfit == "1.00 MiB of host memory are missing"
-
-
-def test_streaming_takes_as_long_as_the_link(model):
-    layer_bytes = model.in_layers.nbytes // 8
-    usable, slow = model.outside.nbytes * 4 + 4 * layer_bytes + 16 * GIB, offload.Link(1e9, 1e9, 2e9)
-    small = model._replace(outside=Weights(0, 0, 0))
-    found = {way.name: way for way in ways_to_train(small, 0, usable, slow, None)}
-    assert found["streamed weights"].step_s == 2 * 7 * layer_bytes / 1e9
-    assert found["streamed weights"].write == 'stream_weights(model.model.layers, "cuda")'
+def test_goes_from_call_to_call_as_memory_shrinks(model):
+    fixed, loss, saved = model.parameters * 8, model.profile.loss_bytes, model.profile.saved_bytes
+    calls = []
+    for usable in (
+        fixed + loss + 2 * saved,
+        fixed + loss + 0.3 * saved,
+        fixed + loss,
+        loss + 0.6 * fixed,
+        loss,
+        loss / 2,
+    ):
+        made = recipes_for(model, int(usable), LINK, None)
+        calls.append(call_for(model, made, int(usable)))
+        assert calls[-1] is None or made.chosen.device_bytes <= usable
+    assert calls[0] == "offload nothing: all fits"
+    assert calls[1].startswith("offload_layers(model.model.layers, memory_budget=")
+    assert all(call.startswith("prepare(model, optimizer, memory_budget=") for call in calls[2:4])
+    assert calls[-1] is None
+    made = recipes_for(model, int(fixed + loss), LINK, 1 << 20)
+    assert "of host memory without activations" in made.recipes[-1].reason
 
 
 @pytest.mark.slow
 def test_a_slower_machine_takes_longer(capsys, model):
     words = [*LLAMA, f"--memory={int((model.parameters * 8 + model.profile.saved_bytes) / 0.92)}B"]
-    here, slow = (by_name(asked(capsys, *words, *more)) for more in ([], ["--link=5GB"]))
-    assert slow["regions"]["step_s"] > here["regions"]["step_s"]
-    assert slow["keep all"]["step_s"] == here["keep all"]["step_s"]
+    here = asked(capsys, *words)["recipes"]
+    slow = asked(capsys, *words, "--link=5GB")["recipes"]
+    assert all(one["step_s"] > other["step_s"] for one, other in zip(slow, here, strict=True))
     for option in ("--flops=63e12", "--bandwidth=1e12"):
-        assert by_name(asked(capsys, *words, option))["keep all"]["step_s"] > 1.2 * here["keep all"]["step_s"]
+        assert asked(capsys, *words, option)["recipes"][0]["step_s"] > 1.2 * here[0]["step_s"]
 
 
 @pytest.mark.slow
@@ -92,10 +89,9 @@ def test_offload_layers_meets_the_budget_that_is_printed(share):
     config = read_config("llama", [*sizes, "num_key_value_heads=4", "vocab_size=512"])
     counted = count_model(config, 2, 2048, Rates(630e12, 4e12), 1 << 12, dtype="float32")
     fixed = counted.parameters * 16
-    link = offload.Link(50e9, 50e9, 100e9)
     usable = int(fixed + counted.profile.loss_bytes + share * counted.profile.saved_bytes)
-    ways = {way.name: way for way in ways_to_train(counted, None, usable, link, None)}
-    budget = ways["regions"].write.partition('memory_budget="')[2].partition('"')[0]
+    call = call_for(counted, recipes_for(counted, usable, LINK, 0), usable)  # nothing on the host: weights are resident
+    budget = call.partition('memory_budget="')[2].partition('"')[0]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     numbers = torch.randint(512, (2, 2048))
@@ -117,29 +113,13 @@ def test_offload_layers_meets_the_budget_that_is_printed(share):
     assert meter.peak_bytes <= 1.02 * (usable - counted.parameters * 12)
 
 
-@pytest.mark.parametrize(
-    ("steps", "chosen"),
-    [
-        ({"keep all": 1.0, "whole layers": 1.0, "regions": 1.0}, "keep all"),
-        ({"whole layers": 1.0, "regions": 1.0, "streamed weights": 0.5}, "whole layers"),
-        ({"whole layers": 1.2, "regions": 1.0}, "regions"),
-        ({"regions": 1.0, "streamed weights": 0.5}, "regions"),
-        ({"streamed weights": 2.0}, "streamed weights"),
-    ],
-)
-def test_chooses_the_simplest(steps, chosen):
-    others = [WayToTrain("keep all", "", "too large")] if "keep all" not in steps else []
-    assert choose([*others, *(WayToTrain(name, "", step_s=step_s) for name, step_s in steps.items())]).name == chosen
-    assert choose(others) is None
-
-
 def test_text_has_the_regions(tmp_path, capsys):
     read_config("llama", SIZES).save_pretrained(tmp_path)
     kept = asked(capsys, str(tmp_path), "--memory=80GiB")
-    memory = int((kept["fixed_bytes"] + kept["loss_bytes"] + 0.3 * kept["saved_bytes"]) / 0.92)
+    memory = int((8 * kept["parameters"] + kept["loss_bytes"] + 0.3 * kept["saved_bytes"]) / 0.92)
     assert main(["plan", str(tmp_path / "config.json"), f"--memory={memory}B"]) == 0
     text = capsys.readouterr().out
-    assert "\ndo                regions: offload_layers(model.model.layers, memory_budget=" in text
+    assert "\ndo          offload_layers(model.model.layers, memory_budget=" in text
     assert "\nself_attn: _scaled_dot_product_flash_attention" in text
     assert "\npeak " in text
 

@@ -14,7 +14,7 @@ from page_text import GIB, PICTURES
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.command_line.count import count_model, read_config
-from offload.command_line.plan import H200, RATES, USABLE, ways_to_train
+from offload.command_line.plan import H200, RATES, USABLE, recipes_for
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
 from offload.planning.profile import LayerProfile, Link, Profile
@@ -173,31 +173,32 @@ def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], n
     )
 
 
-# The ways to train that a command compares, and a model for it: Llama-3.1-8B's sizes.
+# The recipes that a command compares, in their order, and a model for them: Llama-3.1-8B's sizes.
 WAYS = {
-    "keep all": INK,
-    "whole layers": COLORS["offload"],
-    "regions": COLORS["forward"],
-    "streamed weights": COLORS["reload"],
+    "all on the device": INK,
+    "optimizer state streamed": COLORS["offload"],
+    "optimizer state streamed, step in backward": COLORS["forward"],
+    "weights, gradients and state on the host": COLORS["reload"],
 }
 SIZES = ("intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256")
-MEMORIES_GIB = (24, 26, 28, 30, 32, 36, 40, 48, 64, 80, 82, 84, 86, 88, 92, 96, 104, 112, 120, 128, 132, 136, 141, 180)
+MEMORIES_GIB = (*range(16, 48, 2), *range(48, 96, 4), 96, 104, 112, 120, 128, 132, 136, 141, 180)
 
 
 @cache
 def ways_steps() -> dict[str, dict[int, float]]:
-    """Way → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
+    """Recipe → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
     steps: dict[str, dict[int, float]] = {name: {} for name in WAYS}
     model = count_model(read_config("llama", SIZES), 1, 8192, RATES, DEFAULT_MIN_BYTES)
     for memory in MEMORIES_GIB:
-        for way in ways_to_train(model, None, int(USABLE * memory * GIB), H200, None):
-            if not way.misfit and way.step_s is not None:
-                steps[way.name][memory] = way.step_s
+        made = recipes_for(model, int(USABLE * memory * GIB), H200, None)
+        for found, one in zip(steps.values(), made.recipes, strict=True):
+            if one.plan is not None:
+                found[memory] = one.step_s
     return steps
 
 
 def ways_figure(*, narrow: bool) -> Figure:
-    """A bar for each way to train, from the smallest device that it fits on, and its step there."""
+    """A bar for each recipe, from the smallest device that it fits on, and its step there."""
     figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, 3.4))
     ax = figure.subplots()
     style_axes(ax)
