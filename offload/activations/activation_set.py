@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -53,31 +54,33 @@ class ActivationSet:
     microbatch has saved so far. A set that ``stays`` is never offloaded.
     """
 
-    _hook: Callable[[torch.Tensor], SavedHandle] | None = None
+    packing: Callable[[torch.Tensor], Any] | None = None
     """The pack hook while the layer runs; ``None`` is :meth:`pack`. It must not outlive forward."""
+
+    # Attributes that most layers leave as they are cost a forward no time.
+    state = OffloadState.RESIDENT
+    _early: tuple[SavedStorage, ...] = ()
+    """Storages that were copied early, which no handle holds yet."""
+    _small = 0
+    """Saved tensors below ``min_bytes``, which are many: they are counted when the layer ends."""
+    in_graph = False
+    """Whether a graph has come to hold ``alive``."""
+    backward_begun = False
+    has_hooks = False
+    """Whether handles hold what the layer has saved."""
 
     def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
         self.layer = layer
-        self.state = OffloadState.RESIDENT
         self.transfers = transfers
         self._rules = rules
         self._known = known
         self._stays = stays
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self._early: list[SavedStorage] = []
-        """Storages that were copied early, which no handle holds yet."""
-        self._small = 0
-        """Saved tensors below ``min_bytes``, which are many: they are counted when the layer ends."""
         self.alive: Token | None = Token(layer, self._reload_late, self._mark_read)
         """``None`` as soon as the layer saves no more."""
         # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
-        self.in_graph = False
-        """Whether a graph has come to hold ``alive``."""
-        self.backward_begun = False
-        self.has_hooks = False
-        """Whether handles hold what the layer has saved."""
 
     @property
     def gone(self) -> bool:
@@ -87,16 +90,17 @@ class ActivationSet:
     def enter(self, inputs: object = None) -> None:
         """The layer's forward begins with ``inputs``, if they are known: autograd hands over what it saves."""
         self.has_hooks = True
-        push_hooks(self._hook or self.pack, unpack)
+        push_hooks(self.packing or self.pack, unpack)
 
     def hook(self, tensor: torch.Tensor) -> SavedHandle:
         """The handle of a tensor that the layer's forward saves."""
-        return (self._hook or self.pack)(tensor)
+        handle: SavedHandle = (self.packing or self.pack)(tensor)
+        return handle
 
     def leave(self, *, failed: bool) -> None:
         """The forward has ended, or ``failed``; also called where it was cut off before :meth:`enter`."""
         if self.has_hooks:
-            pop_hooks(self._hook or self.pack)
+            pop_hooks(self.packing or self.pack)
 
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
@@ -104,7 +108,7 @@ class ActivationSet:
         With ``in_operation``, the operation that saved last may still be at work, and goes on with another set.
         """
         self.alive = None
-        self._early.clear()
+        self._early = ()
         if self._small and self.state is not _RESIDENT:
             self.transfers.skipped[SMALL] += self._small
         if not in_operation:
@@ -125,7 +129,7 @@ class ActivationSet:
             if storage.ready is None:
                 storage.ready = self.transfers.backend.compute_stream().record_event()
             storage.start_offload()
-            self._early.append(storage)
+            self._early += (storage,)
 
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> SavedHandle:
         """The pack hook: a handle for a tensor that autograd saves; ``changes`` as :class:`SavedStorage` has it."""

@@ -187,6 +187,10 @@ class OffloadContext(ContextDecorator):
     @interpreted
     def exit(self, *, failed: bool = False) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
+        self.end_layer(failed=failed)
+
+    def end_layer(self, *, failed: bool) -> None:
+        """As :meth:`exit`."""
         opened = self._entered[-1] if self._entered else None
         if opened is None:
             del self._entered[-1:]
@@ -259,7 +263,7 @@ class OffloadContext(ContextDecorator):
         Raises:
             OffloadStateError: Called before the context was entered, or while it is.
         """
-        if self._entered and self._open is not None:
+        if self._open is not None:
             raise OffloadStateError(
                 f"the sync function was called inside the forward of layer {self._open.layer}; call it after the "
                 "with block, on the layer's output."
@@ -269,6 +273,11 @@ class OffloadContext(ContextDecorator):
                 "the sync function was called before the offload context was entered; run the layer inside "
                 "`with context:` first."
             )
+        self.mark(output)
+        return output
+
+    def mark(self, output: object) -> None:
+        """As :meth:`sync`, after the layer's forward has ended."""
         closed = self._closed
         if closed is not None:
             self._unsynced = 0
@@ -282,7 +291,6 @@ class OffloadContext(ContextDecorator):
                 # Nothing holds what the layer has saved any more: a frozen layer, say. Its set may go at any time, and
                 # must not count as the end of the round when it does.
                 opened.in_graph = False
-        return output
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""

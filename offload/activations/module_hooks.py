@@ -54,8 +54,8 @@ class OffloadListener(LayerListener):
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._entered and self._context.in_this_thread:
-            self._context.exit(failed=failed)
+            self._context.end_layer(failed=failed)
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._entered and self._context.in_this_thread:
-            self._context.sync(output)
+            self._context.mark(output)

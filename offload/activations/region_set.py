@@ -7,7 +7,7 @@ compared bit by bit. From then on, forward runs under hooks on saved tensors alo
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Generator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import prove_all, prove_hand_over
 from offload.recompute.random import states_of
 from offload.recompute.run_again import Frame, HandOver, Held
-from offload.recompute.state import LayerState, contents_of
-from offload.recompute.way import Expected, Way, names_of
+from offload.recompute.state import LayerState, Settings, contents_of
+from offload.recompute.way import Way, names_of
 
 _logger = logging.getLogger(__name__)
 
@@ -65,22 +65,17 @@ class RegionSet(ActivationSet):
     _number = 0
     """The number of the tensor that is saved next."""
     _first_node = 0
-    _expected: Sequence[Expected] = ()
-    """What was learned of each saved tensor."""
     _limit = 0
-    """From this number on, nothing is known of saved tensors."""
-    _blind = True
-    """Whether the number of autograd nodes is not compared."""
+    """Forward has gone another way if it has saved fewer tensors."""
     _contents: Any = None
+    _held: tuple[DroppedHandle, ...] = ()
+    """Handles that hold their tensors until the layer has been run again and compared, by number."""
 
     def __init__(
         self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool, policies: LayerPolicies
     ) -> None:
         super().__init__(layer, transfers, rules, known, stays=stays)
         self._policies = policies
-        self._held: list[DroppedHandle] = []
-        """Handles that hold their tensors until the layer has been run again and compared, by number."""
-        self._originals: list[torch.Tensor] = []
 
     def enter(self, inputs: object = None) -> None:
         layer = self._policies.layer
@@ -93,8 +88,8 @@ class RegionSet(ActivationSet):
 
     def _begin(self, layer: nn.Module, given: Any) -> None:
         policies, backend = self._policies, self.transfers.backend
-        inputs = LayerInputs(*given)
-        self._key = policies.kind_of(layer, inputs, backend.device)
+        inputs, settings = LayerInputs(*given), Settings.now(backend.device)
+        self._key = policies.kind_of(layer, inputs, settings)
         way, replay = policies.find(self._key)
         self._sized = way is not None and way.sizes != self._key[1]
         capturing = backend.capturing
@@ -102,8 +97,9 @@ class RegionSet(ActivationSet):
             way = None if self._sized else self._captured(way)
             replay = None if way is None else way.replay
         self._way = way
+        self._first_node = next_node()
         if way is not None and replay is not None and not replay.run.dropped:
-            self._follow(way)
+            self._follow(way, None)
             return
         if capturing and (way is None or not way.proven):
             raise CaptureError(
@@ -114,8 +110,8 @@ class RegionSet(ActivationSet):
         random = {} if capturing else states_of(() if way is None else way.trace.generators, [backend.device])
         held = self._hold_inputs(inputs, () if way is None else way.saved_inputs)
         constants = () if way is None else way.constants
-        frame = Frame(layer, inputs.placed, held, state, constants, backend.device, random, self._token)
-        self._frame, self._blind = frame, frame.blind
+        frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)
+        self._frame = frame
         if way is None or replay is None:
             self._begin_learning(layer, frame, inputs, given)
         else:
@@ -124,17 +120,18 @@ class RegionSet(ActivationSet):
                 frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
             if self._proves:
-                self._hook = self._hold_saved
+                self.packing = self._hold_saved
             else:
-                self._follow(way)
+                self._follow(way, frame)
                 frame.nodes = way.nodes if way.trace.zone < 0 else way.nodes[: way.limit]
                 frame.dropped = {} if self._sized else way.dropped.copy()
-        self._first_node = next_node()
 
-    def _follow(self, way: Way) -> None:
+    def _follow(self, way: Way, frame: Frame | None) -> None:
         """Whatever is saved from now on is what was learned."""
-        self._hook = self._pack_by_number
-        self._expected, self._limit = way.expected, way.limit
+        packing = self._pack_in_order(way, frame)
+        next(packing)
+        self.packing = packing.send
+        self._limit = 0 if frame is None else way.limit
 
     def _captured(self, way: Way) -> Way:
         """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
@@ -170,17 +167,18 @@ class RegionSet(ActivationSet):
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
-        leave_modes((Learn,))
-        frame, learn, way = self._frame, self._learn, self._way
-        held, originals = self._held, self._originals
-        self._frame = self._learn = self._way = None
-        self._held, self._originals, self._hook = [], [], None
+        frame, learn, way, held = self._frame, self._learn, self._way, self._held
+        self._frame = self._learn = self._way = self.packing = None
+        self._held = ()
+        if learn is not None:
+            leave_modes((Learn,))
         if frame is not None:
             frame.open = False
         if failed or frame is None:
             return
-        if self._number < self._limit:
+        if self._number < self._limit and not frame.strange:
             self._take_another_way(frame, self._number)  # it has saved less
+        originals = [one.kept.versions for one in held if one.kept is not None]
         if learn is not None:
             way = self._finish_learning(frame, learn, originals)
         elif way is not None and self._proves:
@@ -190,43 +188,50 @@ class RegionSet(ActivationSet):
         if way is not None and held:
             self._settle(frame, way, held, originals)
 
-    def _pack_by_number(self, tensor: torch.Tensor) -> SavedHandle:
-        """The pack hook of a layer that was learned, for a tensor that is saved as it was there."""
-        number, now, known = self._number, next_node(), self._known
-        self._number = number + 1
-        if known.operation and now != known.node:
-            self._end_operation()
-        if number >= self._limit:
-            return self._pack_unexpected(tensor, number)
-        node, shape, stride, dtype, policy = self._expected[number]
-        if (
-            (now - self._first_node != node and not self._blind)
-            or (tensor.shape != shape and not self._sized)
-            or tensor.dtype is not dtype
-            or (
-                stride is not None
-                and tensor.stride() != stride
-                and not self._same_layout(tensor, self._expected[number])
-            )
-        ):
-            return self._pack_unexpected(tensor, number)
-        frame = self._frame
-        if policy is RECOMPUTE and frame is not None:
-            if self._sized:
-                frame.dropped[number] = tensor.shape, dtype
-            return DroppedHandle(frame, number)
-        if policy is not KEEP and not self._stays:
-            handle = self.pack(tensor)
-        else:
-            handle = KeptHandle(tensor, self.alive or self._token)
-        if stride is not None and frame is not None:
-            frame.kept[number] = handle
-        return handle
+    def _pack_in_order(self, way: Way, frame: Frame | None) -> Generator[SavedHandle | None, torch.Tensor, None]:
+        """Pack what a learned layer saves; the pack hook is ``send``, as a layer saves many, and a method costs more.
 
-    def _pack_unexpected(self, tensor: torch.Tensor, number: int) -> SavedHandle:
-        """The pack hook for a tensor that is saved where the way depends on data, or that was not learned."""
-        way, frame = self._way, self._frame
-        if way is None or frame is None:
+        Each tensor is compared with what was learned under its number.
+        """
+        known, first, token = self._known, self._first_node, self._token
+        blind, sized, stays = frame is None or frame.blind, self._sized, self._stays
+        tensor = yield None
+        for node, shape, stride, dtype, policy in way.expected[: way.limit]:
+            now = next_node()
+            if known.operation and now != known.node:
+                self._end_operation()
+            if (
+                (now - first != node and not blind)
+                or (tensor.shape != shape and not sized)
+                or tensor.dtype is not dtype
+                or (stride is not None and tensor.stride() != stride and not same_layout(tensor, shape, stride, sized))
+            ):
+                break
+            number = self._number
+            self._number = number + 1
+            if policy is RECOMPUTE and frame is not None:
+                if sized:
+                    frame.dropped[number] = tensor.shape, dtype
+                del tensor  # else it would be held until the next one is saved
+                tensor = yield DroppedHandle(frame, number)
+                continue
+            handle = KeptHandle(tensor, token) if policy is KEEP or stays else self.pack(tensor)
+            if stride is not None and frame is not None:
+                frame.kept[number] = handle
+            del tensor
+            tensor = yield handle
+        while True:
+            if known.operation and next_node() != known.node:
+                self._end_operation()
+            handle = self._pack_unexpected(tensor, way, frame)
+            del tensor
+            tensor = yield handle
+
+    def _pack_unexpected(self, tensor: torch.Tensor, way: Way, frame: Frame | None) -> SavedHandle:
+        """A tensor that is saved where the way depends on data, or that was not learned."""
+        number = self._number
+        self._number = number + 1
+        if frame is None:
             return KeptHandle(tensor, self._token) if self._stays else self.pack(tensor)
         if not frame.strange and (number < way.limit or way.trace.zone < 0):
             self._take_another_way(frame, number)
@@ -238,14 +243,9 @@ class RegionSet(ActivationSet):
             return DroppedHandle(frame, number)
         return KeptHandle(tensor, self._token) if self._stays else self.pack(tensor)
 
-    def _same_layout(self, tensor: torch.Tensor, expected: Expected) -> bool:
-        """Whether a tensor that may be handed over lies in its memory as the learned one did."""
-        _, shape, stride, *_ = expected
-        return stride is None or same_layout(tensor, shape, stride, sized=self._sized)
-
     def _take_another_way(self, frame: Frame, number: int) -> None:
         """This forward is not the one that was learned: what it saves from here on is kept, and the next is learned."""
-        frame.strange, self._limit = True, 0
+        frame.strange = True
         frame.nodes = frame.nodes[:number]
         frame.dropped = {one: expected for one, expected in frame.dropped.items() if one < number}
         self._policies.forget(self._key)
@@ -274,7 +274,7 @@ class RegionSet(ActivationSet):
         self._contents = contents_of(arguments), state.contents(), clones, arguments
         self._learn = learn
         state.begin_learning()
-        self._hook = self._pack_to_learn
+        self.packing = self._pack_to_learn
         frame.learned = not is_compiled(layer)
         if frame.learned:  # what a compiled layer computes is not to be seen: it is recomputed as a whole
             learn.__enter__()
@@ -308,8 +308,7 @@ class RegionSet(ActivationSet):
             return self.pack(tensor)
         self._frame.nodes.append(self._frame.node(self._first_node))
         handle = DroppedHandle(self._frame, len(self._held), KeptHandle(tensor, self._token))
-        self._held.append(handle)
-        self._originals.append(tensor if tensor.is_leaf else tensor.detach())
+        self._held += (handle,)  # few forwards do this
         return handle
 
     def _finish_learning(self, frame: Frame, learn: Learn, originals: list[torch.Tensor]) -> Way:
@@ -371,7 +370,7 @@ class RegionSet(ActivationSet):
         same = same and all(
             tensor.dtype is expected[3]
             and (self._sized or tensor.shape == expected[1])
-            and self._same_layout(tensor, expected)
+            and (expected[2] is None or same_layout(tensor, expected[1], expected[2], self._sized))
             for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
         )
         proves = same and (not frame.replay.hands_over or prove_hand_over(frame, originals))
@@ -387,7 +386,7 @@ class RegionSet(ActivationSet):
             frame.replay = way.replay
             self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
 
-    def _settle(self, frame: Frame, way: Way, held: list[DroppedHandle], originals: list[torch.Tensor]) -> None:
+    def _settle(self, frame: Frame, way: Way, held: Sequence[DroppedHandle], originals: list[torch.Tensor]) -> None:
         """Drop, keep or offload what was held until now, as the policies say."""
         for number, (handle, tensor) in enumerate(zip(held, originals, strict=True)):
             if frame.strange:

@@ -53,7 +53,7 @@ class _Listener:
         return bool(opened) and not (in_backward() or is_traced())
 
     def owns(self, pack: object) -> bool:
-        return getattr(pack, "__self__", None) in opened
+        return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
 
 
 def patch_pytorch() -> None:

@@ -181,11 +181,8 @@ def is_transformed() -> bool:
 
 def leave_modes(kinds: tuple[type[TorchDispatchMode], ...]) -> None:
     """Leave dispatch modes of these kinds, and those inside of them, which only an interrupt can have left there."""
-    stack = dispatch_modes() if _count_modes() else ()
-    if stack:
-        outermost = next((place for place, mode in enumerate(stack) if isinstance(mode, kinds)), len(stack))
-        for mode in reversed(stack[outermost:]):
-            mode.__exit__(None, None, None)
+    while _count_modes() and any(isinstance(mode, kinds) for mode in dispatch_modes()):
+        dispatch_modes()[-1].__exit__(None, None, None)
 
 
 def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:

@@ -16,31 +16,42 @@ class LayerInputs:
         kwargs: Keyword arguments.
     """
 
+    __slots__ = ("kind", "placed", "sizes", "tensors")
+
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         """The tensors among the arguments, each once."""
-        self.kind: list[Any] = []
+        self.kind: list[Any] = [*kwargs]
         """What tells this kind of input from another."""
         self.sizes: list[int] = []
         """The dimensions of the tensors."""
-        self.placed = self._take(args), self._take(kwargs)
+        self.placed = self._take(args), dict(zip(kwargs, self._take(kwargs.values()), strict=True))
         """The arguments, without the tensors."""
 
-    def _take(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
-        if isinstance(value, dict):
-            self.kind.append(tuple(map(str, value)))
-            return {name: self._take(item) for name, item in value.items()}
-        if isinstance(value, tuple):
-            self.kind.append(len(value))
-            items = [self._take(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if type(value) is list:
-            self.kind.append(len(value))
-            return [self._take(item) for item in value]
-        self.kind.append(value if isinstance(value, _PLAIN) else type(value))
-        return value
+    def _take(self, values: Any) -> list[Any]:
+        """Arguments, or the items of one; in one loop, as a layer's forward waits for it."""
+        kind, found = self.kind, list[Any]()
+        kind.append(len(values))
+        for value in values:
+            taken = value
+            if isinstance(value, torch.Tensor):
+                taken = self._take_tensor(value)
+            elif value is None or isinstance(value, _PLAIN):
+                kind.append(value)
+            elif isinstance(value, dict):
+                kind += (dict, *map(str, value))
+                taken = dict(zip(value, self._take(value.values()), strict=True))
+            elif isinstance(value, tuple):
+                kind.append(tuple)
+                items = self._take(value)
+                taken = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            elif type(value) is list:
+                kind.append(list)
+                taken = self._take(value)
+            else:
+                kind.append(type(value))
+            found.append(taken)
+        return found
 
     def _take_tensor(self, tensor: torch.Tensor) -> Place:
         kind, shape = type(tensor), tensor.shape
@@ -48,7 +59,7 @@ class LayerInputs:
         # Results are laid out as the inputs are.
         plain = kind is torch.Tensor and tensor.layout is torch.strided
         order = stride_order(tensor.stride()) if plain and not tensor.is_contiguous() else None
-        self.kind.append((len(shape), tensor.dtype, tensor.device, tensor.requires_grad, kind, order))
+        self.kind += (len(shape), tensor.dtype, tensor.device, tensor.requires_grad, kind, order)
         for number, known in enumerate(self.tensors):
             if known is tensor:
                 return Place(number)
@@ -56,7 +67,7 @@ class LayerInputs:
         return Place(len(self.tensors) - 1)
 
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str)
 
 
 class Place:
@@ -85,7 +96,7 @@ def stride_order(stride: Sequence[int]) -> tuple[int, ...]:
     return (stride.count(0), *sorted(range(len(stride)), key=stride.__getitem__))
 
 
-def same_layout(tensor: torch.Tensor, shape: torch.Size, stride: Sequence[int], *, sized: bool) -> bool:
+def same_layout(tensor: torch.Tensor, shape: torch.Size, stride: Sequence[int], sized: bool) -> bool:
     """Whether a tensor has these strides; if it is ``sized`` otherwise, strides in the same order."""
     now = tensor.stride()
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and shape[dim] > 1]  # others do not matter

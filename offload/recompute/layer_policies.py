@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from offload.base.checks import warn_caller
@@ -20,7 +19,7 @@ from offload.recompute.learn import Clock
 from offload.recompute.other_sizes import Sizes
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, Policy, matches, policy_of
 from offload.recompute.run_again import Replay
-from offload.recompute.state import in_autocast
+from offload.recompute.state import Settings
 from offload.recompute.way import Way
 
 InputKind = tuple[Hashable, Sizes]
@@ -106,13 +105,12 @@ class LayerPolicies:
         yield
         self.second_runs.append((begin, clock()))
 
-    def kind_of(self, layer: nn.Module, inputs: LayerInputs, device: torch.device) -> InputKind:
-        """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and autocast."""
+    def kind_of(self, layer: nn.Module, inputs: LayerInputs, settings: Settings) -> InputKind:
+        """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and settings."""
         if self._parameters is None:
             self._parameters = list(layer.parameters())
-        kind = [*inputs.kind, layer.training, torch.is_autocast_enabled(device.type), in_autocast()]
-        kind += [parameter.requires_grad for parameter in self._parameters]
-        return tuple(kind), tuple(inputs.sizes)
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        return (*inputs.kind, layer.training, *settings, *trained), tuple(inputs.sizes)
 
     def of(self, name: str) -> Policy:
         """The policy of a region."""

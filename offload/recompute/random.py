@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ import torch
 @contextmanager
 def drawn_again(states: Mapping[torch.Generator, torch.Tensor]) -> Iterator[None]:
     """The generators draw what they drew from these states on; afterwards each goes on from where it is now."""
-    with ExitStack() as stack:
+    present = {generator: generator.get_state() for generator in states}
+    try:
         for generator, state in states.items():
-            stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
         yield
+    finally:
+        for generator, state in present.items():
+            generator.set_state(state)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

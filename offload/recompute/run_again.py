@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -143,7 +143,7 @@ class Frame:
         held: The tensors among the arguments, and whether each requires a gradient.
         state: Of the layer.
         constants: What counts the changes of tensors that forward reads and that are no inputs and no state.
-        device: Where the layer computes.
+        settings: Of PyTorch.
         random: The states of the generators that the layer may draw from.
         graph: Lives as long as the graph that holds the frame.
     """
@@ -169,15 +169,15 @@ class Frame:
         held: list[tuple[Held, bool]],
         state: LayerState,
         constants: Sequence[torch.Tensor],
-        device: torch.device,
+        settings: Settings,
         random: dict[torch.Generator, torch.Tensor],
         graph: object,
     ) -> None:
         self.layer = layer
         self.inputs: tuple[Any, Any] | None = inputs
         self.held = held
-        self.settings = Settings.now(device)
-        self.blind = self.settings.casts or is_compiled(layer)
+        self.settings = settings
+        self.blind = settings.casts or is_compiled(layer)
         """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
         self.random = random
         self.graph = graph
@@ -265,21 +265,24 @@ class Frame:
             raise AssertionError("a frame is run before it is emptied")
         given = [_as_given(held.unpack(), needs) for held, needs in self.held]
         args, kwargs = with_tensors(self.inputs, given)
-        with ExitStack() as stack:
-            if not in_backward():
-                stack.enter_context(without_listeners())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.settings.again())
-            stack.enter_context(drawn_again(self.random))
-            stack.enter_context(self.state.as_in(self.before))
-            stack.enter_context(mode if mode is not None else nullcontext())
-            stack.callback(pop_hooks, check.pack)  # first: an interrupt may come before the next line
-            push_hooks(check.pack, lambda tensor: tensor)
-            check.first_node = next_node()
-            with suppress(AllThereError):
-                # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
-                call = self.layer.forward if self.state.is_sharded and not in_backward() else self.layer
+        backward = in_backward()
+        # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
+        call = self.layer.forward if self.state.is_sharded and not backward else self.layer
+        with (
+            nullcontext() if backward else without_listeners(),
+            torch.enable_grad(),
+            self.settings.again(),
+            drawn_again(self.random),
+            self.state.as_in(self.before),
+            mode or nullcontext(),
+            suppress(AllThereError),
+        ):
+            try:  # an interrupt may come before the next line
+                push_hooks(check.pack, lambda tensor: tensor)
+                check.first_node = next_node()
                 call(*args, **kwargs)
+            finally:
+                pop_hooks(check.pack)
         check.end()
 
 

@@ -61,6 +61,9 @@ class Settings(NamedTuple):
     @contextmanager
     def again(self) -> Iterator[None]:
         """The same settings once more."""
+        if self == Settings.now(torch.device(self.autocast[-1][0])):
+            yield
+            return
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
