@@ -44,6 +44,7 @@ WAYS: dict[str, Callable[..., offload.StreamedOptimizer]] = {
     "resident": partial(stream, resident_bytes="1TiB"),
     "streamed": stream,
     "streamed in backward": partial(stream, in_backward=True),
+    "streamed in backward, 16 GiB resident": partial(stream, in_backward=True, resident_bytes="16GiB"),
     "streamed in backward, gradients consumed": partial(stream, in_backward=True, consume_gradients=True),
 }
 NO_CLIPPING = [name for name in WAYS if "backward" in name]
