@@ -33,7 +33,7 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.measuring.measure_link import measure_link
-from offload.pipelining.chunk import ChunkParts, FindLayers, LayeredChunk, StageLayers, largest_list
+from offload.pipelining.chunk import ChunkParts, LayeredChunk, StageLayers
 from offload.pipelining.order import Action, Chunk, read_actions
 from offload.pipelining.plan import PipelinePlan, check_options, plan_pipeline
 from offload.pipelining.rank_step import StageProfile
@@ -61,7 +61,6 @@ def attach(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     policies: Mapping[str, Policy | str] | None = None,
-    layers: FindLayers | None = None,
 ) -> PipelineOffload:
     """Offload the activations of this rank's stages, by a schedule derived from the rank's own order.
 
@@ -88,10 +87,9 @@ def attach(
         device: The device whose activations are offloaded; that of the stages by default.
         policies: What happens to the regions of each layer of the stages: patterns of their names, each with
             ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. A region with
-            ``"offload"`` is offloaded where the plan says so, and else kept. Each layer is a part of its chunks then,
-            and tensors that a stage saves outside of its layers are kept.
-        layers: For ``policies``: a function that is given a stage's module and returns its layers, in the order of
-            forward. By default they are the list of modules in it that has the most parameters.
+            ``"offload"`` is offloaded where the plan says so, and else kept. Each layer is a part of its chunks then.
+            The layers are the list of modules with the most parameters in a stage; tensors that the stage saves outside
+            of its layers are kept.
 
     Returns:
         A handle with ``plan``, ``state``, ``stats()`` and ``remove()``, which is also a context manager.
@@ -107,15 +105,13 @@ def attach(
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call remove() on the first handle")
     check_options(memory_budget, fraction, parts, profile, link)
-    if policies is None and layers is not None:
-        raise ValueError("layers are those that policies apply to, but there are no policies; give both")
     if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
     patterns = None if policies is None else parse_policies(policies)
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
-    stage_layers = None if patterns is None else StageLayers(stages, layers or largest_list, patterns)
+    stage_layers = None if patterns is None else StageLayers(stages, patterns)
     options: dict[str, Any] = {"memory_budget": memory_budget, "fraction": fraction, "link": link}
     options["parts"] = stage_layers.parts if stage_layers else parts
     handle = PipelineOffload(stages, backend, stage_layers, profile, min_bytes, options)

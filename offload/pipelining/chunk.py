@@ -8,7 +8,7 @@ layers, a part is one of these layers, and tensors that the stage saves outside 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,9 +22,6 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.torch_private import pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
-
-FindLayers = Callable[[nn.Module], Iterable[nn.Module]]
-"""A stage's module → its layers, in the order of forward."""
 
 
 class PackedTensor(NamedTuple):
@@ -160,15 +157,13 @@ class StageLayers:
 
     Args:
         stages: The rank's stages.
-        find_layers: Gives the layers of a stage's module.
         patterns: Of regions' names; the first that matches decides.
 
     Raises:
-        TypeError: A stage's layers are no modules.
-        ValueError: A stage has no layers, one is listed twice or inside another, or is offloaded already.
+        ValueError: A layer is listed twice or inside another, or is offloaded already.
     """
 
-    def __init__(self, stages: Iterable[Any], find_layers: FindLayers, patterns: Mapping[str, Policy]) -> None:
+    def __init__(self, stages: Iterable[Any], patterns: Mapping[str, Policy]) -> None:
         self.policies: dict[int, list[LayerPolicies]] = {}
         """Stage → the policies of each of its layers."""
         self.running: LayeredChunk | None = None
@@ -176,9 +171,8 @@ class StageLayers:
         self._attachments: list[Attachment] = []
         try:
             for stage in stages:
-                layers = check_layers(
-                    find_layers(stage.submod), _StageLayer, "offloaded", "cannot have policies of regions"
-                )
+                layers = largest_list(stage.submod)
+                check_layers(layers, _StageLayer, "offloaded", "cannot have policies of regions")
                 for number, layer in enumerate(layers):
                     if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
                         raise ValueError(f"layer {number} is offloaded already; call remove() on the first handle")
@@ -226,13 +220,7 @@ class _StageLayer(LayerListener):
 
 def largest_list(module: nn.Module) -> list[nn.Module]:
     """The layers of a stage's module: the list of modules in it with the most parameters, or else the module itself."""
-
-    def parameters(modules: Iterable[nn.Module]) -> int:
-        return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-    lists = [
-        list(found.values() if isinstance(found, nn.ModuleDict) else found)
-        for found in module.modules()
-        if isinstance(found, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    ]
-    return max(lists, key=parameters, default=[]) or [module]
+    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    lists = [one for one in module.modules() if isinstance(one, kinds)]
+    largest = max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters()), default=None)
+    return [*largest.children()] if largest is not None and len(largest) else [module]

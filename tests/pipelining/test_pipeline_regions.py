@@ -22,7 +22,7 @@ def _group(tmp_path):
 
 
 class Stage(nn.Module):
-    """What a model's stage looks like: layers between other modules, one of which may be left out."""
+    """What a model's stage looks like: layers between other modules, which run in an ``order``."""
 
     def __init__(self, layers=3):
         super().__init__()
@@ -30,13 +30,12 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.dropout = nn.Dropout(0.3)
         self.norm = nn.LayerNorm(WIDTH)
-        self.skipped = set()
+        self.order = [*range(layers)]
 
     def forward(self, x):
         x = self.embed(x)
-        for number, layer in enumerate(self.layers):
-            if number not in self.skipped:
-                x = self.dropout(layer(x))
+        for number in self.order:
+            x = self.dropout(self.layers[number](x))
         return self.norm(x)
 
 
@@ -107,14 +106,6 @@ def test_a_budget_counts_what_is_kept_and_regions_have_names():
     assert handle.regions(1) == {}
 
 
-def test_layers_may_be_given():
-    schedule, stage = pipeline()
-    expected = step(schedule, stage)
-    with attach(schedule, policies={"*": "recompute"}, layers=lambda module: [module.embed, *module.layers]) as handle:
-        assert same(step(schedule, stage), expected)
-        assert list(handle.regions(0)) == ["addmm"]
-
-
 def test_the_largest_list_of_modules_holds_the_layers():
     model = Stage()
     assert largest_list(model) == list(model.layers)
@@ -127,7 +118,7 @@ def test_the_largest_list_of_modules_holds_the_layers():
 
 def test_a_layer_may_be_left_out():
     schedule, stage = pipeline()
-    stage.submod.skipped.add(1)
+    stage.submod.order = [0, 2]
     expected = [step(schedule, stage, seed) for seed in range(3)]
     with attach(schedule, policies=RECOMPUTE_MOST):
         assert all(map(same, [step(schedule, stage, seed) for seed in range(3)], expected))
@@ -136,9 +127,9 @@ def test_a_layer_may_be_left_out():
 @pytest.mark.parametrize(("again", "before"), [(0, 2), (2, 2)], ids=["later", "at once"])
 def test_a_layer_that_runs_twice_is_refused(again, before):
     schedule, stage = pipeline()
-    stage.submod.layers.append(stage.submod.layers[again])
+    stage.submod.order.append(again)
     with (
-        attach(schedule, policies=RECOMPUTE_MOST, layers=lambda module: list(module.layers)[:3]),
+        attach(schedule, policies=RECOMPUTE_MOST),
         pytest.raises(RuntimeError, match="failed to run forward") as error,
     ):
         step(schedule, stage)
@@ -194,7 +185,6 @@ def test_removed_layers_are_free_for_others():
     [
         ({"policies": {"*": "recompute"}, "parts": 4}, "parts must be left out with policies, .* got 4"),
         ({"policies": {"*": "drop"}}, "a policy must be one of 'keep', 'offload', 'recompute'"),
-        ({"layers": lambda module: module.layers}, "layers are those that policies apply to, .* give both"),
     ],
 )
 def test_options_that_are_refused(options, message):
