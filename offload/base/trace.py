@@ -36,7 +36,6 @@ class Mark(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Mark:
-        """The mark that has this ``name``."""
         what, _, layer = name.removeprefix(PREFIX).partition(" ")
         return cls(what, int(layer) if layer else None)
 
@@ -53,7 +52,6 @@ class Recorder:
 
     @property
     def last_mark(self) -> Mark:
-        """The newest mark."""
         return self.marks[-1][1] if self.marks else Mark("other", None)
 
 

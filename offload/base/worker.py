@@ -35,7 +35,6 @@ class Worker:
         (self._start() if jobs is None else jobs).put((job, errors))
 
     def drain(self) -> None:
-        """Block until all jobs are done."""
         if self._jobs is not None:
             done = threading.Event()
             self.submit(done.set, [])

@@ -229,7 +229,6 @@ class StepCount(CpuAllocations):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the block, one step."""
         with self._times, self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             self._times.start(cast("Any", self))
             yield

@@ -46,7 +46,6 @@ class Bus(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth that the bus promises in each direction."""
         return LANE_BYTES_PER_S[self.generation] * self.width
 
     def __str__(self) -> str:

@@ -36,13 +36,11 @@ class CpuEvent(threading.Event):
         """When the event was reached, by ``time.perf_counter``."""
 
     def set(self) -> None:
-        """Mark the event as reached."""
         self.reached_s = time.perf_counter()
         self.error = self._errors[0].with_traceback(None) if self._errors else None
         super().set()
 
     def query(self) -> bool:
-        """Whether the work before the event is done, or has failed."""
         return self.is_set()
 
     def synchronize(self) -> None:
@@ -71,7 +69,6 @@ class CpuStream:
         self._worker.submit(work, self._backend.errors)
 
     def record_event(self) -> CpuEvent:
-        """An event that is set when all work queued so far is done."""
         event = CpuEvent(self._backend)
         self._worker.submit(event.set, self._backend.errors)
         return event

@@ -32,7 +32,6 @@ class Range:
         return self.start + self.nbytes
 
     def overlaps(self, other: Range) -> bool:
-        """Whether they have bytes in common."""
         return self.slab is other.slab and self.start < other.end and other.start < self.end
 
 
@@ -67,7 +66,6 @@ class Arena:
         self._lives: dict[int, GraphLife] = {}
 
     def hold(self, capture: Capture) -> None:
-        """The graph captured now uses the arena's buffers."""
         if capture.id not in self._lives:
             self._lives[capture.id] = GraphLife(capture)
 
@@ -78,7 +76,6 @@ class Arena:
 
     @property
     def over(self) -> bool:
-        """Whether the graphs are gone and all buffers given back."""
         return self.graphs_gone and sum(map(len, self.ready.values())) == self.taken
 
 

@@ -71,7 +71,6 @@ class HostPool:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of all slabs."""
         return sum(map(len, self._slabs))
 
     @property

@@ -83,7 +83,6 @@ class CpuAllocations(TorchDispatchMode):
         return result
 
     def forget_peak(self) -> None:
-        """Let the peak be what is alive now."""
         self.peak_bytes = self._live_bytes
 
     def count(self, storage: torch.UntypedStorage) -> None:

@@ -183,7 +183,6 @@ class _Marks:
         self.times_s = [time_s for time_s, _ in self._marks]
 
     def last(self, time_s: float) -> Mark:
-        """The last mark at or before this time."""
         index = bisect_right(self.times_s, time_s)
         return self._marks[index - 1][1] if index else Mark("other", None)
 

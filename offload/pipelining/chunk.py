@@ -68,7 +68,6 @@ class ChunkParts:
         return tuple(self._nbytes.values()), 0
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
-        """The pack hook."""
         if self._open is None:
             raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
         packed = PackedTensor(self, self._part, self._open.hook(tensor))
@@ -119,7 +118,6 @@ class LayeredChunk(ChunkParts):
         self._layers = layers
 
     def begin_layer(self, part: int, inputs: object) -> None:
-        """A layer's forward begins."""
         if part <= self._part:
             raise OffloadStateError(
                 f"the layers of a stage must run in their order, each once, but layer {part} came after layer "
@@ -130,7 +128,6 @@ class LayeredChunk(ChunkParts):
         push_hooks(self.pack, unpack_part)
 
     def end_layer(self, *, failed: bool) -> None:
-        """The layer's forward has ended, or ``failed``."""
         opened, self._open = self._open, None
         if opened is not None:
             pop_hooks(self.pack)
@@ -195,7 +192,6 @@ class StageLayers:
         return policies[part] if part < len(policies) else None
 
     def remove(self) -> None:
-        """Take the hooks off all layers."""
         for attachment in self._attachments:
             attachment.remove()
 

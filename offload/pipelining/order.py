@@ -35,7 +35,6 @@ class Action(NamedTuple):
 
     @property
     def chunk(self) -> Chunk:
-        """The chunk that the action runs."""
         return Chunk(self.stage, self.microbatch)
 
     def __repr__(self) -> str:

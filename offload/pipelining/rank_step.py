@@ -134,15 +134,12 @@ class RankStep:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of compute."""
         return self.start_s[-1]
 
     def peak_bytes(self, absent: Absent) -> int:
-        """The most bytes on the device at once."""
         return max(self._resident_bytes(absent))
 
     def _resident_bytes(self, absent: Absent) -> list[int]:
-        """The bytes on the device while each point runs, and after the last."""
         changes = self._changes.copy()
         for layer, (release, reload) in absent.items():
             changes[release] -= self.nbytes[layer]

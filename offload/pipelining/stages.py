@@ -62,7 +62,6 @@ class Probe:
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
-        """Measure the block as ``action``."""
         before_bytes = self._allocated_bytes()
         start = self._backend.mark()
         yield

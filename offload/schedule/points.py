@@ -187,8 +187,6 @@ def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Po
 
 
 def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
-    """The first rule that contradicts those before it."""
-
     def contradict(count: int) -> bool:
         try:
             _prepared(rules[:count], model_layers)
