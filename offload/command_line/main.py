@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,12 +18,7 @@ from offload.command_line.plan import answer_plan
 from offload.host.page_locked import HostMemoryError
 from offload.planning.profile import to_json
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {
-    "doctor": answer_doctor,
-    "plan": answer_plan,
-}
+COMMANDS: dict[str, Callable[[argparse.Namespace], Answer]] = {"doctor": answer_doctor, "plan": answer_plan}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -38,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = read_options(sys.argv[1:] if words is None else words)
     try:
         answer = COMMANDS[options.command](options)
-    except (ValueError, TypeError, OSError, HostMemoryError) as error:
+    except (ImportError, ValueError, TypeError, OSError, HostMemoryError) as error:
         sys.stderr.write(f"offload {options.command}: {error}\n")
         return 2
     text = to_json(options.command, {"ok": answer.ok} | answer.values) if options.json else str(answer)
@@ -55,19 +51,22 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("offload", description="Ask about this machine, and about a model.")
     parser.add_argument("--version", action="version", version=f"offload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    adds = {}
+    adds = []
     for name, command in COMMANDS.items():
         text = (command.__doc__ or "").partition("\n")[0]
-        one = commands.add_parser(name, help=text, description=text)
-        one.add_argument("--json", action="store_true", help="answer as JSON, for programs")
-        adds[name] = one.add_argument
-    adds["doctor"]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
-    add = adds["plan"]
+        adds.append(commands.add_parser(name, help=text, description=text).add_argument)
+        adds[-1]("--json", action="store_true", help="answer as JSON, for programs")
+    adds[0]("--device", type=_device, help="such as cuda:1; by default the current accelerator, or the CPU")
+    add = adds[1]
     add("model", help="the path of a Hugging Face config.json or of its folder, or a model type such as llama")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the config, in place of its value")
     add("--lora", type=_count, metavar="RANK", help="train LoRA's adapters on all linear layers, and nothing else")
     add("--freeze", action="append", default=[], metavar="PATTERN", help="do not train the parameters with such names")
-    add("--dtype", choices=DTYPES, help="of weights and activations, in place of the config's")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and activations, in place of the config's",
+    )
     add("--tokens", type=_count, default=4096, help="tokens of a sequence; 4096 by default")
     add("--batch", type=_count, default=1, help="sequences in a microbatch; 1 by default")
     add("--memory", type=_size, help="device memory, such as 24GiB; by default that of this machine's GPU")
@@ -81,18 +80,14 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except (RuntimeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("value ")) from None
 
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("value ")) from None
+    return read
 
 
 def _number(wanted: str, least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -108,6 +103,7 @@ def _number(wanted: str, least: float, kind: Callable[[str], float]) -> Callable
     return read
 
 
+_device, _size = _reads(torch.device), _reads(parse_bytes)
 _count = _number("a whole number, at least 1", 1, int)
 _count_or_zero = _number("a whole number, at least 0", 0, int)
 _rate = _number("a number above 0, such as 630e12", math.ulp(0.0), float)

@@ -1,6 +1,7 @@
 """``python -m offload plan``: what to do with a model, by its config."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -134,6 +135,12 @@ def test_text_has_the_regions(tmp_path, capsys):
 def test_says_what_is_wrong_with_the_model(model, said, capsys):
     assert main(["plan", model, "--memory=8GiB"]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_says_what_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", "llama", "--memory=8GiB"]) == 2
+    assert capsys.readouterr().err.startswith("offload plan: import of transformers halted")
 
 
 def test_without_a_device_memory_must_be_given(capsys, monkeypatch):
