@@ -24,6 +24,7 @@
 
   /** [name, label, how it is asked, values] */
   const FIELDS = [
+    ["gpu", "GPU", "choice", [...Object.entries(GPUS).map(([value, { name }]) => [value, name]), ["own", "own"]]],
     ["memory", "GPU memory", "slider", { min: 8, max: 288, step: 1, unit: "GiB" }],
     ["link", "Link to the host", "choice", Object.entries(LINKS).map(([value, [name]]) => [value, name])],
     ["rate", "Own link", "slider", { min: 2, max: 500, step: 1, unit: "GB/s" }],
@@ -33,7 +34,6 @@
     ["tokens", "Tokens", "slider", { list: TOKENS }],
     ["batch", "Sequences", "slider", { min: 1, max: 16, step: 1 }],
     ["group", "Query heads per KV head", "choice", [1, 2, 4, 8, 16].map((count) => [count, `${count}`])],
-    ["gpu", "GPU", "choice", [...Object.entries(GPUS).map(([value, { name }]) => [value, name]), ["own", "own"]], "more"],
     ["tflops", "Speed inside of layers", "slider", { min: 10, max: 2000, step: 5, unit: "TFLOP/s" }, "more"],
     ["bandwidth", "Speed of its memory", "slider", { min: 0.2, max: 10, step: 0.02, unit: "TB/s" }, "more"],
     ["host", "Host memory", "choice", [[0, "no limit"], ...[32, 64, 128, 256, 512, 1024].map((gib) => [gib, `${gib} GiB`])], "more"],
@@ -64,6 +64,8 @@
   };
   const FIRST = "decoder";
 
+  const OWN = ["", "own settings"]; // of a preset from which a slider has moved
+  const isPreset = (state) => FIELDS.every(([name]) => state[name] === ofPreset(state.preset)[name]);
   const ofPreset = (preset) => JSON.parse(JSON.stringify({ ...BASE, ...PRESETS[preset][1], preset }));
 
   function readAddress() {
@@ -183,7 +185,7 @@
   }
 
   function showControls() {
-    inputs.preset.value = state.preset;
+    inputs.preset.value = isPreset(state) ? state.preset : OWN[0];
     inputs.rate.closest("div").hidden = state.link !== "own";
     for (const [name, , how, values] of FIELDS) {
       if (how === "check") inputs[name].checked = state[name];
@@ -198,6 +200,7 @@
 
   function build() {
     const presets = Object.entries(PRESETS).map(([value, [name]]) => element("option", { value }, name));
+    presets.push(element("option", { value: OWN[0], disabled: true }, OWN[1]));
     inputs.preset = element("select", { id: "planner-preset" }, ...presets);
     inputs.preset.addEventListener("change", () => changed("preset", inputs.preset.value));
     const basic = FIELDS.filter((field) => !field[4]), more = FIELDS.filter((field) => field[4]);
@@ -208,7 +211,7 @@
     const code = (pre) => element("div", { class: "highlight" }, pre);
     return element("section", { id: "planner", class: "planner", "aria-label": "Planner" },
       element("div", { class: "planner-head" },
-        element("h2", {}, "Will it fit?"), element("label", { for: "planner-preset" }, "Begin with "), inputs.preset),
+        element("h2", {}, "Planner"), element("label", { for: "planner-preset" }, "Begin with "), inputs.preset),
       element("div", { class: "planner-controls", role: "group", "aria-label": "What is trained, and on what" },
         ...basic.map(control),
         element("details", { class: "planner-wide" },
@@ -309,12 +312,23 @@
     return ["import offload", "", ...chosen.write.split(", then ").map((line) => `offload.${line}`)].join("\n");
   }
 
+  /** Why a way is not the advised one. */
+  function whyNot({ name, misfit, step_s }, chosen) {
+    if (misfit) return `does not fit: ${misfit}`;
+    if (!chosen || name === chosen.name) return "";
+    if (chosen.name === "keep all") return "not needed: all fits";
+    const slower = step_s / chosen.step_s - 1;
+    if (slower > 0.005) return `${fixed(100 * slower, 1)}% slower than the advised way`;
+    return name === "streamed weights" ? "its optimizer runs on the host" : "no faster than the advised way";
+  }
+
   function showWays(rows, kept, chosen, shown, plans) {
     const names = { ...Object.fromEntries(SHOWN), "streamed weights": "weights streamed" };
-    const body = rows.map(({ name, misfit, step_s, peak_bytes, host_bytes }) => {
+    const body = rows.map((row) => {
+      const { name, step_s, peak_bytes, host_bytes } = row, why = whyNot(row, chosen);
       const id = `planner-show-${name.replace(" ", "-")}`;
       const radio = element("input", { type: "radio", name: "planner-show", id, disabled: name === "streamed weights" || !plans[name] });
-      const label = element("label", { for: id }, names[name], misfit ? element("small", {}, " does not fit") : null);
+      const label = element("label", { for: id }, names[name], why ? element("small", {}, why) : null);
       radio.checked = name === shown;
       radio.addEventListener("change", () => { changed("show", name); parts.focus = id; });
       const none = step_s === null, cell = (words) => element("td", {}, none ? "–" : words());

@@ -61,6 +61,10 @@ LOOK = """async smallest => {
     const hidden = box.scrollWidth - box.clientWidth > 1;
     if (hidden !== box.classList.contains("goes-on")) faults.push(`does not say whether it goes on: ${box.className}`);
   }
+  for (const code of document.querySelectorAll("div.highlight-python pre, div.input_area pre")) {
+    const hidden = code.scrollWidth - code.clientWidth > 1;
+    if (hidden) faults.push(`code scrolls sideways: ${code.textContent.trim().split("\\n")[0]}`);
+  }
   for (const page of [document.documentElement, document.querySelector(".content")]) {
     if (page.scrollWidth > page.clientWidth) faults.push(`scrolls sideways: ${page.scrollWidth} > ${page.clientWidth}`);
   }
