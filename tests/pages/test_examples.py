@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = ("ddp", "fsdp2", "pipeline", "weights_ddp")  # they use two GPUs, or none
-TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "peft_lora", "trl_sft"}
+TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "lora_long_context", "peft_lora", "trl_sft"}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
