@@ -33,7 +33,7 @@ class Undoable(Handle):
         self._undo = undo
 
     def remove(self) -> None:
-        """Let the modules compute as before. Graphs that exist stay valid. A second call does nothing."""
+        """Let the modules compute as before. Existing graphs remain valid. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 

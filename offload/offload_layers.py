@@ -54,7 +54,7 @@ class OffloadedLayers(Handle):
         return self._hooks.context.schedule
 
     def remove(self) -> None:
-        """Take the hooks off the layers. Graphs that exist stay valid. A second call does nothing."""
+        """Take the hooks off the layers. Existing graphs remain valid. A second call does nothing."""
         self._hooks.remove()
 
     def stats(self) -> OffloadStats:
@@ -92,7 +92,7 @@ def offload_layers(
     """Offload activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
     Forward hooks enter and leave the offload context around each layer and mark its outputs. The model's
-    ``state_dict`` stays as it is, and a copy or pickle of the model is one without offloading::
+    ``state_dict`` does not change, and a copy or pickle of the model is one without offloading::
 
         with offload_layers(model.model.layers, num_layers=4) as handle:
             model(**batch).loss.backward()
@@ -108,12 +108,12 @@ def offload_layers(
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``. On the CPU, where nobody else counts memory, the peak of
             one microbatch is counted, and a peak above the plan's budget is warned of.
-        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
+        min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
             device.
         max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
-            limit by default. Activations that find no room stay on the device, with one warning.
+            limit by default. Activations that do not fit are kept on the device, with one warning.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
             ``"recompute"``. The first pattern that matches decides; a region that no pattern matches is kept. Regions

@@ -258,7 +258,7 @@ def prepare(
             ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
-        min_bytes: Activations below this size stay on the device.
+        min_bytes: Activations below this size are kept on the device.
 
     Returns:
         A handle with ``plan``, ``recipe``, ``stats()`` and ``remove()``, which is also a context manager.

@@ -41,12 +41,12 @@ context, sync = offload.get_cpu_offload_context(
     enabled=True,
     num_layers=OFFLOADED,
     model_layers=LAYERS,
-    min_bytes=1 << 18,  # what is smaller stays on the device
+    min_bytes=1 << 18,  # smaller tensors are kept on the device
 )
 
 
 def offloaded_step():
-    """The same, with activations on their way to the host and back beside it."""
+    """The same, with activations offloaded and reloaded meanwhile."""
     y = x
     for layer in layers:
         with context:  # what autograd saves in here moves to the host

@@ -1,7 +1,7 @@
 """Replay a whole training step, optimizer included, as one CUDA graph, with 4 of 12 layers offloaded.
 
 Each replay trains on a new batch. A copy of the model trains beside it, eagerly and with everything on the device:
-all parameters stay the same, bit for bit.
+all parameters are the same, bit for bit.
 
 python docs/examples/cuda_graphs.py
 """

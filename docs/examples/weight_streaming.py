@@ -1,4 +1,4 @@
-"""Train a transformer whose weights stay in host memory, and check that nothing else changed.
+"""Train a transformer whose weights are in host memory, and check that nothing else changed.
 
 python docs/examples/weight_streaming.py
 """
@@ -65,7 +65,7 @@ print(f"streamed           {found_s * 1e3:7.1f} ms   {stats.slot_bytes / 2**20:1
 assert found == expected, "the losses differ"
 for one, other in zip(on_device.parameters(), streamed.parameters(), strict=True):
     assert torch.equal(one.cpu(), other)
-# Twice per microbatch, but the last two layers stay for backward.
+# Twice per microbatch, but the last two layers are still there in backward.
 assert stats.loads == STEPS * MICROBATCHES * (2 * LAYERS - 2)
 print("\nlosses and weights are bit-identical\n")
 print(stats)

@@ -39,7 +39,7 @@ batches = [torch.randn(rows, hidden, device=device) for _ in range(MICROBATCHES)
 
 
 class Model(nn.Module):
-    """Feed-forward layers between two modules that stay on the device."""
+    """Feed-forward layers between two modules that are on the device."""
 
     def __init__(self):
         super().__init__()

@@ -294,7 +294,7 @@ class ActivationSet:
             for storage, landing in group:
                 storage.end_reload(landing, reload)
         except BaseException:
-            # Storages that were not reloaded stay on the host. Compute waits for copies that run into their landings.
+            # Storages that were not reloaded remain on the host. Compute waits for copies that run into their landings.
             backend.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
             raise
 

@@ -63,7 +63,7 @@ class OffloadContext(ContextDecorator):
     Args:
         schedule: What moves when; ``None`` leaves that to the manual synchronizer.
         model_layers: Number of layers in a round.
-        min_bytes: Storages below this size stay on the device; bytes, or a text such as ``"1MiB"``.
+        min_bytes: Storages below this size are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move.
         copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
@@ -301,7 +301,7 @@ class OffloadContext(ContextDecorator):
         return {number: one.sets[layer] for number, one in sorted(self._rounds.items()) if layer in one.sets}
 
     def reset(self) -> None:
-        """Give up the current round: the next layer is layer 0. Graphs that exist stay valid.
+        """Give up the current round: the next layer is layer 0. Existing graphs remain valid.
 
         Called inside of a layer's forward, this leaves it.
         """
@@ -309,7 +309,7 @@ class OffloadContext(ContextDecorator):
         self._give_up_round()
 
     def follow(self, schedule: Schedule, policies: Sequence[LayerPolicies | None]) -> None:
-        """Do something else from the next round on, which begins now. Graphs that exist stay valid."""
+        """Do something else from the next round on, which begins now. Existing graphs remain valid."""
         self._follow(schedule, policies)
         self._round, self._closed = self._new_round(), None
 
@@ -360,8 +360,8 @@ class OffloadContext(ContextDecorator):
         self._warn_once(
             "nothing moved",
             f"a whole round of {self.model_layers} layers was run and nothing was offloaded: saved tensors of the "
-            f"offloaded layers stayed on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} and "
-            f"the context's device {transfers.backend.device}; see context.stats().skipped.",
+            f"offloaded layers were kept on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} "
+            f"and the context's device {transfers.backend.device}; see context.stats().skipped.",
         )
 
     def _warn_of_patterns(self) -> None:

@@ -149,7 +149,7 @@ class Transfers:
     def to_host(
         self, memory: torch.UntypedStorage, nbytes: int, ready: Event, layer: int
     ) -> tuple[CopyBatch, HostBuffer] | None:
-        """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it has to stay."""
+        """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it is kept."""
         try:
             host = self._host.take(self.pool, nbytes)
         except CaptureError:
@@ -199,7 +199,7 @@ class Transfers:
             f"{format_bytes(self.wasted.total())} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
             "host so far freed no device memory, because something else holds the tensors, by the operation that made "
             f"them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list or "
-            "by a hook, tensors stored on a module, a variable that wants `del`), or pass what must stay to "
+            "by a hook, tensors stored on a module, a variable that wants `del`), or pass tensors that must be kept to "
             "mark_not_offload; see stats().wasted."
         )
 

@@ -135,11 +135,11 @@ def get_cpu_offload_context(
         synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``; see
             :meth:`Schedule.from_synchronization_dict`.
         schedule: A schedule of your own, in place of the default one.
-        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
+        min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; the current accelerator by default, and the CPU where there is
             none.
         max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
-            default. What finds no room stays on the device, with one warning.
+            default. Tensors that do not fit are kept on the device, with one warning.
 
     Returns:
         ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is
@@ -197,7 +197,7 @@ def get_cpu_offload_context(
 
 
 class ManualOffloadSynchronizer:
-    """Says when each layer's activation set moves; a layer for which nothing is called stays on the device.
+    """Says when each layer's activation set moves; a layer for which nothing is called is kept on the device.
 
     Made by ``get_cpu_offload_context(manual_synchronization=True)``. Per layer and microbatch the calls come in the
     order of the methods below. Backward needs no call: it waits for each reload by itself, and reloads a layer

@@ -42,7 +42,7 @@ from offload.host.buffers import HostBuffer
 from offload.host.limits import NO_HOST_MEMORY
 
 RESIZED = "resized"
-"""Why a storage that the program has resized stays on the device, in ``stats().skipped``."""
+"""Why a storage that the program has resized is kept on the device, in ``stats().skipped``."""
 
 
 class SavedStorage:
@@ -104,7 +104,7 @@ class SavedStorage:
         return self.versions is None or shares_versions(self.versions, tensor)
 
     def start_offload(self) -> None:
-        """Queue the copy to the host. Without room there, the storage stays on the device."""
+        """Queue the copy to the host. Where it does not fit, the storage is kept on the device."""
         ready = self.ready if self.reload is None else self.reload.done
         if self.host is not None or self.memory is None or self.resized or ready is None:
             return

@@ -29,7 +29,7 @@ class OffloadStats:
     reloaded_bytes: int = 0
     """Copied from the host back to the device."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Reason → number of saved tensors in offloaded layers that stayed on the device."""
+    """Reason → number of saved tensors in offloaded layers that were kept on the device."""
     pinned_bytes: int = 0
     """Page-locked host memory of the device's pool, shared by all contexts."""
     peak_resident_bytes: int = 0

@@ -1,6 +1,6 @@
 """Decide whether a saved tensor is offloaded, and name the reason if it is not.
 
-Parameters stay on the device: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the
+Parameters are kept on the device: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the
 copy that autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that every
 other view of the same memory is recognised too. Parameters of layers are known from the start, as a layer may save
 nothing but ``weight.detach()``.
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
-    """Why storages stay, by address; expired ones are dropped whenever the number has doubled."""
+    """Why storages are kept, by address; expired ones are dropped whenever the number has doubled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
 _excluded = _Exclusions()
 
 SMALL = "small"
-"""Why a storage below ``min_bytes`` stays, in ``stats().skipped``."""
+"""Why a storage below ``min_bytes`` is kept, in ``stats().skipped``."""
 
 _Tensor, _strided = torch.Tensor, torch.strided
 """Names of this module are found faster, and every saved tensor is asked, however small."""
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> str:
-    """Remember, and return, why the storages that ``tensor`` is made of stay, whatever looks into them."""
+    """Remember, and return, why the storages that ``tensor`` is made of are kept, whatever looks into them."""
     for storage in _storages_in(tensor):
         if address_of(storage) not in _excluded:
             _excluded.add(storage, reason)
@@ -101,18 +101,18 @@ class Rules(NamedTuple):
     """Which saved tensors of a layer may be offloaded."""
 
     device: torch.device
-    """Tensors elsewhere stay there."""
+    """Tensors elsewhere are left alone."""
     min_bytes: int
-    """Storages below this size stay."""
+    """Storages below this size are kept."""
     only: Container[int] | None = None
-    """If given, storages at other addresses stay, whatever the reason."""
+    """If given, storages at other addresses are kept, whatever the reason."""
 
 
 def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     """Whether a saved tensor is offloaded.
 
     Returns:
-        The reason why the tensor stays; the parts of a subclass, each to be decided for itself; or, if the tensor is
+        The reason why the tensor is kept; the parts of a subclass, each to be decided for itself; or, if the tensor is
         offloaded, the type of the autograd node that made its memory, which is that of ``None`` where there is no such
         node. The node itself would hold the tensor.
     """

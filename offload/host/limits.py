@@ -1,7 +1,7 @@
 """Limits on host memory: how much activations may take, and memory pinned in advance.
 
 Pinning can fail: locked memory and containers have limits, and machines are full. A training step that has begun should
-still end. So a storage that finds no room is kept on the device, with one warning.
+still end. So a storage that does not fit is kept on the device, with one warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.host.page_locked import HostMemoryError, check_room
 from offload.host.pool import HostPool, get_host_pool
 
 NO_HOST_MEMORY = "no host memory"
-"""Why a storage that found no room stays on the device, in ``stats().skipped``."""
+"""Why a storage that did not fit is kept on the device, in ``stats().skipped``."""
 
 
 class HostMemory:
@@ -37,7 +37,7 @@ class HostMemory:
         except HostMemoryError as error:
             if not self._warned:
                 self._warned = True
-                warn_caller(f"{error} What finds no room stays on the device.")
+                warn_caller(f"{error} Tensors that do not fit are kept on the device.")
             return None
 
 
@@ -51,7 +51,7 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
             is none.
 
     Raises:
-        HostMemoryError: The system has not that much left, or refused; what was pinned before stays usable.
+        HostMemoryError: The system has not that much left, or refused; what was pinned before remains usable.
     """
     pool = get_host_pool(get_backend(device))
     total = parse_bytes(nbytes, "nbytes")

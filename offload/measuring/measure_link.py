@@ -80,7 +80,7 @@ def _copy_s(backend: Backend, copies: Sequence[_Copy], pieces: int) -> float:
 def plan(
     profile: Profile, memory_budget: int | str, link: Link | None = None, *, max_host_bytes: int | str | None = None
 ) -> Plan:
-    """What to keep, offload and recompute, so that the peak stays within the budget and the step is the shortest.
+    """What to keep, offload and recompute, so that the peak is within the budget and the step is the shortest.
 
     Where layers have regions, each region of each layer is kept, offloaded or recomputed. The step is never longer than
     with all kept, with whole layers offloaded, or with all recomputed and the layers' inputs kept or offloaded, as far

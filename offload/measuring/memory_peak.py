@@ -77,7 +77,7 @@ class CpuMemoryPeak(MemoryPeak):
 
 
 class _Counted(CpuAllocations):
-    """Beside compiled code, which stays compiled."""
+    """Next to compiled code, which remains compiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -83,7 +83,7 @@ def attach(
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
             step on; measured in the first step if left out.
         link: The bandwidth of the link between this rank's device and its host; measured if left out.
-        min_bytes: Storages smaller than this stay on the device; bytes, or a text such as ``"1MiB"``.
+        min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; that of the stages by default.
         policies: What happens to the regions of each layer of the stages: patterns of their names, each with
             ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. A region with
@@ -188,7 +188,7 @@ class PipelineOffload(Handle):
         return self.plan
 
     def remove(self) -> None:
-        """Take the wrappers off the stages. Graphs that exist stay valid. A second call does nothing."""
+        """Take the wrappers off the stages. Existing graphs remain valid. A second call does nothing."""
         for stage, name, wrapper, put_back in self._wrappers:
             if vars(stage).get(name) is wrapper:  # if it was replaced again since, it only passes calls on
                 put_back()

@@ -77,7 +77,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     Args:
         layer: The layer's costs.
         policy: Of the layer's regions; if left out, everything that the layer saves is kept, or offloaded.
-        offloads: Whether the layer is offloaded. If not, all that is kept stays on the device.
+        offloads: Whether the layer is offloaded. If not, all that is kept is on the device.
     """
     regions = layer.known_regions()
     if policy is None or not layer.regions:

@@ -248,7 +248,7 @@ def make_plan(
     max_host_bytes: int | str | None = None,
     among: Among = Among.REGIONS,
 ) -> Plan:
-    """What to keep, offload and recompute, so that the peak stays within the budget and the step is the shortest.
+    """What to keep, offload and recompute, so that the peak is within the budget and the step is the shortest.
 
     See :func:`offload.plan`, which measures the link if it is given none.
     """

@@ -148,7 +148,7 @@ class Trace:
 
 
 class LayerMode(TorchDispatchMode):
-    """Sees every operation of a layer, and runs it. Compiled code inside of the layer stays compiled."""
+    """Sees every operation of a layer, and runs it. Compiled code inside of the layer remains compiled."""
 
     supports_higher_order_operators = True
 

@@ -21,9 +21,9 @@ class Policy(Enum):
     """What happens to a region's memory until backward."""
 
     KEEP = "keep"
-    """It stays on the device."""
+    """It is kept on the device."""
     OFFLOAD = "offload"
-    """It is offloaded with its layer; where the layer is not offloaded, it stays."""
+    """It is offloaded with its layer; where the layer is not offloaded, it is kept."""
     RECOMPUTE = "recompute"
     """It is dropped, and recomputed when backward asks for it."""
 

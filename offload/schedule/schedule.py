@@ -104,7 +104,7 @@ class Schedule:
         its reload starts before layer ``reload_num`` begins forward or backward.
 
         Args:
-            entries: The dictionary. A layer that is not in it stays on the device.
+            entries: The dictionary. A layer that is not in it is kept on the device.
             model_layers: Number of layers.
             order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, to be checked too.
 

@@ -160,7 +160,7 @@ class StreamedWeights(Handle):
     def remove(self) -> None:
         """Remove the hooks of the layers and free the slots. A second call does nothing.
 
-        Parameters and gradients remain on the host; buffers return to their devices. Graphs that exist stay valid.
+        Parameters and gradients remain on the host; buffers return to their devices. Existing graphs remain valid.
         """
         if self._stream is None:
             return
@@ -199,7 +199,7 @@ def stream_weights(
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
 
-    Model and training loop are as before. Parameters stay the same objects under the same names, on the CPU from now
+    Model and training loop are as before. Parameters remain the same objects under the same names, on the CPU from now
     on, so optimizers, ``clip_grad_norm_`` and ``state_dict`` work as for a model on the CPU; their gradients are in
     ``p.grad`` when ``backward()`` returns. Modules outside ``layers`` belong on ``device``; ``model.to(device)``, which
     trainers call, moves these alone::

@@ -305,7 +305,7 @@ def test_warns_once_when_nothing_moved() -> None:
     with pytest.warns(UserWarning, match="nothing was offloaded") as caught:
         run_round(context, sync, x)
     assert str(caught[0].message) == (
-        "a whole round of 3 layers was run and nothing was offloaded: saved tensors of the offloaded layers stayed "
+        "a whole round of 3 layers was run and nothing was offloaded: saved tensors of the offloaded layers were kept "
         "on the device for these reasons: 1 small. min_bytes is 1048576 and the context's device cpu; see "
         "context.stats().skipped."
     )

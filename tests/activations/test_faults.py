@@ -216,7 +216,7 @@ def test_fault(way: str, fault: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(logging.getLogger("offload.weights.stream"), "disabled", True)
     wrong = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*What finds no room stays on the device")
+        warnings.filterwarnings("ignore", message=".*Tensors that do not fit are kept on the device")
         places = attempt(way, fault, None, lab)
         moments = moments_of(places, int(EACH) if EACH.isdigit() else None)
         if not EACH:

@@ -57,7 +57,7 @@ def test_what_finds_no_room_stays_on_the_device_with_one_warning(layers: nn.Modu
     expected, limit = gradients(layers), needed_bytes(layers) // 2
     with (
         offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, device="cpu", max_host_bytes=limit) as handle,
-        pytest.warns(UserWarning, match="max_host_bytes is .*What finds no room stays on the device") as caught,
+        pytest.warns(UserWarning, match="max_host_bytes is .*Tensors that do not fit are kept on the device") as caught,
     ):
         found = [gradients(layers) for _ in range(3)]
     stats = handle.stats()
@@ -124,7 +124,7 @@ def test_memory_that_ends_in_the_middle_of_a_step(
             assert all(map(torch.equal, expected, gradients(layers)))
     stats = handle.stats()
     assert exhausted.refused == refused, "asking the system takes time; once was enough"
-    assert [str(one.message) for one in caught if "What finds no room" not in str(one.message)] == []
+    assert [str(one.message) for one in caught if "Tensors that do not fit" not in str(one.message)] == []
     assert len(caught) == 1
     assert stats.skipped["no host memory"] > 0
     assert stats.pinned_bytes <= left

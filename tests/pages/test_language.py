@@ -27,6 +27,7 @@ OUT = {
     r"there and back|back and forth": "to the host and to the device",
 }
 """Pattern of a word that is out → what to write."""
+OUT |= {r"stay(?:s|ed|ing)? (?:on the|there)|stay(?:s|ed)? valid": "is kept on the device, remains"}
 OUT_OF_PAGES = OUT | {
     r"stay(?:s|ed|ing)?": "is kept on the device",
     r"beside": "while … runs; next to",
