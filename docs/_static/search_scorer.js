@@ -16,6 +16,8 @@ const answers = {
   "docs/howto/pipeline": ["pipeline parallel", "pipeline parallelism", "pipeline", "1f1b"],
   "docs/howto/long_context": ["128k", "long context", "long sequence", "logits"],
   "docs/howto/weight_streaming": ["stream weights", "weights", "weight offload"],
+  "docs/howto/optimizer_state": ["optimizer state", "optimizer", "adamw", "stream_optimizer"],
+  "docs/howto/recipe": ["full fine-tune", "fine-tune", "prepare", "recipe"],
   "docs/howto/migrate": ["save_on_cpu", "transformer engine", "activation checkpointing", "gradient checkpointing", "torchtune"],
   "docs/howto/cuda_graphs": ["cuda graph", "cuda graphs"],
   "docs/howto/see_what_happened": ["nsys", "profiler", "timeline", "perfetto", "stats"],

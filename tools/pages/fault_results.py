@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import plotted
-from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, ms, read, table
+from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, markdown_table, ms, read, table
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span
@@ -62,27 +62,30 @@ def fault_picture(name: str, drawn: Path, page: Path) -> str:
     alt = (
         f"Recorded timeline of three streams and of memory. What one sees: {sees}. The recorded step takes {recorded}."
     )
-    said = f"{_measured(row)} To open in [Perfetto](https://ui.perfetto.dev): {{download}}`its trace <{trace}>`."
-    return f"{image(alt, drawn, page)}\n{said}\n"
+    said = f"To open in [Perfetto](https://ui.perfetto.dev): {{download}}`the trace <{trace}>`."
+    return f"{image(alt, drawn, page)}\n{_measured(row)}\n\n{said}\n"
 
 
 def _measured(row: Row) -> str:
-    """What changes against the same step without offloading, and what is counted a step."""
+    """A step without offloading and one with, and the counters of a step."""
     kept, found, stats, steps = row["kept"], row["found"], row["stats"], row["steps"]
-    said = [
-        f"step {ms(kept['step_s'])} → {ms(found['step_s'])} ms",
-        f"activation peak {gib(kept['peak_bytes'])} → {gib(found['peak_bytes'])} GiB",
-        f"copied {gib(stats['offloaded_bytes'] / steps)} GiB",
-        f"`stall_s` {ms(stats['stall_s'] / steps)} ms",
-    ]
+    wasted = ", ".join(f"{name} {format_bytes(nbytes // steps)}" for name, nbytes in stats["wasted"].items())
+    empty = {"copied, GiB": "", "`stall_s`, ms": "", "`late_reloads`": "", "`wasted`": ""}
+    counted = {
+        "copied, GiB": gib(stats["offloaded_bytes"] / steps),
+        "`stall_s`, ms": ms(stats["stall_s"] / steps),
+        "`late_reloads`": str(stats["late_reloads"] // steps),
+        "`wasted`": wasted,
+    }
+    rows = [{"": "without offloading", **_step(kept["step_s"], kept["peak_bytes"]), **empty}]
     if row["name"] == "first_step":
-        said.insert(0, f"recorded first step {ms(row['recorded']['duration_s'])} ms, later ones as follows")
-    if stats["late_reloads"]:
-        said.append(f"`late_reloads` {stats['late_reloads'] // steps}")
-    if stats["wasted"]:
-        named = ", ".join(f"{name} {format_bytes(nbytes // steps)}" for name, nbytes in stats["wasted"].items())
-        said.append(f"`wasted` {named}")
-    return f"Without offloading → with, and a step's counters: {'; '.join(said)}."
+        rows.append({"": "the first step", "step, ms": ms(row["recorded"]["duration_s"]), "peak, GiB": "", **empty})
+    rows.append({"": "with", **_step(found["step_s"], found["peak_bytes"]), **counted})
+    return markdown_table(rows, left=1)
+
+
+def _step(step_s: float, peak_bytes: float) -> Row:
+    return {"step, ms": ms(step_s), "peak, GiB": gib(peak_bytes)}
 
 
 @table("fault_setting")

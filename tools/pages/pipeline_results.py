@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from page_text import BLOCKS, GB, day_of, gib, markdown_table, ms, percent, torch_of
-from pipeline_records import BOUND_SHARE, RECORDS, Measured, Row, measured, read_records, widest
+from pipeline_records import RECORDS, Measured, Row, measured, read_records
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF
 
@@ -111,43 +111,6 @@ def links_table(records: list[Row]) -> str:
     return "GB/s; both: the sum while copies go in both directions.\n\n" + markdown_table(shown) + "\n"
 
 
-def bound_table(records: list[Row]) -> str:
-    """Steps that were to be bound by the link: what it carried in the steady state."""
-    shown = [
-        {
-            **_case(found),
-            "longer": percent(found.way["slowdown"]),
-            "both directions, GB/s": f"{found.way['steady_bytes_per_s'] / GB:.1f}",
-            "of the link alone": f"{found.way['steady_to_link']['alone']:.2f}",
-            "bound": "yes" if found.way["steady_to_link"]["alone"] >= BOUND_SHARE else "no",
-            "of the link shared by all": f"{found.way['steady_to_link']['all at once']:.2f}",
-        }
-        for record in records
-        for found in measured(record, BOUND)
-        if found.way["steady_bytes_per_s"] is not None
-    ]
-    said = f"The limit asked for: a step counts as bound from {BOUND_SHARE} of the link alone on."
-    return f"{markdown_table(shown, left=2)}\n\n{said}\n"
-
-
-def ranks_table(records: list[Row]) -> str:
-    """Every rank of the widest model while the first one saves half."""
-    shown = [
-        {
-            **_case(found),
-            "rank": found.way["rank"],
-            "sets, GiB": gib(found.way["predicted_peak_bytes_without"], 1),
-            "peak, GiB": _change(gib(found.nothing["peak_bytes"], 1), gib(found.way["peak_bytes"], 1)),
-            "less": percent(found.way["peak_saved"]),
-            "less, predicted": percent(found.way["predicted_peak_saved"]),
-        }
-        for record in records
-        for found in measured(record, HALF, rank=None)
-        if found.way["width"] == widest(record)
-    ]
-    return f"{markdown_table(shown, left=2)}\n\n{_largest(records)}\n"
-
-
 def _where(records: list[Row]) -> str:
     days = " and ".join(sorted({day_of(record) for record in records}))
     return f"{records[0]['hardware']['gpu']}, {torch_of(records[0])}, {days}."
@@ -195,21 +158,6 @@ def _caution(found: Measured) -> float:
     return more
 
 
-def _largest(records: list[Row]) -> str:
-    """The largest peak of all ranks of the widest model, which is what GPUs of one size have to hold."""
-    said = []
-    for record in records:
-        found = [one for one in measured(record, HALF, rank=None) if one.way["width"] == widest(record)]
-        for schedule in dict.fromkeys(one.way["schedule"] for one in found):
-            ranks = [one for one in found if one.way["schedule"] == schedule]
-            before, after = (
-                max(row["peak_bytes"] for row in rows)
-                for rows in ([one.nothing for one in ranks], [one.way for one in ranks])
-            )
-            said.append(f"{schedule} on {record['options']['ranks']} GPUs {gib(before, 1)} → {gib(after, 1)}")
-    return f"Largest peak of all ranks, GiB: {', '.join(said)}."
-
-
 def _costs(found: Measured) -> Row:
     """How much longer the step and how much less the peak is, beside the prediction."""
     return {
@@ -253,6 +201,4 @@ BLOCKS |= {
     ("table", "pipeline_half"): _block(half_table),
     ("table", "pipeline_ways"): _block(ways_table),
     ("table", "pipeline_links"): _block(links_table),
-    ("table", "pipeline_bound"): _block(bound_table),
-    ("table", "pipeline_ranks"): _block(ranks_table),
 }

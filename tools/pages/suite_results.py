@@ -26,12 +26,17 @@ def workload_table(workload: str, _page: Path) -> str:
     names: dict[str, list[str]] = {}
     for row in fails:
         names.setdefault(row["error"], []).append(row["contender"])
-    said = "".join(f"\nFails: {'; '.join(who)}, with `{error}`.\n" for error, who in names.items())
+    said = "".join(f"\nFails: {'; '.join(who)}, with `{_short(error)}`.\n" for error, who in names.items())
     said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     shown = [_shown(row, kept) for row in rows if row in fails or "error" not in row]
     run = read("suite")["runs"][workload]
     where = f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}."
     return f"{where}\n\n{markdown_table(shown, left=1)}\n{said}"
+
+
+def _short(error: str) -> str:
+    """The first part of a long message."""
+    return error if len(error) < 120 else f"{error[:110].rpartition(' ')[0]} …"
 
 
 def _shown(row: Row, kept: Row | None) -> Row:
