@@ -119,6 +119,18 @@ def longest_table(_page: Path) -> str:
     return f"{_where([row for ways in rows.values() for row in ways.values()])}\n\n{markdown_table(shown, left=1)}\n"
 
 
+@table("lora_longest")
+def lora_longest(_page: Path) -> str:
+    """The longest sequence with LoRA on a small device."""
+    record = read("long_context")
+    row = next(row for row in record["rows"] if row["row"] == "24GiB:lora")
+    return (
+        f"{record['hardware']['gpu']} limited to {row['limit_bytes'] / GIB:.0f} GiB, Llama-3.1-8B's shape, LoRA: "
+        f"{row['longest_tokens']:,} tokens at {row['tokens_per_s']:,.0f} tokens/s, with at most 100 GiB of pinned host "
+        f"memory ({measured_on([row], record)}).\n"
+    )
+
+
 @table("long_context_computed")
 def computed_sentence(_page: Path) -> str:
     """How long steps with whole attention took whose seconds had been computed from blocks before."""
