@@ -54,7 +54,8 @@ def never_slower_table(_page: Path) -> str:
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. Of {len(ratios)} budgets, "
         f"{sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest other way, "
-        f"{sum(ratio <= 0.97 for ratio in ratios)} at least 3% faster; the slowest takes {max(ratios):.2f} times as long."
+        f"{sum(ratio <= 0.97 for ratio in ratios)} at least 3% faster; the slowest takes {max(ratios):.2f} times as "
+        "long."
     )
     if all(row["bit_identical"] for row in rows if row.get("bit_identical") is not None):
         said += " Gradients are bit-identical."
