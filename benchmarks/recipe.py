@@ -2,9 +2,9 @@
 
     python -m benchmarks.recipe --out results/recipe.json
 
-Each row runs in a process of its own, which PyTorch keeps to the budget: a step that needs more fails. The allocator has
-expandable segments, which leave fewer gaps. Beside them is Hugging Face's checkpointing with weights, gradients and
-optimizer state on the device. The loss is in chunks.
+Each row runs in a process of its own, which PyTorch keeps to the budget: a step that needs more fails. The allocator
+has expandable segments, which leave fewer gaps. The first row has weights, gradients and optimizer state on the device
+and is checkpointed by Hugging Face. The loss is in chunks.
 """
 
 from __future__ import annotations
