@@ -153,7 +153,7 @@ class HostPool:
             if slabs:
                 self._check_size(sum(slabs))
                 check_room(sum(slabs))
-                self._pin_all(slabs)
+                self._pin(slabs)
             for numbers, slab in zip(missing, self._slabs[len(self._slabs) - len(slabs) :], strict=True):
                 [free] = [piece for piece in self._free if piece.slab is slab]
                 for number in numbers:
@@ -169,7 +169,8 @@ class HostPool:
     def _cut(self, piece: Range, size: int) -> Range:
         """Take the first bytes of a free range; the rest becomes the last of the free ranges."""
         self._free.remove(piece)
-        self._free.append(Range(piece.slab, piece.start + size, piece.nbytes - size))
+        if piece.nbytes > size:
+            self._free.append(Range(piece.slab, piece.start + size, piece.nbytes - size))
         return Range(piece.slab, piece.start, size)
 
     def read(self, buffer: HostBuffer) -> None:
@@ -189,7 +190,7 @@ class HostPool:
             self._refusal = None
             missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
             if missing:
-                self._pin_all([min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)])
+                self._pin([min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)])
 
     def trim(self) -> int:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
@@ -243,12 +244,8 @@ class HostPool:
             fitting = [piece for piece in self._free if piece.nbytes >= size]
             by_size = sorted(fitting or self._free, key=lambda piece: piece.nbytes)
             piece = by_size[0 if fitting else -1]
-            self._free.remove(piece)
-            taken = min(size, piece.nbytes)
-            if taken < piece.nbytes:
-                self._free.append(Range(piece.slab, piece.start + taken, piece.nbytes - taken))
-            carved.append(Range(piece.slab, piece.start, taken))
-            size -= taken
+            carved.append(self._cut(piece, min(size, piece.nbytes)))
+            size -= carved[-1].nbytes
         return carved
 
     def _reclaim(self) -> None:
@@ -272,13 +269,11 @@ class HostPool:
         size = self._check_size(nbytes)
         if self._refusal is not None and size >= self._refusal[0]:
             raise HostMemoryError(self._refusal[1])
-        begin_s = time.perf_counter()
         try:
-            self._add(self._allocate(nbytes))
+            self._pin([nbytes])
         except HostMemoryError as error:
             self._refusal = (size, str(error))
             raise
-        self._say_pinned(nbytes, time.perf_counter() - begin_s)
 
     def _check_size(self, nbytes: int) -> int:
         """The pool's size with ``nbytes`` more, unless the limit forbids it."""
@@ -291,23 +286,17 @@ class HostPool:
             )
         return size
 
-    def _pin_all(self, slabs: Sequence[int]) -> None:
+    def _pin(self, slabs: Sequence[int]) -> None:
         """Pin slabs of these sizes, several at a time, and append them in order."""
         missing = sum(slabs)
         _forbid_in_capture(missing)
         begin_s = time.perf_counter()
         with progress_bar("pinning host memory", missing) as advance, ThreadPoolExecutor(RESERVE_THREADS) as threads:
             for size, slab in zip(slabs, threads.map(self._allocate, slabs), strict=True):  # an error cancels the rest
-                self._add(slab)
+                self._slabs.append(slab)
+                self._free.append(Range(slab, 0, len(slab)))
                 advance(size)
-        self._say_pinned(missing, time.perf_counter() - begin_s)
-
-    def _add(self, slab: torch.Tensor) -> None:
-        self._slabs.append(slab)
-        self._free.append(Range(slab, 0, len(slab)))
-
-    def _say_pinned(self, nbytes: int, seconds: float) -> None:
-        amounts = format_bytes(nbytes), format_s(seconds), format_bytes(self.pinned_bytes)
+        amounts = format_bytes(missing), format_s(time.perf_counter() - begin_s), format_bytes(self.pinned_bytes)
         _logger.info("pinned %s of host memory in %s; the pool has %s", *amounts)
 
 
