@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -56,21 +56,16 @@ class Span:
 
 def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Span]:
     """Spans of one stream, by start; neighbours of one kind and layer are one if the pause is at most ``gap_s``."""
-    parts: list[Span] = []
-    end_s = 0.0
+    last: Span | None = None
     for span in spans:
-        if parts and ((parts[0].kind, parts[0].layer) != (span.kind, span.layer) or span.start_s - end_s > gap_s(span)):
-            yield _joined(parts, end_s)
-            parts = []
-        end_s = max(end_s, span.end_s) if parts else span.end_s
-        parts.append(span)
-    if parts:
-        yield _joined(parts, end_s)
-
-
-def _joined(parts: Sequence[Span], end_s: float) -> Span:
-    """The first span, with the bytes of all and this end."""
-    return parts[0] if len(parts) == 1 else replace(parts[0], end_s=end_s, nbytes=sum(part.nbytes for part in parts))
+        if last and (last.kind, last.layer) == (span.kind, span.layer) and span.start_s - last.end_s <= gap_s(span):
+            last = replace(last, end_s=max(last.end_s, span.end_s), nbytes=last.nbytes + span.nbytes)
+            continue
+        if last:
+            yield last
+        last = span
+    if last:
+        yield last
 
 
 def covered_s(spans: Iterable[Span]) -> float:
