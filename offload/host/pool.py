@@ -292,7 +292,9 @@ class HostPool:
         _forbid_in_capture(missing)
         begin_s = time.perf_counter()
         with progress_bar("pinning host memory", missing) as advance, ThreadPoolExecutor(RESERVE_THREADS) as threads:
-            for size, slab in zip(slabs, threads.map(self._allocate, slabs), strict=True):  # an error cancels the rest
+            # One alone in this thread, which holds the lock: a finalizer that runs meanwhile may take a buffer.
+            allocated = (map if len(slabs) == 1 else threads.map)(self._allocate, slabs)
+            for size, slab in zip(slabs, allocated, strict=True):  # an error cancels the rest
                 self._slabs.append(slab)
                 self._free.append(Range(slab, 0, len(slab)))
                 advance(size)

@@ -407,6 +407,18 @@ def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
     assert pool.used_bytes == 50 * KIB + 1
 
 
+def test_what_a_step_needs_is_pinned_in_its_thread() -> None:
+    """A finalizer that the collector runs meanwhile may take a buffer, and would wait for the lock in another thread."""
+    threads = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    HostPool(allocate).take(5 * KIB)
+    assert threads == [threading.get_ident()]
+
+
 def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
     buffer = pool.take(512)
     with pool._lock:
