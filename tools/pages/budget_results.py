@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, label_axes
-from page_text import GIB, Row, day_of, gib, more, ms, picture, read, table, torch_of
+from page_text import GIB, Row, gib, measured_on, more, ms, picture, read, table, torch_of
 from tabulate import tabulate
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
 
 
-def _where(record: Row, run: Row) -> str:
-    return f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(run)}."
+def _where(record: Row, *rows: Row) -> str:
+    return f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}."
 
 
 def _tabulated(rows: list[Row]) -> str:
@@ -45,7 +45,7 @@ def budgets(model: str, _page: Path, name: str = "budget") -> str:
     same = " Gradients are bit-identical in every row." if all(row["bit_identical"] for row in rows) else ""
     note = record.get("notes", {}).get(model)
     noted = "" if note is None else f" This run: {note}."
-    return f"{_where(record, rows[0])}{same}{noted}\n\n{_tabulated(shown)}\n"
+    return f"{_where(record, *rows)}{same}{noted}\n\n{_tabulated(shown)}\n"
 
 
 def _percent(row: Row, predicted: str, measured: str) -> str:
