@@ -324,8 +324,17 @@ def _said(error: BaseException) -> str:
 
 def _flop_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """FLOP of a product, of a convolution, or of attention, which computes half of all scores if it is causal."""
-    known = _FLOP.get(str(getattr(func, "overloadpacket", "")).replace("attention_for_cpu", "attention"))
+    name = str(getattr(func, "overloadpacket", "")).replace("attention_for_cpu", "attention")
+    known = _FLOP.get(name)
     if known is None:
         return 0.0
     given = {one.name: value for one, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
-    return float(known(*args, **kwargs, out_val=result)) / (2 if given.get("is_causal") else 1)
+    groups = 1
+    if "dot_product" in name:  # PyTorch 2.11 counts only as many heads of queries as of keys
+        heads, shared = given["query"].shape[1], given["key"].shape[1]
+        groups = heads // shared
+        args = tuple(
+            one[:, :shared] if isinstance(one, torch.Tensor) and one.ndim == 4 and one.shape[1] == heads else one
+            for one in args
+        )
+    return groups * float(known(*args, **kwargs, out_val=result)) / (2 if given.get("is_causal") else 1)
