@@ -408,7 +408,7 @@ def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
 
 
 def test_what_a_step_needs_is_pinned_in_its_thread() -> None:
-    """A finalizer that the collector runs meanwhile may take a buffer, and would wait for the lock in another thread."""
+    """A finalizer that the collector runs meanwhile may take a buffer: in another thread it would wait for the lock."""
     threads = []
 
     def allocate(nbytes: int) -> torch.Tensor:
