@@ -221,6 +221,9 @@ def counting_versions() -> AbstractContextManager[object]:
     return _set_excluded(_COUNTING, False)  # type: ignore[no-any-return]
 
 
+are_deterministic = _find("_C._get_deterministic_algorithms"), _find("_C._get_deterministic_algorithms_warn_only")
+attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", "mem_efficient", "math", "cudnn")]
+
 # Storages.
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.base.layer_events import without_listeners
-from offload.base.tensors import Geometry, look_into, same_bits, tensors_of
+from offload.base.tensors import Geometry, geometry_of, look_into, same_bits, tensors_of
 from offload.base.torch_private import (
     CAST,
     TorchDispatchMode,
@@ -402,11 +402,12 @@ class HandOver(LayerMode):
             return output.value
         number = self._suppliers.get(output.storage)
         if number is not None:
-            memory = self._frame.kept[number].unpack().untyped_storage()
+            kept = self._frame.kept[number].unpack()
+            memory = kept.untyped_storage()
             if self._sized and math.prod(output.geometry[2]) * output.geometry[0].itemsize > memory.nbytes():
                 raise AnotherWayError
             self._storages[number] = address_of(memory)
-            return look_into(memory, output.geometry)
+            return kept.detach() if geometry_of(kept) == output.geometry else look_into(memory, output.geometry)
         made = _unfilled(output.geometry, output.device)
         if self._may_change:
             self._empty.add(address_of(made.untyped_storage()))

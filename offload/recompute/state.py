@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, function_modes, state_of
+from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
 
 CLONED_BYTES = 1 << 20
 """Buffers up to this size, which forward writes into, are cloned before each forward."""
@@ -42,16 +43,17 @@ class Settings(NamedTuple):
         """The settings of this thread."""
         is_on, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
         autocast = ("cpu", is_on("cpu"), dtype("cpu"))
-        flash, efficient, math, cudnn = _ATTENTION
-        return cls(
+        flash, efficient, math, cudnn = attention_kernels
+        values = (
             (autocast,) if kind == "cpu" else (autocast, (kind, is_on(kind), dtype(kind))),
             torch.is_autocast_cache_enabled(),
             in_autocast(),
             torch.get_default_dtype(),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            (flash[0](), efficient[0](), math[0](), cudnn[0]()),
+            (are_deterministic[0](), are_deterministic[1]()),
+            (flash(), efficient(), math(), cudnn()),
             torch.get_default_device() if function_modes() else None,
         )
+        return tuple.__new__(cls, values)  # each forward waits for it
 
     @property
     def casts(self) -> bool:
@@ -61,7 +63,8 @@ class Settings(NamedTuple):
     @contextmanager
     def again(self) -> Iterator[None]:
         """The same settings once more."""
-        if self == Settings.now(torch.device(self.autocast[-1][0])):
+        now = Settings.now(torch.device(self.autocast[-1][0]))
+        if self == now:
             yield
             return
         with ExitStack() as stack:
@@ -71,15 +74,11 @@ class Settings(NamedTuple):
             if self.dtype is not torch.get_default_dtype():
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self.dtype)
-            present = (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-            if self.deterministic != present:
+            if self.deterministic != (present := now.deterministic):
                 stack.callback(torch.use_deterministic_algorithms, present[0], warn_only=present[1])
                 torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-            for wanted, (is_on, switch) in zip(self.attention, _ATTENTION, strict=True):
-                if wanted != is_on():
+            for wanted, is_on, switch in zip(self.attention, now.attention, _ATTENTION, strict=True):
+                if wanted != is_on:
                     stack.callback(switch, not wanted)
                     switch(wanted)
             if self.device is not None:
@@ -95,12 +94,10 @@ def in_autocast() -> bool:
 
 
 _cuda: Any = torch.backends.cuda
-_ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-)
+_ATTENTION: tuple[Callable[[bool], None], ...] = (
+    _cuda.enable_flash_sdp, _cuda.enable_mem_efficient_sdp, _cuda.enable_math_sdp, _cuda.enable_cudnn_sdp,
+)  # fmt: skip
+"""What switches each of :attr:`Settings.attention`."""
 
 
 class LayerState:
@@ -188,7 +185,11 @@ class LayerState:
         """Whether a snapshot holds the same objects as the state does now."""
         self._watch()
         snapshot += [{} for _ in self._dicts[len(snapshot) :]]
-        return all(map(_same_objects, self._dicts, snapshot))
+        # All at once, as each backward waits for it; objects by identity, see _same_objects.
+        flat = chain.from_iterable
+        return [*flat(self._dicts)] == [*flat(snapshot)] and all(
+            map(is_, flat(map(dict.values, self._dicts)), flat(map(dict.values, snapshot)))
+        )
 
     def _watch(self) -> None:
         """Look from now on at dictionaries that were empty until now."""
