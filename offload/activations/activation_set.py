@@ -12,13 +12,12 @@ import torch
 from offload.activations.copies import Reload, Transfers
 from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, SubclassHandle, Token, unpack
 from offload.activations.saved_storage import SavedStorage, watched
-from offload.activations.states import OffloadState, next_state
+from offload.activations.states import OFFLOADED, OFFLOADING, RESIDENT, OffloadState, next_state
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
 from offload.base.torch_private import address_of, next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
-_RESIDENT, _OFFLOADING = OffloadState.RESIDENT, OffloadState.OFFLOADING
 EVENT_BYTES = 1 << 24
 """Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
 
@@ -58,7 +57,7 @@ class ActivationSet:
     """The pack hook while the layer runs; ``None`` is :meth:`pack`. It must not outlive forward."""
 
     # Attributes that most layers leave as they are cost a forward no time.
-    state = OffloadState.RESIDENT
+    state: OffloadState = RESIDENT
     _early: tuple[SavedStorage, ...] = ()
     """Storages that were copied early, which no handle holds yet."""
     _small = 0
@@ -109,16 +108,16 @@ class ActivationSet:
         """
         self.alive = None
         self._early = ()
-        if self._small and self.state is not _RESIDENT:
+        if self._small and self.state is not RESIDENT:
             self.transfers.skipped[SMALL] += self._small
         if not in_operation:
             self._end_operation()
-        if self.state is _OFFLOADING:
+        if self.state is OFFLOADING:
             self.transfers.end_batch()
 
     def start_early(self, tensor: torch.Tensor, changes: int = 0) -> None:
         """Queue the copy of a tensor that the layer will save, as soon as the tensor is computed."""
-        if self.state is not _OFFLOADING:
+        if self.state is not OFFLOADING:
             return
         decision = decide(tensor, self._rules)
         if isinstance(decision, Parts):
@@ -144,7 +143,7 @@ class ActivationSet:
         known = self._known
         if known.operation and next_node() != known.node:
             self._end_operation()
-        moves = self.state is not _RESIDENT
+        moves = self.state is not RESIDENT
         if isinstance(decision, str):
             if moves:
                 self.transfers.skipped[decision] += 1
@@ -209,9 +208,9 @@ class ActivationSet:
             moving = owner
             if storage.layer != owner.layer:
                 continue  # a later set has taken the storage over, and is an owner of it as well
-            if owner.state is _OFFLOADING:
+            if owner.state is OFFLOADING:
                 storage.start_offload()
-            elif owner.state is OffloadState.OFFLOADED:  # the release came in the midst of the operation
+            elif owner.state is OFFLOADED:  # the release came in the midst of the operation
                 storage.start_offload()
                 owner._let_go([storage])
         if moving is not None and moving.alive is None:
@@ -221,7 +220,7 @@ class ActivationSet:
 
     def start_offload(self) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once."""
-        self.state = next_state("start_offload", self.layer, self.state)
+        self.state = next_state("start_offload_layer", self.layer, self.state)
         saved = self._live()
         for storage in saved:
             storage.start_offload()  # what is being written follows when its operation is over
@@ -231,7 +230,7 @@ class ActivationSet:
 
     def release(self) -> None:
         """Let the device memory go: the compute stream waits for the copies, then reuses the memory."""
-        self.state = next_state("release", self.layer, self.state)
+        self.state = next_state("release_activation_forward_gpu_memory", self.layer, self.state)
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
@@ -249,7 +248,7 @@ class ActivationSet:
 
     def start_reload(self) -> None:
         """Queue the copies back to the device, last saved first, as backward will ask for them."""
-        self.state = next_state("start_reload", self.layer, self.state)
+        self.state = next_state("start_reload_layer", self.layer, self.state)
         self._reload()
 
     def _reload_late(self, storage: SavedStorage) -> None:
@@ -262,7 +261,7 @@ class ActivationSet:
                 self._storages.append(weakref.ref(storage))
                 storage.layer = self.layer
             self.transfers.late_reloads += 1
-            if self.state is OffloadState.OFFLOADED:
+            if self.state is OFFLOADED:
                 self.state = OffloadState.RELOADING
             self._reload()
 

@@ -7,7 +7,6 @@ the result of such a kernel is a storage that no operation made. Every later for
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from offload.recompute.random import states_of
 
 _DETACH = torch.ops.aten.detach.default
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_NATIVE = ("aten", "prims", "prim")
 
 Clock = Callable[[], Any]
 """Marks a point of the compute stream, which can be timed later."""
@@ -352,9 +350,3 @@ class Learn(LayerMode):
             place = next((place for place, one in enumerate(args) if one is result), None)
             outputs.append(StepResult(number, geometry_of(result), result.device, place))
         return makes, outputs
-
-
-@functools.cache
-def is_custom(function: Any) -> bool:
-    """Whether an operation is none of PyTorch's own, so that it may draw random numbers without saying so."""
-    return getattr(function, "namespace", "") not in _NATIVE

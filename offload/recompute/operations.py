@@ -43,6 +43,8 @@ _UNDECLARED = {
 """They write what their schemas do not say: running statistics, the state that dropout draws from."""
 _STATE = ("running_mean", "running_var", "dropout_state")
 
+_NATIVE = ("aten", "prims", "prim")
+
 _CHANGES_GEOMETRY = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::swap_")
 """They give a tensor other memory, or its memory another size."""
 
@@ -58,32 +60,22 @@ _OVERWRITES = {
 """They do not read what they write into; neither do operations with ``out=``."""
 
 
-@functools.cache
-def effect_of(function: Any) -> Effect:
-    """What an operation, as a dispatch mode is given it, does to memory."""
+def _effect_of(function: Any) -> Effect:
     if not isinstance(function, OPERATOR):
-        return Effect.OPAQUE  # a higher-order operator: it runs others
+        return OPAQUE  # a higher-order operator: it runs others
     name = schema_of(function).name
     if function.namespace in _COLLECTIVES or name in _UNDECLARED or name.startswith(_CHANGES_GEOMETRY):
-        return Effect.OPAQUE
+        return OPAQUE
     if name in _ALLOCATES:
-        return Effect.EMPTY
+        return EMPTY
     if schema_of(function).is_mutable:
         return Effect.WRITES
     if function.is_view or name in ("aten::_reshape_alias", "aten::lift_fresh", "aten::_lazy_clone"):
-        return Effect.VIEW
+        return VIEW
     return Effect.PURE
 
 
-@functools.cache
-def draws(function: Any) -> bool:
-    """Whether an operation may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in function.tags
-
-
-@functools.cache
-def written_arguments(function: Any) -> tuple[int | str, ...]:
-    """The arguments that an operation writes into: positions, and names of those that are given by name."""
+def _written_by(function: Any) -> tuple[int | str, ...]:
     if not isinstance(function, OPERATOR):
         return ()
     schema = schema_of(function)
@@ -97,28 +89,24 @@ def written_arguments(function: Any) -> tuple[int | str, ...]:
 
 
 class Operation:
-    """What is asked of an operation; :func:`known_operation` gives one object for each.
-
-    Args:
-        function: The operation, as a dispatch mode is given it.
-    """
-
-    __slots__ = ("collective", "draws", "effect", "function", "overwrites", "tags", "written")
+    """What is asked of an operation, as a dispatch mode is given it; :func:`known_operation` gives one for each."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.effect = effect_of(function)
-        self.draws = draws(function)
-        self.written = written_arguments(function)
+        schema = schema_of(function)
+        self.name: str = schema.name.removeprefix("aten::") if schema is not None else str(function)
+        """Without the namespace ``aten``."""
+        self.effect = _effect_of(function)
+        """What the operation does to memory."""
+        self.draws = torch.Tag.nondeterministic_seeded in function.tags
+        """Whether the operation may draw random numbers."""
+        self.written = _written_by(function)
+        """The arguments that the operation writes into: positions, and names of those that are given by name."""
         self.overwrites = self.name in _OVERWRITES or any(isinstance(place, str) for place in self.written)
         self.tags = getattr(function, "tags", ())
         self.collective = getattr(function, "namespace", "") in _COLLECTIVES
-
-    @property
-    def name(self) -> str:
-        """Its name without the namespace ``aten``."""
-        schema = schema_of(self.function)
-        return schema.name.removeprefix("aten::") if schema is not None else str(self.function)
+        self.custom = getattr(function, "namespace", "") not in _NATIVE
+        """Whether the operation is none of PyTorch's own, so that it may draw random numbers without saying so."""
 
 
 known_operation = functools.cache(Operation)

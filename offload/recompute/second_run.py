@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from offload.recompute.learn import Trace, is_custom
+from offload.recompute.learn import Trace
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,8 @@ def _unseen(trace: Trace) -> set[int]:
 def _draws_before(trace: Trace, executed: Collection[int]) -> set[int]:
     """Operations that must advance a generator for a later one that draws."""
     last = max((time for time in executed if trace.steps[time].draws), default=-1)
-    return {
-        time
-        for time, step in enumerate(trace.steps[: max(0, last)])
-        if step.draws or is_custom(step.operation.function)
-    }
+    steps = enumerate(trace.steps[: max(0, last)])
+    return {time for time, step in steps if step.draws or step.operation.custom}
 
 
 def _made_by(trace: Trace, suppliers: Iterable[int], executed: Collection[int]) -> set[int]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.activations.copies import Transfers
-from offload.recompute.operations import Effect, effect_of, written_arguments
+from offload.recompute.operations import OPAQUE, known_operation
 
 LAYERS = 4
 
@@ -418,8 +418,9 @@ def test_inference_tensors(lab: Lab) -> None:
 def test_operations_that_write_more_than_they_say(name: str, written: list[str]) -> None:
     """Synchronized batch norm, for one: running it twice would count the batch twice."""
     operation = getattr(torch.ops.aten, name).default
-    assert effect_of(operation) is Effect.OPAQUE
-    assert [operation._schema.arguments[place].name for place in written_arguments(operation)] == written
+    known = known_operation(operation)
+    assert known.effect is OPAQUE
+    assert [operation._schema.arguments[place].name for place in known.written] == written
 
 
 def test_parts_of_one_storage_that_change_by_themselves(lab: Lab, unplanned: set[str]) -> None:
