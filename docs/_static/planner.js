@@ -62,7 +62,7 @@
     }],
     streamed: ["Llama-70B, weights on the host", { memory: 140, layers: 80, hidden: 8192, mlp: 28672, group: 8 }],
   };
-  const FIRST = "decoder";
+  const FIRST = "h100";
 
   const OWN = ["", "own settings"]; // of a preset from which a slider has moved
   const isPreset = (state) => FIELDS.every(([name]) => state[name] === ofPreset(state.preset)[name]);
