@@ -40,3 +40,12 @@ def test_text_of_links_and_other_sites_remain(package_readme):
         "<!-- table: x -->\nSee [the guide](docs/a.md) and [PyTorch](https://pytorch.org):\n\n![Alt](a.svg)\n\nMore.\n"
     )
     assert package_readme.package_readme(text) == "See the guide and [PyTorch](https://pytorch.org).\n\nMore.\n"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_to_files_of_the_repository(name):
+    """Of the pages of the site, Sphinx finds this."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text("utf-8"))
+    files = [link for link in links if not link.startswith("https://")]
+    assert files
+    assert [link for link in files if not (ROOT / link).exists()] == []
