@@ -23,7 +23,7 @@ from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.optimizer.proof import dtype_of_step, is_large
 from offload.optimizer.remainder import REMAINDER, join, split
-from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step
+from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step, with_groups
 from offload.optimizer.state import ParameterState, StateStore, local
 
 NUM_SLOTS = 3
@@ -239,6 +239,13 @@ class ChunkStepper:
             target.update(found)
         self._changes.clear()
         self.counters["steps"] += 1
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: nothing is left of a step that was cut off."""
+        for _, parameter in with_groups(self.optimizer):
+            self.store.of(parameter).gradient = None
+        self._changes.clear()
+        self.torn = ""
 
     def _run(self, loaded: Loaded) -> list[dict[str, Any]]:
         """Run the step of the optimizer's class on a chunk; returns the state of each piece."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.base.torch_private import ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
+from offload.optimizer.stand_in import with_groups
 from offload.optimizer.state import local
 
 
@@ -60,19 +61,20 @@ class BackwardSteps:
 
     def watch(self) -> None:
         """Put hooks on the parameters that have none yet."""
-        for group in self._stepper.optimizer.param_groups:
-            for parameter in group["params"]:
-                if type(parameter).__name__ == "FlatParameter":
-                    raise ValueError(
-                        "in_backward must be False with FullyShardedDataParallel, which reduces gradients after "
-                        "autograd has added them, got True; leave it out, or shard the model with fully_shard."
-                    )
-                if parameter.requires_grad and parameter not in self._hooks:
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
+        for _, parameter in with_groups(self._stepper.optimizer):
+            if type(parameter).__name__ == "FlatParameter":
+                raise ValueError(
+                    "in_backward must be False with FullyShardedDataParallel, which reduces gradients after autograd "
+                    "has added them, got True; leave it out, or shard the model with fully_shard."
+                )
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
 
     def forget(self) -> None:
-        """A checkpoint was loaded: no parameter has made the next step."""
+        """A checkpoint was loaded: no parameter has made the next step, and nothing is left of a backward."""
         self._seen.clear()
+        self._runs.clear()
+        self._drop()
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -105,8 +107,8 @@ class BackwardSteps:
         if not self._runs:
             self._begin()
         if (run := this_backward()) not in self._runs:
-            self._runs.add(run)
             when_backward_ends(_Run(self, run))
+            self._runs.add(run)  # last: an interrupt leaves no run that nothing ends
         if parameter in self._seen or parameter in self._waiting:
             raise RuntimeError(
                 "a parameter must get one gradient in each step if in_backward=True, but one of shape "
@@ -126,8 +128,7 @@ class BackwardSteps:
         """The first gradient of a backward."""
         self._stepper.check_whole()
         _refuse_ddp(self._hooks)
-        groups = enumerate(self._stepper.optimizer.param_groups)
-        self._groups = {parameter: number for number, group in groups for parameter in group["params"]}
+        self._groups = {parameter: number for number, parameter in with_groups(self._stepper.optimizer)}
         self._room = self._stepper.chunk_bytes
 
     def _step_waiting(self) -> None:
@@ -163,17 +164,21 @@ class BackwardSteps:
         while gradients:
             backend.discard(gradients.pop())
 
+    def _drop(self) -> None:
+        """Forget what backward has left undone, and wait until nothing runs beside compute."""
+        for parameter in self._waiting:
+            self._stepper.store.of(parameter).gradient = None
+        self._waiting.clear()
+        if self._flights:
+            # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
+            self._stepper.backend.wait_on_host(self._flights[-1][1], StepWait.JOINED)
+            self._flights.clear()
+
     def end_run(self, run: int, *, failed: bool) -> None:
         """A run of autograd's engine is over: at the end of the outermost, compute waits for all steps."""
         self._runs.discard(run)
         if failed:
-            for parameter in self._waiting:
-                self._stepper.store.of(parameter).gradient = None
-            self._waiting.clear()
-            if self._flights:
-                # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
-                self._stepper.backend.wait_on_host(self._flights[-1][1], StepWait.JOINED)
-                self._flights.clear()
+            self._drop()
         elif not self._runs:
             self._step_waiting()
             while self._flights:

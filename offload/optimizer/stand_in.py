@@ -16,6 +16,11 @@ OWN = {"param_groups", "state"}
 """The attributes, beside hooks, that a stand-in has of its own."""
 
 
+def with_groups(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:
+    """All parameters, each with the number of its group, in the order of their numbers in a ``state_dict``."""
+    return [(number, one) for number, group in enumerate(optimizer.param_groups) for one in group["params"]]
+
+
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The step of the optimizer's class, a function of an optimizer, without the hooks that PyTorch runs around it."""
     step: Any = type(optimizer).step

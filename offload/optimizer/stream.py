@@ -18,7 +18,7 @@ from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.proof import prove
-from offload.optimizer.stand_in import without_parameters
+from offload.optimizer.stand_in import with_groups, without_parameters
 from offload.optimizer.state import local, spread
 
 CHUNK_BYTES = 512 << 20
@@ -154,12 +154,10 @@ class StreamedOptimizer(Handle):
             with torch.enable_grad():
                 loss = closure()
             kwargs = {**kwargs, "closure": lambda: loss}
-        done = set() if self._early is None else self._early.finish()
-        groups = enumerate(optimizer.param_groups)
-        stepped = [(number, p) for number, group in groups for p in group["params"] if p.grad is not None]
         stepper.torn = "optimizer.step() was cut off"
+        done = set() if self._early is None else self._early.finish()
         with torch.no_grad():
-            stepper.step([(number, p) for number, p in stepped if p not in done])
+            stepper.step([(n, p) for n, p in with_groups(optimizer) if p.grad is not None and p not in done])
         stepper.finish()
         stepper.torn = ""
         return (without_parameters(optimizer),), kwargs
@@ -171,7 +169,7 @@ class StreamedOptimizer(Handle):
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""
-        parameters = stepped_by(optimizer)
+        parameters = [parameter for _, parameter in with_groups(optimizer)]
         state = {}
         for number, entry in found["state"].items():
             state[number] = entry
@@ -188,10 +186,12 @@ class StreamedOptimizer(Handle):
         """Keep the large tensors from PyTorch, which would copy all of them to the device."""
         assert self._stepper is not None  # noqa: S101
         self._stepper.settle()
+        if self._stepper.torn:
+            self._stepper.backend.synchronize()  # an interrupt may have left copies that no event is known of
         small = dict(given["state"])
         saved = [number for group in given["param_groups"] for number in group["params"]]
         self._loading = {}
-        for number, parameter in zip(saved, stepped_by(optimizer), strict=False):  # PyTorch raises if they differ
+        for number, (_, parameter) in zip(saved, with_groups(optimizer), strict=False):  # PyTorch raises if they differ
             entry = small.get(number)
             if isinstance(entry, dict):
                 tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
@@ -210,7 +210,7 @@ class StreamedOptimizer(Handle):
         self._loading = {}
         stepper.store.shown.clear()
         stepper.store.adopt(states)
-        stepper.torn = ""
+        stepper.forget()
         if self._early is not None:
             self._early.forget()
         optimizer.state = stepper.store.shown
@@ -289,7 +289,7 @@ def stream_optimizer(
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         resident_bytes=resident,
     )
-    parameters = stepped_by(optimizer)
+    parameters = [parameter for _, parameter in with_groups(optimizer)]
     if not stepper.store.proof.elementwise and any(hasattr(parameter, "to_local") for parameter in parameters):
         raise TypeError(
             f"optimizer must be elementwise to step sharded parameters (DTensor), got {type(optimizer).__name__}, "
@@ -306,17 +306,12 @@ def stream_optimizer(
     return StreamedOptimizer(stepper, early)
 
 
-def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters, in the order of their numbers in a ``state_dict``."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     """The device of the parameters, if they can be streamed."""
     name = type(optimizer).__name__
     if optimizer in _streamed:
         raise ValueError(f"optimizer must not be streamed yet, but this {name} is; remove() its handle first.")
-    parameters = stepped_by(optimizer)
+    parameters = [parameter for _, parameter in with_groups(optimizer)]
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
     devices = list(dict.fromkeys(parameter.device for parameter in parameters))
