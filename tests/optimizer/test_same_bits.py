@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,11 @@ def test_twenty_steps(name: str, loop: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", MORE)
 def test_more_optimizers(name: str, device: torch.device) -> None:
+    if name == "Adagrad" and 'state["sum"] =' not in inspect.getsource(torch.optim.Adagrad._init_group):
+        # PyTorch 2.11 makes its state with the optimizer, and not in the first step.
+        with pytest.raises(TypeError, match=r"got Adagrad, whose step\(\) fails with small parameters"):
+            compare(plain, MORE[name], device)
+        return
     compare(plain, MORE[name], device)
 
 

@@ -62,34 +62,10 @@ class TestDefault:
 
 
 class TestPipeline:
-    GRID = (
-        "layer F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
-        "    0  F  #  #  #  B",
-        "    1     F  #  #  .  r  B",
-        "    2        F  #  .  .  .  r  B",
-        "    3           F  #  .  .  .  .  r  B",
-        "    4                 F  #  .  .  .  .  r  B",
-        "    5                       F  #  .  .  .  r  B",
-        "    6                             F  #  .  .  r  B",
-        "    7                                   F  #  #  #  B",
-    )
-
-    def test_grid(self):
-        schedule = Schedule.from_synchronization_dict(PIPELINE, 8, PIPELINE_ORDER)
-        assert tuple(str(schedule).splitlines()) == self.GRID
-
     def test_order_is_found_from_the_entries(self):
         schedule = Schedule.from_synchronization_dict(PIPELINE, 8)
         assert list(map(repr, schedule.order)) == PIPELINE_ORDER
         assert "[" not in repr(schedule), "a found order need not be written down"
-
-    def test_all_forwards_before_backwards_in_turn(self):
-        schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 0)}, 3)
-        assert list(map(repr, schedule.order)) == points("F0 F1 F2 B0 B1 B2")
-
-    def test_reloads_of_one_point_are_in_the_order_of_need(self):
-        entries = {0: (True, 3, False, 4), 1: (True, 3, False, 4), 2: (True, 4, False, 4)}
-        assert Schedule.from_synchronization_dict(entries, 5).reloads(backward(4)) == (2, 1, 0)
 
 
 ENTRY_WANTED = "the entry of layer 0 must be (offload_fwd: bool, offload_num: int, reload_fwd: bool, reload_num: int)"
