@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -123,6 +123,13 @@ class _Rule(NamedTuple):
             return self.may_coincide
         return position[self.earlier] < position[self.later]
 
+    @property
+    def never_holds(self) -> bool:
+        """Whether no order has it: a forward comes after those of earlier layers, and before its backward."""
+        if self.earlier == self.later:
+            return not self.may_coincide
+        return self.later.phase == "F" and self.later.layer <= self.earlier.layer
+
     def refusal(self, verdict: str) -> str:
         return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
 
@@ -151,20 +158,24 @@ def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     """An order of the points in which every move keeps its rules: a model's order if possible, else a pipeline's.
 
     Raises:
-        ValueError: There is no such order; the message names the first entry that contradicts those before it.
+        ValueError: There is no such order; the message names an entry that contradicts those before it.
     """
     model = _model_order(model_layers)
     position = {point: index for index, point in enumerate(model)}
     rules = [rule for move in moves for rule in _rules(move)]
     if all(rule.holds(position) for rule in rules):
         return model
-    broken = _first_broken(rules, model_layers)
-    if broken is None:
+    for rule in rules:
+        if rule.never_holds:
+            raise ValueError(rule.refusal("is refused"))
+    try:
         return _microbatch_order(rules, moves, model_layers)
-    alone = _first_broken(_rules(broken.move), model_layers)
-    if alone is None:
-        raise ValueError(broken.refusal("contradicts the entries of earlier layers"))
-    raise ValueError(alone.refusal("is refused"))
+    except CycleError as error:
+        # Each point of the cycle comes before the next one, some of them by rules.
+        cycle = set(pairwise(error.args[1]))
+        broken = [rule for rule in rules if (rule.earlier, rule.later) in cycle]
+    last = max(broken, key=lambda rule: rule.move.layer)
+    raise ValueError(last.refusal("contradicts the entries of earlier layers"))
 
 
 def _model_order(model_layers: int) -> tuple[Point, ...]:
@@ -173,38 +184,22 @@ def _model_order(model_layers: int) -> tuple[Point, ...]:
     return (*map(forward, layers), *map(backward, reversed(layers)))
 
 
-def _prepared(rules: Iterable[_Rule], model_layers: int) -> TopologicalSorter[Point]:
-    """A sorter of points: F(j-1) → Fj → Bj, and the rules; a ``CycleError`` if they contradict each other."""
+def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
+    """Such as F0 F1 B0 F2 B1 B2: forwards first, and as little as possible between a reload and its backward.
+
+    Raises:
+        CycleError: The rules contradict each other, or F(j-1) → Fj → Bj.
+    """
     sorter: TopologicalSorter[Point] = TopologicalSorter()
     for layer in range(model_layers):
         sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
         sorter.add(backward(layer), forward(layer))
     for rule in rules:
-        if not (rule.may_coincide and rule.earlier == rule.later):
+        if rule.earlier != rule.later:
             sorter.add(rule.later, rule.earlier)
     sorter.prepare()
-    return sorter
-
-
-def _first_broken(rules: Sequence[_Rule], model_layers: int) -> _Rule | None:
-    def contradict(count: int) -> bool:
-        try:
-            _prepared(rules[:count], model_layers)
-        except CycleError:
-            return True
-        return False
-
-    if not contradict(len(rules)):
-        return None
-    # Rules that contradict each other still do when more rules are added; so bisection finds the first.
-    return rules[bisect_left(range(len(rules)), True, key=lambda index: contradict(index + 1))]
-
-
-def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
-    """Such as F0 F1 B0 F2 B1 B2: forwards first, and as little as possible between a reload and its backward."""
     # A backward is ready only after its reload, unless that starts with it.
     reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
-    sorter = _prepared(rules, model_layers)
     order: list[Point] = []
     queue: list[tuple[bool, bool, int, Point]] = []
     while sorter.is_active():
