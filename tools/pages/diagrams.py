@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from offload.activations.states import TRANSITIONS, OffloadState
+from offload.activations.states import OffloadState
 from offload.observe.plot import COLORS, INK, new_figure, text_color
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ MEMORY = {
     OffloadState.RELOADING: ("being written", "held"),
     OffloadState.RELOADED: ("held", "free"),
 }
+VERBS = ("start_offload", "release", "start_reload", "unpack")
+"""From each state to the next."""
 
 
 def states_figure(*, narrow: bool) -> Figure:
@@ -46,7 +49,7 @@ def states_figure(*, narrow: bool) -> Figure:
             _centered(ax, first_x + right + 0.68, first_y + 0.8, name, INK, 9.0)
         else:
             ax.text(first_x - 0.15, first_y + up + 0.2, name, color=INK, fontsize=9, ha="right", va="center_baseline")
-    for verb, (source, target) in TRANSITIONS.items():
+    for verb, (source, target) in zip(VERBS, pairwise(OffloadState), strict=True):
         (from_x, from_y), (to_x, to_y) = corner[source], corner[target]
         style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
         if narrow:
@@ -88,7 +91,7 @@ def ranks_figure(*, narrow: bool) -> Figure:
     width, gap, letters = (1.9, 0.95, 18) if narrow else (3.6, 1.8, 40)
     boxes = (
         (2.7, 0.9, "forward", "trainer, DDP, FSDP2, PEFT", "batches, gradients, checkpoints"),
-        (1.35, 0.9, "forward", "the model's layers", "hooks: what they save, they give away"),
+        (1.35, 0.9, "forward", "the model's layers", "hooks offload and reload activations"),
         (0.0, 0.9, "offload", "host memory", "pinned, up to max_host_bytes of this rank"),
     )
     style = {"color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
@@ -102,7 +105,7 @@ def ranks_figure(*, narrow: bool) -> Figure:
             _centered(ax, x + width / 2, y + 0.7 * height, fill(name, letters), INK, 8.5 if narrow else 9.5, "bold")
             place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
             ax.text(x + width / 2, y + 0.28 * height, fill(text, letters + 3), color=INK, **place)
-        for left, ends, label in ((0.35, (1.35, 0.9), "out in forward"), (0.65, (0.9, 1.35), "back in backward")):
+        for left, ends, label in ((0.35, (1.35, 0.9), "offload in forward"), (0.65, (0.9, 1.35), "reload in backward")):
             at = x + left * width
             ax.annotate("", xy=(at, ends[1]), xytext=(at, ends[0]), arrowprops={**style, "arrowstyle": "-|>"})
             if not narrow:
