@@ -13,7 +13,7 @@ from lab import Lab
 from torch import nn
 from training import build, plain_steps, stream
 
-from offload import memory_meter
+from offload import memory_meter, stream_optimizer
 from offload.optimizer.chunks import StepWait
 
 LATE_S = 0.02
@@ -199,3 +199,35 @@ def test_no_step_has_all_state_on_the_device(make: Callable[..., torch.optim.Opt
     with memory_meter(lab.device) as meter:
         resident.step()
     assert meter.peak_bytes >= state_bytes
+
+
+def test_a_small_model_has_small_slots(lab: Lab) -> None:
+    """Slots of the default size would hold three times its state."""
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    handle = stream_optimizer(optimizer)
+    plain_steps(model, optimizer, range(4))
+    stats = handle.stats()
+    assert 0 < stats.slot_bytes <= 3 * stats.host_bytes / 8
+
+
+LOOKS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "item": lambda state, parameter: state[parameter],
+    "get": lambda state, parameter: state.get(parameter),
+    "values": lambda state, parameter: next(iter(state.values())),
+    "items": lambda state, parameter: dict(state.items())[parameter],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_into_the_state_waits_for_its_copies(look: str, lab: Lab) -> None:
+    parameter = nn.Parameter(torch.zeros(100, device=lab.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=1.0)
+    stream(optimizer)
+    lab.slow(d2h_s=LATE_S)
+    for _ in range(3):
+        optimizer.step()
+    found = LOOKS[look](optimizer.state, parameter)["momentum_buffer"].clone()
+    lab.slow()
+    assert bool((found == 3.0).all())
