@@ -14,6 +14,8 @@ import torch
 from offload.activations.stats import as_table, since
 from offload.base.checks import check_type, format_bytes, parse_bytes
 from offload.base.layer_events import Handle
+from offload.base.torch_private import interpreted
+from offload.device.capture import CaptureError
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper
 from offload.optimizer.early import BackwardSteps
@@ -71,7 +73,7 @@ class StreamedOptimizer(Handle):
         optimizer = stepper.optimizer
         self._loading: dict[Any, Any] = {}
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_pre_hook(interpreted(self._before_step)),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -149,6 +151,11 @@ class StreamedOptimizer(Handle):
         stepper = self._stepper
         assert stepper is not None  # noqa: S101
         stepper.check_whole()
+        if stepper.backend.capturing:
+            raise CaptureError(
+                "optimizer.step() must run outside of a CUDA graph while its state is streamed, but it is being captured; "
+                "capture forward and backward alone."
+            )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():

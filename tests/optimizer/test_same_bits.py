@@ -264,6 +264,22 @@ def test_another_order_of_dimensions(device: torch.device) -> None:
     compare(convolved, OPTIMIZERS["AdamW"], device)
 
 
+@pytest.mark.slow
+def test_a_step_that_is_compiled_is_run_by_the_interpreter(device: torch.device) -> None:
+    """The compiler leaves the library's code alone, and what the library runs."""
+
+    def compiled(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+        optimizer = start(model, make, streamed)
+        step = torch.compile(optimizer.step, backend="eager") if streamed else optimizer.step
+        for number in range(3):
+            loss_of(model, number).backward()
+            step()
+            optimizer.zero_grad()
+        return optimizer
+
+    compare(compiled, OPTIMIZERS["AdamW"], device)
+
+
 class Lion(torch.optim.Optimizer):
     """As of another package: counts in its groups, has attributes, and makes new tensors in each step."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from training import assert_same, build, loss_of, plain_steps, stream, values
 
 import offload
-from offload import HostMemoryError, stream_optimizer
+from offload import CaptureError, HostMemoryError, stream_optimizer
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -310,6 +310,16 @@ def test_too_little_host_memory_is_refused_before_anything_is_changed(
     assert optimizer.state is state
     assert lab.pool.used_bytes == 0
     plain_steps(model, optimizer, range(1))
+
+
+def test_a_step_is_not_captured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(lab.device)
+    optimizer = adamw(model)
+    stream(optimizer)
+    plain_steps(model, optimizer, range(1))
+    monkeypatch.setattr(type(lab.backend), "capturing", True)
+    with pytest.raises(CaptureError, match=r"optimizer\.step\(\) must run outside of a CUDA graph"):
+        optimizer.step()
 
 
 def test_names() -> None:
