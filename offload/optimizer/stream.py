@@ -153,8 +153,8 @@ class StreamedOptimizer(Handle):
         stepper.check_whole()
         if stepper.backend.capturing:
             raise CaptureError(
-                "optimizer.step() must run outside of a CUDA graph while its state is streamed, but it is being captured; "
-                "capture forward and backward alone."
+                "optimizer.step() must run outside of a CUDA graph while its state is streamed, but it is being "
+                "captured; capture forward and backward alone."
             )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
