@@ -155,10 +155,9 @@ class HostPool:
                 check_room(sum(slabs))
                 self._pin(slabs)
             for numbers, slab in zip(missing, self._slabs[len(self._slabs) - len(slabs) :], strict=True):
-                [free] = [piece for piece in self._free if piece.slab is slab]
                 for number in numbers:
+                    [free] = [piece for piece in self._free if piece.slab is slab]
                     ranges[number] = self._cut(free, rounded[number])
-                    free = self._free[-1]
             taken = [HostBuffer(size, [ranges[number]]) for number, size in enumerate(sizes)]
             events = [event for copied, event in self._copied if any(map(copied.overlaps, ranges.values()))]
             self._buffers += taken

@@ -473,6 +473,12 @@ def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: So
     assert all(bool((buffer.pieces[0] == mark).all()) for mark, buffer in enumerate(taken))
 
 
+def test_whole_buffers_may_fill_a_slab_to_its_last_byte(pool: HostPool, source: Source) -> None:
+    taken = pool.take_whole([PAGE_BYTES, PAGE_BYTES // 2, PAGE_BYTES // 2])
+    assert [buffer.nbytes for buffer in taken] == [PAGE_BYTES, PAGE_BYTES // 2, PAGE_BYTES // 2]
+    assert pool.used_bytes == pool.pinned_bytes == sum(source.sizes) == 2 * PAGE_BYTES
+
+
 def test_whole_buffers_take_free_memory_first_and_wait_for_its_events(pool: HostPool, source: Source) -> None:
     first, other = pool.take(8 * KIB), pool.take(8 * KIB)
     assert len(source.sizes) == 2
