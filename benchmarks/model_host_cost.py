@@ -25,7 +25,7 @@ import transformers
 import offload
 
 LAYERS, WIDTH = 8, 64
-STEPS = 5
+STEPS = 10
 """Steps of one way in a row: another model that ran before leaves the processor's caches cold."""
 PLAIN, CHECKPOINT = "plain", "checkpoint"
 REGIONS = "products and attention kept"
@@ -81,39 +81,63 @@ def tiny(name: str, device: torch.device) -> Tiny:
     return Tiny(model.train().to(device), list(layers), inputs)
 
 
-def cpu_times(tiny: Tiny, device: torch.device) -> tuple[float, float]:
-    """Seconds of this thread in one forward, and in the backward after it, which on a GPU another thread runs."""
-    clock = time.thread_time if device.type == "cpu" else time.process_time
-    _wait(device)
-    begin = clock()
-    output = tiny.model(**tiny.inputs).last_hidden_state
-    forward_s = clock() - begin
-    loss = output.sum()
-    begin = clock()
-    loss.backward()
-    backward_s = clock() - begin
-    _wait(device)
-    return forward_s, backward_s
+class Chain:
+    """The layers of a model one after the other, with the arguments that the model gives to the first.
+
+    The CPU time of each layer's forward is taken by itself: the shorter an interval, the more rarely another process
+    interrupts it.
+    """
+
+    def __init__(self, tiny: Tiny, device: torch.device) -> None:
+        self._layers = tiny.layers
+        self._device = device
+        self._clock = time.thread_time if device.type == "cpu" else time.process_time
+        self.forwards_s = [math.inf] * len(tiny.layers)
+        self.backward_s = math.inf
+        """On a GPU another thread runs backward."""
+        hook = tiny.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
+        tiny.model(**tiny.inputs)
+        hook.remove()
+
+    def _note(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._x, self._args, self._kwargs = args[0].detach().requires_grad_(), args[1:], kwargs
+
+    def step(self, *, counts: bool) -> None:
+        """One forward and backward, which ``counts`` or warms up."""
+        _wait(self._device)
+        x, clock = self._x, self._clock
+        for number, layer in enumerate(self._layers):
+            begin = clock()
+            x = layer(x, *self._args, **self._kwargs)
+            took_s = clock() - begin
+            x = x[0] if isinstance(x, tuple) else x
+            if counts:
+                self.forwards_s[number] = min(self.forwards_s[number], took_s)
+        loss = x.sum()
+        begin = clock()
+        loss.backward()
+        if counts:
+            self.backward_s = min(self.backward_s, clock() - begin)
+        _wait(self._device)
 
 
 def host_cost_of_model(name: str, device: torch.device, turns: int) -> dict[str, Any]:
     """Host seconds of a forward and of a step for each way, the least of many turns, and ratios."""
     ways: dict[str, Tiny] = {way: tiny(name, device) for way in (PLAIN, CHECKPOINT, *POLICIES)}
     ways[CHECKPOINT].model.gradient_checkpointing_enable({"use_reentrant": False})
-    least = dict.fromkeys(ways, (math.inf, math.inf))
+    chains = {way: Chain(one, device) for way, one in ways.items()}
     with ExitStack() as stack:
         for way, policies in POLICIES.items():
             stack.enter_context(
                 offload.offload_layers(ways[way].layers, 0, policies=policies, min_bytes=0, device=device)
             )
         for turn in range(turns + 1):
-            for way, one in ways.items():
-                for _ in range(STEPS):
-                    found = cpu_times(one, device)
-                    if turn:
-                        least[way] = min(least[way][0], found[0]), min(least[way][1], found[1])
+            for chain in chains.values():
+                for step in range(STEPS):
+                    chain.step(counts=turn > 0 and step > 0)
         saved = _saved_tensors(ways[PLAIN])
-    plain_s, checkpoint_s = least[PLAIN][0], sum(least[CHECKPOINT])
+    found = {way: (sum(chain.forwards_s), chain.backward_s) for way, chain in chains.items()}
+    plain_s, checkpoint_s = found[PLAIN][0], sum(found[CHECKPOINT])
     rows = {
         way: {
             "forward_s": forward_s,
@@ -123,7 +147,7 @@ def host_cost_of_model(name: str, device: torch.device, turns: int) -> dict[str,
             "forward_s_per_saved": (forward_s - plain_s) / saved,
             "forward_s_per_layer": (forward_s - plain_s) / LAYERS,
         }
-        for way, (forward_s, backward_s) in least.items()
+        for way, (forward_s, backward_s) in found.items()
     }
     return {"model": name, "saved_tensors": saved, "ways": rows}
 
