@@ -339,8 +339,8 @@ def _first_recipe(plan: TrainingPlan) -> Recipe:
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state to the devices of its parameters, where it has their shapes."""
+    """Optimizer state to the devices of its parameters; counters remain where the optimizer has them."""
     for parameter, entry in list(optimizer.state.items()):
         for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.numel() > 1:
+            if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == parameter.shape != ()):
                 entry[key] = value.to(parameter.device)

@@ -357,9 +357,8 @@ class FollowPlan(HookedLayers):
         most_bytes = max(0, self._budget - missing_bytes)
 
         def plan_among(among: Among) -> Plan:
-            # Where all layers are checkpointed, that is what was measured, up to the copies that ran meanwhile.
-            share = -TOLERANCE / 2 if among is Among.CHECKPOINTS else RESERVE
-            left = max(0, most_bytes - round(share * self._budget))
+            reserve = 0 if among is Among.CHECKPOINTS else round(RESERVE * self._budget)
+            left = max(0, most_bytes - reserve)
             return make_plan(profile, left, self._link, max_host_bytes=self._max_host_bytes, among=among)
 
         try:

@@ -162,7 +162,9 @@ class BackwardSteps:
         if self._consume or not self._flights:
             backend.wait(backend.compute_stream(), stepped, StepWait.JOINED)
         while gradients:
-            backend.discard(gradients.pop())
+            gradient = gradients.pop()
+            if self._consume:  # else the program has it in parameter.grad
+                backend.discard(gradient)
 
     def _drop(self) -> None:
         """Forget what backward has left undone, and wait until nothing runs beside compute."""

@@ -94,6 +94,14 @@ def train(
     return [parameter.detach().cpu() for parameter in model.parameters()], recipes
 
 
+def assert_trained(expected: list[torch.Tensor], found: list[torch.Tensor], lab: Lab) -> None:
+    """The same bits on the CPU; on a GPU as good as the same, if steps were made by the CPU, which rounds otherwise."""
+    if lab.device.type == "cpu":
+        assert_same(expected, found)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def weight_bytes() -> int:
     return sum(parameter.nbytes for parameter in Model().parameters())
 
@@ -127,7 +135,7 @@ def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
 def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "RECIPES", (ON_HOST,))
     found, recipes = train(lab, 1 << 30)
-    assert_same(train(lab, None)[0], found)
+    assert_trained(train(lab, None)[0], found, lab)
     assert recipes == [ON_HOST] * STEPS
 
 
@@ -135,7 +143,7 @@ def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)
     found, recipes = train(lab, 1 << 30)
-    assert_same(train(lab, None)[0], found)
+    assert_trained(train(lab, None)[0], found, lab)
     assert recipes[0] == ON_HOST
     assert recipes[-1] == RESIDENT
 
@@ -161,7 +169,7 @@ def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch)
     expected = train(lab, None, make)[0]
     assert_same(expected, train(lab, 1 << 30, make)[0])
     monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)  # from the host to the device
-    assert_same(expected, train(lab, 1 << 30, make)[0])
+    assert_trained(expected, train(lab, 1 << 30, make)[0], lab)
 
 
 @pytest.mark.slow
@@ -177,7 +185,7 @@ def test_state_that_is_there_already(lab: Lab) -> None:
         return optimizer
 
     expected = train(lab, None, resumed)[0]
-    assert_same(expected, train(lab, 1 << 30, resumed)[0])
+    assert_trained(expected, train(lab, 1 << 30, resumed)[0], lab)  # its first step is made on the CPU
 
 
 def test_the_table_names_what_each_recipe_needs(lab: Lab) -> None:
