@@ -107,7 +107,7 @@ class RegionSet(ActivationSet):
                 "recomputed; warm up with two steps before the capture."
             )
         state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
-        random = {} if capturing else states_of(() if way is None else way.trace.generators, [backend.device])
+        random = {} if capturing else states_of(() if way is None else way.trace.generators, (backend.device,))
         held = self._hold_inputs(inputs, () if way is None else way.saved_inputs)
         constants = () if way is None else way.constants
         frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)

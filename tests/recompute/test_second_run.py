@@ -947,6 +947,41 @@ def test_each_kind_of_input_is_learned_once(kind: Callable[..., torch.Tensor], l
             assert RUNS[0] == 2 if time > 3 else RUNS[0] >= 2 + (time < 2)
 
 
+@pytest.mark.parametrize("policies", [ALL, ADD], ids=["all", "sums kept"])
+def test_a_forward_that_saves_fewer_tensors_than_learned(policies: dict[str, str], lab: Lab) -> None:
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = ((x + 1).sin() * w.mean()).tanh()
+        return y if way.now else y.sin()
+
+    layers, x = functions(function, lab)
+    expected = []
+    for _ in range(2):
+        expected.append(step(layers, x))
+        way.turn()
+    with offloaded(layers, lab, policies):
+        for turn in (0, 0, 1, 1, 1, 0):
+            way.now = turn
+            assert_same(expected[turn], step(layers, x))
+
+
+def test_a_layer_that_keeps_everything_has_no_hooks_once_it_is_learned(lab: Lab) -> None:
+    hooked = list[bool]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hooked.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        return (x @ w).tanh()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    hooked.clear()
+    with offloaded(layers, lab, {"*": "keep"}):
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+    assert hooked == [True] * LAYERS + [False] * LAYERS
+
+
 # What is handed over is looked into as it lay in memory when it was learned.
 
 
