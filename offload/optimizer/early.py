@@ -47,6 +47,8 @@ class BackwardSteps:
         seen = weakref.WeakMethod(self._gradient_is_there)
         self._hook = lambda parameter: None if (call := seen()) is None else call(parameter)
         self._take_off = weakref.finalize(self, _remove_all, self._hooks)
+        self._unwrapped = False
+        """Whether the first backward has found no ``DistributedDataParallel`` around the parameters."""
         self._groups: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, None] = {}
         """Parameters whose gradients are complete, and that fill no chunk yet."""
@@ -69,6 +71,7 @@ class BackwardSteps:
                 )
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook)
+                self._unwrapped = False
 
     def forget(self) -> None:
         """A checkpoint was loaded: no parameter has made the next step, and nothing is left of a backward."""
@@ -127,7 +130,9 @@ class BackwardSteps:
     def _begin(self) -> None:
         """The first gradient of a backward."""
         self._stepper.check_whole()
-        _refuse_ddp(self._hooks)
+        if not self._unwrapped:  # looking for wrappers takes long
+            _refuse_ddp(self._hooks)
+            self._unwrapped = True
         self._groups = {parameter: number for number, parameter in with_groups(self._stepper.optimizer)}
         self._room = self._stepper.chunk_bytes
 
