@@ -148,8 +148,8 @@ def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype
 
 
 def dtype_of_step(parameter: torch.Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a parameter is stepped in."""
-    return state_dtype if state_dtype is not None and parameter.is_floating_point() else parameter.dtype
+    """The dtype that a parameter is stepped in; one without dimensions, whose state is as small, in its own."""
+    return state_dtype if state_dtype and parameter.ndim and parameter.is_floating_point() else parameter.dtype
 
 
 _Outcome = tuple[torch.Tensor, dict[str, Any]]

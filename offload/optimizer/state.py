@@ -143,6 +143,8 @@ class StateStore:
 
     def layout(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The state tensors of the parameter's shape, as far as they are known before its first step."""
+        if not self.proof.elementwise and parameter.numel() <= 1:
+            return {}  # a state tensor of one number is no home
         found = dict(self.proof.layouts.get(parameter, {}))
         if self.has_remainder(parameter) and parameter.ndim and parameter.numel():
             found[REMAINDER] = torch.int16
@@ -194,6 +196,8 @@ class StateStore:
                         f"{key} in the optimizer's state must have its parameter's shape, "
                         f"{tuple(local(parameter).shape)}, got {tuple(value.shape)}; load a state_dict of this model."
                     )
+                elif isinstance(value, torch.Tensor) and value.ndim:
+                    parts[key] = value.to(self._backend.device)
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
 
     def on_device(self) -> defaultdict[Any, Any]:
@@ -202,19 +206,18 @@ class StateStore:
         for parameter, entry in self.shown.items():
             states[parameter] = entry
             if parameter in self._states:
-                homes = self._states[parameter].homes
                 states[parameter] = {
-                    key: spread(self._on_device(value, parameter) if key in homes else value, parameter)
-                    if isinstance(value, torch.Tensor)
+                    key: spread(self._on_device(value, parameter), parameter)
+                    if isinstance(value, torch.Tensor) and value.ndim
                     else value
                     for key, value in entry.items()
                     if key != REMAINDER
                 }
         return states
 
-    def _on_device(self, home: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        dtype = parameter.dtype if self.state_dtype and home.is_floating_point() else home.dtype
-        return torch.empty_like(home, dtype=dtype, device=self._backend.device).copy_(home)
+    def _on_device(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        dtype = parameter.dtype if self.state_dtype and value.is_floating_point() else value.dtype
+        return torch.empty_like(value, dtype=dtype, device=self._backend.device).copy_(value)
 
     def _allocate(self, wanted: Sequence[_Wanted]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""

@@ -190,7 +190,7 @@ class StreamedOptimizer(Handle):
         return {**found, "state": state}
 
     def _before_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """Keep the large tensors from PyTorch, which would copy all of them to the device."""
+        """Keep all tensors but counters from PyTorch, which would copy them to the device and round them."""
         assert self._stepper is not None  # noqa: S101
         self._stepper.settle()
         if self._stepper.torn:
@@ -202,7 +202,7 @@ class StreamedOptimizer(Handle):
             entry = small.get(number)
             if isinstance(entry, dict):
                 tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
-                large = {key: value for key, value in tensors.items() if value.numel() > 1}
+                large = {key: value for key, value in tensors.items() if value.ndim}
                 small[number] = {key: value for key, value in entry.items() if key not in large}
                 self._loading[parameter] = large
         return {**given, "state": small}

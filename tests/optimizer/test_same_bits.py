@@ -280,6 +280,44 @@ def test_a_step_that_is_compiled_is_run_by_the_interpreter(device: torch.device)
     compare(compiled, OPTIMIZERS["AdamW"], device)
 
 
+SIZES = ((), (1,), (1, 1), (0, 4), (3, 5))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_one_number_and_of_none(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Resumed from a checkpoint after three steps; in bfloat16, with state in float32 that nothing rounds."""
+
+    def steps(optimizer: torch.optim.Optimizer, count: range) -> None:
+        for number in count:
+            numbers = torch.Generator().manual_seed(number)
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=numbers).to(device, parameter.dtype)
+            optimizer.step()
+
+    found = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(size).to(device, dtype)) for size in SIZES]
+        if name == "Adafactor":  # it divides by the number of numbers
+            parameters = [parameter for parameter in parameters if parameter.numel()]
+        optimizer = (OPTIMIZERS | FUSED)[name](parameters)
+        options = {} if dtype is torch.float32 else {"state_dtype": torch.float32}
+        if resumed or options:
+            handle = stream(optimizer, **options)
+        steps(optimizer, range(3))
+        if resumed:
+            saved = copy.deepcopy(optimizer.state_dict())
+            handle.remove()
+            optimizer = (OPTIMIZERS | FUSED)[name](parameters)
+            stream(optimizer, **options)
+            optimizer.load_state_dict(saved)
+        steps(optimizer, range(3, 6))
+        state = [torch.as_tensor(v) for p in parameters for _, v in sorted(optimizer.state[p].items())]
+        found.append([value.detach().cpu() for value in parameters + state])
+    assert_same(*found)
+
+
 class Lion(torch.optim.Optimizer):
     """As of another package: counts in its groups, has attributes, and makes new tensors in each step."""
 
