@@ -121,30 +121,26 @@ def of_shape(value: object, parameter: torch.Tensor) -> bool:
 
 
 def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> Iterable[_Tried]:
-    """Two parameters for each kind of options, dtype and number of dimensions."""
-    numbers = torch.Generator().manual_seed(0)
-    kinds: dict[object, list[torch.Tensor]] = {}
+    """Two parameters for each kind of options, dtype and number of dimensions, like the largest of the kind."""
+    kinds: dict[object, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         rate = options.get("lr")
-        if isinstance(rate, torch.Tensor):
-            options["lr"] = torch.full_like(rate, RATE)
-        elif rate is not None:
-            options["lr"] = RATE
+        if rate is not None:
+            options["lr"] = torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE
         told = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("lr", "initial_lr")))
         for parameter in group["params"]:
-            kind = told, parameter.dtype, parameter.ndim
-            if not parameter.numel() or not parameter.ndim:
-                continue
-            kinds.setdefault(kind, []).append(parameter)
-            if len(kinds[kind]) > 1:
-                continue
-            size = [min(length, LARGEST.get(parameter.ndim, 4)) for length in parameter.shape]
-            dtype = dtype_of_step(parameter, state_dtype)
-            for scale in (1.0, 8.0):  # what depends on a norm of several parameters shows
-                drawn = [scale * torch.randn(size, generator=numbers) for _ in range(TRIAL_STEPS + 1)]
-                value, *gradients = (one.to(parameter.device, dtype) for one in drawn)
-                yield _Tried(kinds[kind], options, value, gradients)
+            if parameter.numel() and parameter.ndim:
+                kinds.setdefault((told, parameter.dtype, parameter.ndim), (options, []))[1].append(parameter)
+    numbers = torch.Generator().manual_seed(0)
+    for options, parameters in kinds.values():
+        largest = max(parameters, key=torch.numel)
+        size = [min(length, LARGEST.get(largest.ndim, 4)) for length in largest.shape]
+        dtype = dtype_of_step(largest, state_dtype)
+        for scale in (1.0, 8.0):  # what depends on a norm of several parameters shows
+            drawn = [scale * torch.randn(size, generator=numbers) for _ in range(TRIAL_STEPS + 1)]
+            value, *gradients = (one.to(largest.device, dtype) for one in drawn)
+            yield _Tried(parameters, options, value, gradients)
 
 
 def dtype_of_step(parameter: torch.Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
