@@ -290,6 +290,8 @@ class FollowPlan(HookedLayers):
         over = self._peak_bytes - self._budget
         if over > 0 and self._corrections_left and self._compare is not None:
             self._corrections_left -= 1
+            amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
+            _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
             self._missing_bytes += math.ceil(over * self._timed_elements / self._planned_elements)
             self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it", self._compare))
             return

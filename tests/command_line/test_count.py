@@ -78,6 +78,7 @@ def test_counts_encoders_and_experts(kind):
     assert all(layer.saved_bytes and layer.forward_s and layer.backward_s for layer in counted.profile.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks Hugging Face for it
 def test_frozen_weights_and_adapters_take_less():
     config = config_of("llama")

@@ -32,6 +32,7 @@ def model():
 LINK = offload.Link(50e9, 50e9, 100e9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks Hugging Face for it
 def test_keeps_all_where_it_fits(capsys, model):
     found = asked(capsys, *LLAMA, "--memory=80GiB")
@@ -50,6 +51,7 @@ def test_keeps_all_where_it_fits(capsys, model):
     assert less["recipes"][0]["device_bytes"] < found["recipes"][0]["device_bytes"] - 5 * model.parameters
 
 
+@pytest.mark.slow
 def test_goes_from_call_to_call_as_memory_shrinks(model):
     fixed, loss, saved = model.parameters * 8, model.profile.loss_bytes, model.profile.saved_bytes
     calls = []

@@ -13,6 +13,7 @@ from models import WIDTH, assert_same, build, step_gradients
 import offload
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
+from offload.base.checks import format_bytes
 from offload.measuring.follow_plan import RESERVE, _left_bytes
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.memory_peak import MemoryPeak
@@ -149,7 +150,10 @@ class Peaks:
 
 
 @pytest.mark.slow
-def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_needed_outside_of_the_layers_is_taken_off(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "offload")
     layers, x = build("decoder", LAYERS, lab.device)
     whole = saved_bytes(layers, x, lab)
     budget = 2 * whole
@@ -170,6 +174,8 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(lab: Lab, monkeypatch
         for _ in range(2):
             step_gradients(layers, x)
             assert handle.plan.memory_budget == first.memory_budget - 1000
+    [line] = [one for one in caplog.messages if "planned again" in one]
+    assert f"= {format_bytes(budget)}: the last microbatch needed {format_bytes(budget + 1000)}" in line
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lab import Lab
 from models import assert_same, gradients
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import offload
 
@@ -72,7 +73,9 @@ def test_hugging_face_layers_with_policies(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> None:
-        with torch.autocast(lab.device.type, torch.bfloat16, enabled=autocast):
+        # On a GPU, flash attention also returns memory that it has not written: other bits each time.
+        attention = sdpa_kernel(SDPBackend.MATH)
+        with attention, torch.autocast(lab.device.type, torch.bfloat16, enabled=autocast):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
 
@@ -84,9 +87,7 @@ def test_hugging_face_layers_with_policies(
             for _ in range(3):
                 assert_same(expected, gradients(trained, step))
             assert handle.stats().offloaded_bytes > 0
-            # On a GPU, flash attention also returns memory that it has not written: other bits each time.
-            found = {name: how for name, how in handle.regions(0).items() if "flash_attention #" not in name}
-            assert set(found.values()) == set(policies.values())
+            assert set(handle.regions(0).values()) == set(policies.values())
 
 
 def test_adapters_within_a_budget(lab: Lab) -> None:
