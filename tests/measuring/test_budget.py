@@ -11,9 +11,9 @@ from lab import Lab
 from models import WIDTH, assert_same, build, step_gradients
 
 import offload
+from offload.base.checks import format_bytes
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
-from offload.base.checks import format_bytes
 from offload.measuring.follow_plan import RESERVE, _left_bytes
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.memory_peak import MemoryPeak
