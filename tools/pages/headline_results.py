@@ -49,6 +49,20 @@ def start_line(_page: Path) -> str:
     )
 
 
+@table("start_optimizer")
+def start_optimizer(_page: Path) -> str:
+    """What optimizer state in host memory comes to."""
+    rows = [row for row in read("optimizer_state")["rows"] if "step_s" in row]
+    streamed = min((row for row in rows if row["what"].startswith("streamed")), key=lambda row: row["to_resident"])
+    resident = row_of(rows, what="resident", tokens=streamed["tokens"], microbatches=streamed["microbatches"])
+    return (
+        f"A whole AdamW step of Llama-8B's shape, {streamed['tokens']:,} tokens, with "
+        f"[the optimizer's state on the host](docs/howto/optimizer_state.md): **{gib(resident['peak_bytes'], 0)} → "
+        f"{gib(streamed['peak_bytes'], 0)} GiB**, **{more(streamed['to_resident'])}**, with "
+        f"{gib(streamed['pinned_bytes'], 0)} GiB of host memory.\n"
+    )
+
+
 @table("start_table")
 def start_table(_page: Path) -> str:
     """Four ways to run the decoder's step."""
