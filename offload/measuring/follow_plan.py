@@ -247,7 +247,7 @@ class FollowPlan(HookedLayers):
             grown_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
-        if self._compare is not None and not self.measures:
+        if self._compare is not None and self._compare.measures and not self.measures:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and all(
                 one.numbered is None or one.proven for one in self._policies
