@@ -31,7 +31,9 @@ class _Proof(SavedCheck):
     def __init__(
         self, frame: Frame, originals: Sequence[torch.Tensor], dropped: Iterable[int], *, hand_over: bool
     ) -> None:
-        frame.dropped = {number: (originals[number].shape, originals[number].dtype) for number in dropped}
+        # Behind what depends on data, a forward may save fewer tensors than the one that was learned.
+        there = [number for number in dropped if number < len(originals)]
+        frame.dropped = {number: (originals[number].shape, originals[number].dtype) for number in there}
         super().__init__(frame, hand_over=hand_over, to_the_end=not hand_over)
         self.originals = originals
         self.differing: set[int] = set()

@@ -19,6 +19,12 @@ def test_random_programs(first: int) -> None:
     assert sum(wrong is None for wrong in found.values()) >= 5
 
 
+@pytest.mark.parametrize("seed", [70088, 70194])
+def test_fewer_tensors_behind_what_depends_on_data(seed: int) -> None:
+    """The forward in which a layer is proven takes fewer experts than the one that was learned."""
+    assert check(seed) is None
+
+
 def test_a_wrong_recomputed_value_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Frame.run
 
