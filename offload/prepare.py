@@ -28,6 +28,7 @@ from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
+from offload.planning.profile import Link
 from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
@@ -69,6 +70,8 @@ class PreparedTraining(Handle):
         self._state: StreamedOptimizer | None = None
         self._activations: FollowPlan | None = None
         self._decided = False
+        self._link_left: Link | None = None
+        """For activations, beside the copies of the chosen recipe."""
         self._removed = False
         self._put_in_place(self.recipe)
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -125,6 +128,10 @@ class PreparedTraining(Handle):
         """Of pinned memory, for activations."""
         most = self.plan.max_host_bytes
         return None if most is None else max(0, most - self._training.host_bytes(self.recipe))
+
+    def link(self, measured: Link) -> Link:
+        """For activations: the recipe's copies have the rest."""
+        return self._link_left or measured
 
     def gradient_bytes(self) -> int:
         """Gradients on the device now; those of streamed weights are on the host."""
@@ -196,7 +203,7 @@ class PreparedTraining(Handle):
             self._usable_bytes,
             self.plan.max_host_bytes,
             link,
-            lambda device, host: make_plan(profile, device, link, max_host_bytes=host),
+            lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
             activations.missing_bytes,
             self.recipe,
             [one.recipe for one in self.plan.recipes],
@@ -204,9 +211,12 @@ class PreparedTraining(Handle):
         self.plan = replace(made, memory_budget=budget)
         if all(one.reason for one in self.plan.recipes):
             return  # the activations have said that they do not fit
-        chosen = self.plan.chosen.recipe
+        chosen, planned = self.plan.chosen.recipe, self.plan.chosen.plan
+        self._link_left = None if planned is None else planned.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self.plan.memory_budget), chosen, self.plan)
         if chosen == self.recipe:
+            if self.link(link) != link:
+                activations.plan_again()
             return
         if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
             self._take_away_activations()

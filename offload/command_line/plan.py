@@ -77,7 +77,7 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
         usable,
         host,
         link,
-        lambda device, host: make_plan(model.profile, device, link, max_host_bytes=host),
+        lambda device, host, left: make_plan(model.profile, device, left, max_host_bytes=host),
         training.gradient_bytes(RECIPES[0]),
         RECIPES[0],
     )

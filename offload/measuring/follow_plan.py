@@ -73,6 +73,9 @@ class MemoryLeft(Protocol):
     def host_bytes(self) -> int | None:
         """Of pinned memory; ``None`` is no limit."""
 
+    def link(self, measured: Link) -> Link:
+        """Of the link, for activations."""
+
     def gradient_bytes(self) -> int:
         """Gradients on the device now: they count to what a step adds, whichever step has added them."""
 
@@ -90,6 +93,9 @@ class _DeviceLeft:
 
     def host_bytes(self) -> int | None:
         return self._max_host_bytes
+
+    def link(self, measured: Link) -> Link:
+        return measured
 
     def gradient_bytes(self) -> int:
         return bytes_of_gradients(self._parameters, self._device)
@@ -357,11 +363,12 @@ class FollowPlan(HookedLayers):
         missing_bytes = math.ceil(self._missing_bytes * self._planned_elements / self._timed_elements)
         budget, missing = format_bytes(self._budget), format_bytes(missing_bytes)
         most_bytes = max(0, self._budget - missing_bytes)
+        link = self._link if self._left is None else self._left.link(self._link)
 
         def plan_among(among: Among) -> Plan:
             reserve = 0 if among is Among.CHECKPOINTS else round(RESERVE * self._budget)
             left = max(0, most_bytes - reserve)
-            return make_plan(profile, left, self._link, max_host_bytes=self._max_host_bytes, among=among)
+            return make_plan(profile, left, link, max_host_bytes=self._max_host_bytes, among=among)
 
         try:
             plans = {Among.REGIONS: plan_among(Among.REGIONS)}

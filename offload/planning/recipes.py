@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from offload.base.checks import format_bytes, format_s
@@ -19,6 +19,9 @@ from offload.planning.profile import Link
 CPU_ELEMENTS_PER_S = 6e9
 """Parameters per second that ``torch.optim.AdamW(fused=True)`` steps on 16 cores, in bfloat16: measured beside an H200.
 Only the order of recipes depends on it, and stepping on the CPU comes last anyway."""
+
+LEAST_SHARE = 0.05
+"""Of the link, for activations beside copies that need all of it: a plan needs some speed."""
 
 LAYERS_IN_FLIGHT = 2
 """Layers whose weights, or whose gradients, are on the device at once where they are streamed."""
@@ -198,7 +201,7 @@ def plan_recipes(
     memory_budget: int,
     max_host_bytes: int | None,
     link: Link,
-    plan: Callable[[int, int | None], Plan],
+    plan: Callable[[int, int | None, Link], Plan],
     missing_bytes: int,
     measured: Recipe,
     recipes: Iterable[Recipe] = RECIPES,
@@ -210,8 +213,8 @@ def plan_recipes(
         memory_budget: All device memory of the training, in bytes.
         max_host_bytes: All pinned host memory, in bytes.
         link: How fast copies are.
-        plan: Plans the activations within so many bytes of device memory, and of host memory; a ``ValueError`` says
-            that they do not fit.
+        plan: Plans the activations within so many bytes of device memory, and of host memory, for a link; a
+            ``ValueError`` says that they do not fit.
         missing_bytes: What a step needs beside weights, optimizer state and the layers' activations, as it was measured
             under ``measured``: gradients, the loss, what libraries allocate.
         measured: The recipe of the measured steps.
@@ -226,26 +229,44 @@ def plan_recipes(
             continue
         left = memory_budget - one.device_bytes - beside
         host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
+        busy, busy_when_measured = training.link_s(recipe, link), training.link_s(measured, link)
         try:
-            made = plan(max(0, left), host_left)
+            plans = [plan(max(0, left), host_left, link)]
+            rest = link_beside(link, busy[1], backward_s(plans[0]))
+            plans += [plan(max(0, left), host_left, rest)] * (rest != link)
         except ValueError as error:
             found.append(RecipePlan(recipe, None, math.inf, one.device_bytes, one.host_bytes, _first_words(error)))
             continue
-        step_s = _step_s(made, training.link_s(recipe, link), training.link_s(measured, link))
+        step_s, made = min(
+            ((_step_s(each, link, busy, busy_when_measured), each) for each in plans), key=lambda pair: pair[0]
+        )
         device = one.device_bytes + beside + made.peak_bytes
         found.append(RecipePlan(recipe, made, step_s, device, one.host_bytes + made.host_bytes))
     return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
 
 
-def _step_s(plan: Plan, recipe: tuple[float, float, float], measured: tuple[float, float, float]) -> float:
+def link_beside(link: Link, busy_s: float, seconds: float) -> Link:
+    """What is left to load activations in so many seconds of backward, of which a recipe's copies take ``busy_s``."""
+    share = 1.0 - busy_s / seconds if seconds > 0 else 0.0
+    return link if busy_s <= 0 else replace(link, h2d_bytes_per_s=link.h2d_bytes_per_s * max(LEAST_SHARE, share))
+
+
+def backward_s(plan: Plan) -> float:
+    """Predicted seconds of a step's backward, with the loss."""
+    return plan.step_s - plan.profile.other_s - _forward_s(plan)
+
+
+def _forward_s(plan: Plan) -> float:
+    return math.fsum(layer.forward_s for layer in plan.profile.layers)
+
+
+def _step_s(plan: Plan, link: Link, recipe: tuple[float, float, float], measured: tuple[float, float, float]) -> float:
     """Forward and backward take as long as compute or the link; then comes the optimizer's step."""
-    forward_s = math.fsum(layer.forward_s for layer in plan.profile.layers)
-    backward_s = plan.step_s - plan.profile.other_s - forward_s
-    copied_s = plan.host_bytes / plan.link.h2d_bytes_per_s
-    sent_s = plan.host_bytes / plan.link.d2h_bytes_per_s
+    copied_s = plan.host_bytes / link.h2d_bytes_per_s
+    sent_s = plan.host_bytes / link.d2h_bytes_per_s
     rest_s = max(0.0, plan.profile.other_s - measured[2])
-    in_forward = max(forward_s, recipe[0] + (sent_s if recipe[0] else 0.0))
-    return in_forward + max(backward_s, recipe[1] + (copied_s if recipe[1] else 0.0)) + recipe[2] + rest_s
+    in_forward = max(_forward_s(plan), recipe[0] + (sent_s if recipe[0] else 0.0))
+    return in_forward + max(backward_s(plan), recipe[1] + (copied_s if recipe[1] else 0.0)) + recipe[2] + rest_s
 
 
 def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | None) -> str:

@@ -290,8 +290,8 @@ def test_the_shortest_recipe_is_chosen() -> None:
     layer = offload.LayerProfile(0.05, 0.1, GIB)
     profile = offload.Profile((layer,) * 32)
 
-    def plan(device: int, host: int | None) -> offload.Plan:
-        return offload.plan(profile, device, link, max_host_bytes=host)
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        return offload.plan(profile, device, left, max_host_bytes=host)
 
     def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
         return plan_recipes(LLAMA, budget_gib * GIB, None, link, plan, missing_gib * GIB, STREAMED)
@@ -304,3 +304,27 @@ def test_the_shortest_recipe_is_chosen() -> None:
     assert all(one.device_bytes <= 70 * GIB for one in made(70).recipes if not one.reason)
     # Two GiB beside gradients and activations, in every recipe.
     assert by_recipe[STREAMED].device_bytes == 33 * GIB + by_recipe[STREAMED].plan.peak_bytes
+
+
+def test_activations_get_what_the_state_leaves_of_the_link() -> None:
+    """Loads of activations beside the state would make backward longer than recomputing them does."""
+    link = offload.Link(50e9, 50e9, 100e9)
+    regions = (
+        offload.RegionProfile("linear", GIB, 0.015, saved=True),
+        offload.RegionProfile("gelu", GIB, 1e-3, reads=(0,), saved=True),
+    )
+    layer = offload.LayerProfile(0.016, 0.032, 2 * GIB, regions=regions)
+    profile = offload.Profile((layer,) * 32)
+    planned_for: list[offload.Link] = []
+
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        planned_for.append(left)
+        return offload.plan(profile, device, left, max_host_bytes=host)
+
+    made = plan_recipes(LLAMA, 40 * GIB, None, link, plan, 17 * GIB, STREAMED, [CONSUMED])
+    alone = offload.plan(profile, made.chosen.plan.memory_budget, link)
+    assert {one.h2d_bytes_per_s < link.h2d_bytes_per_s for one in planned_for} == {False, True}
+    assert made.chosen.plan.host_bytes < alone.host_bytes
+    state_s, backward_s = 60 * GIB / 50e9, 32 * 0.032
+    assert made.chosen.step_s < 32 * 0.016 + state_s + alone.host_bytes / 50e9
+    assert made.chosen.step_s >= 32 * 0.016 + max(backward_s, state_s)
