@@ -155,9 +155,8 @@ class PreparedTraining(Handle):
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
         most = self.plan.max_host_bytes
-        _move_state(self._optimizer)
         if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._state_dtype is not None):
-            self._state = stream_optimizer(
+            self._state = stream_optimizer(  # which adopts the state from where it is
                 self._optimizer,
                 chunk_bytes=self._chunk_bytes,
                 max_host_bytes=most,
@@ -166,6 +165,8 @@ class PreparedTraining(Handle):
                 in_backward=recipe.gradients == "consumed",
                 consume_gradients=recipe.gradients == "consumed",
             )
+        else:
+            _move_state(self._optimizer)
         if self._activations is None:
             pinned_elsewhere = self._training.host_bytes(recipe) if recipe.weights == "streamed" else 0
             host = HostMemory(None if most is None else max(0, most - pinned_elsewhere))
@@ -180,7 +181,7 @@ class PreparedTraining(Handle):
 
     def _take_away_optimizer(self) -> None:
         if self._state is not None:
-            self._state.remove()
+            self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
             self._state = None
 
     def _take_away_weights(self) -> None:
@@ -188,7 +189,6 @@ class PreparedTraining(Handle):
             self._weights.remove()
             self._weights = None
             self._model.to(self._device)
-            _move_state(self._optimizer)
 
     def _after_step(self, *_: object) -> None:
         """A step has ended: decide once there is a profile, and change over between the steps."""
@@ -217,6 +217,11 @@ class PreparedTraining(Handle):
         if chosen == self.recipe:
             if self.link(link) != link:
                 activations.plan_again()
+            return
+        if self._state is not None and chosen[::2] == self.recipe[::2]:  # only gradients differ: the state is in place
+            self._state.consume_gradients(chosen.gradients == "consumed")
+            self.recipe = chosen
+            activations.plan_again()
             return
         if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
             self._take_away_activations()

@@ -94,6 +94,17 @@ class StreamedOptimizer(Handle):
         finally:
             self._early.enabled = before
 
+    def consume_gradients(self, enabled: bool) -> None:
+        """From the next step on, step each parameter beside backward and free its gradient, or do neither.
+
+        As ``in_backward=True, consume_gradients=True`` of :func:`stream_optimizer`. Call it between two steps.
+        """
+        if self._stepper is None:
+            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
+        if self._early is not None:
+            self._early.close()
+        self._early = BackwardSteps(self._stepper, consume=True) if enabled else None
+
     def synchronize(self) -> None:
         """Block until the copies to the host are over.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,13 +56,16 @@ def train(
     clip: bool = False,
     accumulate: int = 1,
     steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Recipe]]:
     """The parameters after some steps, and the recipe of each step."""
-    model = Model()
+    model = Model().to(dtype)
     if budget is None:
         model.to(lab.device)
     optimizer = make(model)
+    if budget is None and options:
+        offload.stream_optimizer(optimizer, resident_bytes=1 << 40, **options)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     prepared = None
     if budget is not None:
@@ -130,6 +134,50 @@ def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
     assert_same(train(lab, None)[0], found)
     assert recipes[0] != RESIDENT
     assert recipes[-1] == RESIDENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(STREAMED, CONSUMED), (CONSUMED, STREAMED), (STREAMED, RESIDENT), (RESIDENT, CONSUMED)],
+    ids=str,
+)
+def test_a_change_of_recipes_rounds_no_state(
+    before: Recipe, after: Recipe, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments in float32 of parameters in bfloat16, whose next step shows what they have lost."""
+
+    def to_the_other(*given: Any) -> offload.TrainingPlan:
+        made = plan_recipes(*given)
+        return replace(made, recipes=tuple(one for one in made.recipes if one.recipe == after))
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": torch.float32}
+    expected = train(lab, None, **options)[0]
+    monkeypatch.setattr(PREPARE, "_first_recipe", lambda _: before)
+    monkeypatch.setattr(PREPARE, "plan_recipes", to_the_other)
+    found, recipes = train(lab, 1 << 30, step_in_backward=True, **options)
+    assert (recipes[0], recipes[-1]) == (before, after)
+    assert_same(expected, found)
+
+
+def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the device nor, pinned, a second time on the host."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED, CONSUMED))
+    monkeypatch.setattr(PREPARE, "_first_recipe", lambda _: STREAMED)
+    model = Model().to(lab.device)
+    optimizer = adamw(model)
+    state = 2 * weight_bytes()
+    options: dict[str, Any] = {"device": lab.device, "min_bytes": 0, "step_in_backward": True}
+    with offload.prepare(model, optimizer, 1 << 30, state + (4 << 20), **options) as prepared:
+        peaks = []
+        while prepared.recipe != CONSUMED:
+            model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
+            with offload.memory_meter(lab.device) as meter:
+                optimizer.step()
+            peaks.append(meter.peak_bytes)
+            optimizer.zero_grad()
+            assert len(peaks) < STEPS
+    assert max(peaks[1:]) < 3 * state // 4  # slots and what a chunk's step allocates
 
 
 def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
