@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -49,7 +50,7 @@ def step(model: Training) -> None:
     model.optimizer.zero_grad()
 
 
-def measure(budget_gib: float, tokens: int, *, small: bool) -> Row:
+def measure(budget_gib: float, tokens: int, until_settled: int, *, small: bool) -> Row:
     """One budget, or with 0 everything on the device and checkpointed."""
     device = resolve_device(None)
     budget = round(budget_gib * GIB)
@@ -81,7 +82,7 @@ def measure(budget_gib: float, tokens: int, *, small: bool) -> Row:
                 )
             )
         row["prepared_s"] = time.perf_counter() - begin
-        for _ in range(UNTIL_SETTLED if prepared else 2):
+        for _ in range(until_settled if prepared else 2):
             step(model)
         reset_peak(device)
         row["times_s"] = [timed(lambda: step(model), device) for _ in range(STEPS)]
@@ -91,6 +92,7 @@ def measure(budget_gib: float, tokens: int, *, small: bool) -> Row:
         if prepared is not None:
             chosen = prepared.plan.chosen
             row |= {"recipe": str(prepared.recipe), "predicted_s": chosen.step_s, "table": str(prepared.plan)}
+            row["activations"] = repr(prepared.activations)
             row |= {"predicted_peak_bytes": chosen.device_bytes, "predicted_host_bytes": chosen.host_bytes}
             stats = prepared.stats()
             row["pinned_bytes"] = stats["activations"].pinned_bytes
@@ -103,15 +105,20 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS_GIB, help="in GiB")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536])
     parser.add_argument("--one", type=float, help="run this budget in this process, and print its row")
+    parser.add_argument("--until-settled", type=int, default=UNTIL_SETTLED, help="steps before those that are timed")
     arguments, device = asked(parser, "results/recipe.json")
+    settled = arguments.until_settled
     if arguments.one is not None:
-        print(json.dumps(measure(arguments.one, arguments.tokens[0], small=arguments.small)))
+        logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
+        logging.getLogger("offload").setLevel(logging.INFO)
+        print(json.dumps(measure(arguments.one, arguments.tokens[0], settled, small=arguments.small)))
         return
     rows: list[Row] = []
     record: dict[str, Any] = environment(device) | {"small": arguments.small, "rows": rows}
     for tokens in arguments.tokens:
         for budget in (0, *arguments.budgets):
             command = [sys.executable, "-m", "benchmarks.recipe", "--one", str(budget), "--tokens", str(tokens)]
+            command += ["--until-settled", str(settled)]
             done = subprocess.run(
                 [*command, *(["--small"] if arguments.small else [])],
                 capture_output=True,
@@ -126,6 +133,7 @@ def main() -> None:
                 print(done.stderr[-4000:], file=sys.stderr)
             else:
                 row = json.loads(lines[-1])
+                print(done.stderr[-4000:], file=sys.stderr)
             rows.append(row)
             print(row.pop("table", ""), row, sep="\n", flush=True)
             write(arguments.out, record)
