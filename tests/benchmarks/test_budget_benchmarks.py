@@ -37,6 +37,18 @@ def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "x best other" in capsys.readouterr().out
 
 
+def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import varying_lengths
+
+    record = record_of(varying_lengths, tmp_path, "--steps", "24")
+    by_hand, budget, nothing, checkpointing = record["rows"]
+    assert all(row["same_losses"] and row["peak_bytes"] > 0 for row in record["rows"])
+    assert by_hand["over_budget"] == budget["over_budget"] == checkpointing["over_budget"] == []
+    assert [one["tokens"] for one in nothing["over_budget"]] == [512]  # only the longest batch needs so much
+    assert 0 < len(budget["measuring"]) < 24
+    assert "x plan by hand" in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 def test_recipes_within_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resident, row = record_of(recipe, tmp_path, "--tokens", "64", "--budgets", "8")["rows"]
