@@ -7,12 +7,16 @@ first, and others after it that may be faster, until the fastest is found. Every
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
+from offload.base.checks import format_s
 from offload.device.backend import Backend, Event
 from offload.planning.plan import Plan
 from offload.planning.search import Among
+
+_logger = logging.getLogger(__name__)
 
 UNMEASURED = 2
 """So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
@@ -99,6 +103,8 @@ class ComparePlans:
         seconds = self._backend.seconds(self._marks)
         took_s = min(scale * one_s for scale, one_s in zip(self._scales, seconds, strict=True))
         self._ratios[now] = took_s / predicted_s if predicted_s > 0 else 1.0
+        seconds_each = format_s(took_s), format_s(predicted_s)
+        _logger.info("a microbatch takes %s, predicted %s, by a plan among %s", *seconds_each, now.name.lower())
         best = self.best(self._plans, self._elements)
         return best if self._kind is not now else None
 
