@@ -1,5 +1,5 @@
-"""The commands of ``python -m offload``: what is wrong with a machine, and how to train a model.
+"""The command ``python -m offload plan``: how to train a model, by its config.
 
 May import every folder but ``callbacks``; only ``offload/__main__.py`` imports this one. Open ``main.py`` first: it has
-the options of all commands. ``machine.py`` and ``plan.py`` answer them, and ``count.py`` counts a model.
+the options. ``plan.py`` answers, and ``count.py`` counts a model.
 """

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from offload.base.checks import check_number
 from offload.base.torch_private import FakeTensorMode, schema_of, tree_leaves
 from offload.device.backend import Backend, Event
 from offload.long_context import use_chunked_loss
@@ -43,6 +43,10 @@ class Rates:
 
     flop_per_s: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_number("flops", self.flop_per_s, positive=True)
+        check_number("bandwidth", self.bytes_per_s, positive=True)
 
 
 class Counted(NamedTuple):
@@ -90,30 +94,24 @@ def count_model(
     rates: Rates,
     min_bytes: int,
     *,
-    state: int | None = None,
-    dtype: str | None = None,
     lora: int | None = None,
-    frozen: Sequence[str] = (),
     fused_loss: bool = False,
 ) -> Counted:
     """Count a step with ``batch`` sequences of ``tokens`` tokens each; storages below ``min_bytes`` are not offloaded.
 
-    A trained parameter has ``state`` bytes of optimizer state, or AdamW's two numbers of its dtype. The weights have
-    the ``dtype``, or the config's. Adapters of rank ``lora`` are on all linear layers, and parameters
-    with names like those of ``frozen`` are not trained. The loss may be that of :func:`offload.use_chunked_loss`.
+    A trained parameter has AdamW's two numbers of its dtype. Adapters of rank ``lora`` are on all linear layers. The
+    loss may be that of :func:`offload.use_chunked_loss`.
 
     Raises:
         ValueError: The step depends on data, or cannot be run with tokens alone; the message names the reason.
     """
     fake = FakeTensorMode()
     try:
-        model = _build(fake, config, dtype, lora)
+        model = _build(fake, config, lora)
         lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one) > 1}
         lists = {name: one for name, one in lists.items() if not any(name.startswith(f"{outer}.") for outer in lists)}
         layers = [layer for one in lists.values() for layer in one]
-        for name, parameter in model.named_parameters():
-            if any(fnmatch(name, pattern) for pattern in frozen):
-                parameter.requires_grad_(False)
+        for parameter in model.parameters():
             if parameter.requires_grad:  # gradients are counted by the weights
                 parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
         if fused_loss:
@@ -130,7 +128,7 @@ def count_model(
         ) from error
 
     def state_of(parameter: nn.Parameter) -> int:
-        return parameter.requires_grad * (2 * parameter.nbytes if state is None else state * parameter.numel())
+        return parameter.requires_grad * 2 * parameter.nbytes
 
     own, names = [list(layer.parameters()) for layer in layers], [f"model.{name}" for name in lists]
     return Counted(
@@ -141,7 +139,7 @@ def count_model(
     )
 
 
-def _build(fake: Any, config: Any, dtype: str | None, lora: int | None) -> nn.Module:
+def _build(fake: Any, config: Any, lora: int | None) -> nn.Module:
     import transformers
 
     kind = transformers.AutoModelForCausalLM
@@ -153,7 +151,7 @@ def _build(fake: Any, config: Any, dtype: str | None, lora: int | None) -> nn.Mo
     dropout = {name: rate for name, rate in config.to_dict().items() if "att" in name and "drop" in name and rate}
     for name, rate in dropout.items():  # PyTorch's kernel for the CPU has none, so that all scores would be saved
         raise ValueError(f"{name} is {rate}, which --set {name}=0 leaves out")
-    wanted = dtype or config.dtype or torch.bfloat16
+    wanted = config.dtype or torch.bfloat16
     with fake:
         model: Any = kind.from_config(config, dtype=getattr(torch, wanted) if isinstance(wanted, str) else wanted)
     if model.main_input_name != "input_ids":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.base.checks import format_bytes
-from offload.command_line.answer import Answer
+from offload.base.checks import check_int, format_bytes
 from offload.command_line.count import Counted, Rates, count_model, read_config
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
@@ -31,31 +31,37 @@ USABLE = 0.92
 """Share of device memory; the rest is for the driver and for blocks that the allocator cannot split."""
 
 
-def answer_plan(options: argparse.Namespace) -> Answer:
+def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Plan how to train a Hugging Face language model, by its config, without loading it."""
+    for name, least in (("tokens", 1), ("batch", 1), ("lora", 1)):
+        if (given := getattr(options, name)) is not None:
+            check_int(f"--{name}", given, least=least)
     memory = _device_bytes() if options.memory is None else options.memory
     link = H200 if options.link is None else Link(options.link, options.link, DUPLEX * options.link, "--link")
-    rates = Rates(options.flops or RATES.flop_per_s, options.bandwidth or RATES.bytes_per_s)
+    rates = Rates(options.flops, options.bandwidth)
     config, size = read_config(options.model, options.set), (options.batch, options.tokens)
-    changes = {"lora": options.lora, "frozen": options.freeze, "fused_loss": options.fused_loss}
-    changes |= {"state": options.optimizer_bytes, "dtype": options.dtype}
-    model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, **changes)
+    model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, lora=options.lora, fused_loss=options.fused_loss)
     made = recipes_for(model, int(USABLE * memory), link, options.host_memory)
     write = call_for(model, made, memory)
     saved, loss = (format_bytes(nbytes) for nbytes in (model.profile.saved_bytes, model.profile.loss_bytes))
-    rows = [
-        ("model", f"{len(model.profile.layers)} layers, {model.parameters / 1e9:.2f}e9 parameters"),
-        ("microbatch", f"{options.batch} x {options.tokens} tokens, with {saved} of activations, {loss} for the loss"),
-        ("device", f"{format_bytes(memory)}, of which {format_bytes(made.memory_budget)} can be used"),
-        ("speed", f"{rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}"),
-        ("do", write or "nothing fits: a larger device, or fewer tokens"),
+    lines = [
+        f"model       {len(model.profile.layers)} layers, {model.parameters / 1e9:.2f}e9 parameters",
+        f"microbatch  {options.batch} x {options.tokens} tokens, with {saved} of activations, {loss} for the loss",
+        f"device      {format_bytes(memory)}, of which {format_bytes(made.memory_budget)} can be used",
+        f"speed       {rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}",
+        f"do          {write or 'nothing fits: a larger device, or fewer tokens'}",
+        f"\n{made}",
     ]
+    plan = made.chosen.plan if write else None
+    if plan and (plan.host_bytes or plan.recompute_s):
+        lines.append(f"\n{plan}")
     recipes = [
         {"recipe": str(one.recipe), "step_s": one.step_s if one.plan else None, "reason": one.reason}
         | {"device_bytes": one.device_bytes, "host_bytes": one.host_bytes}
         for one in made.recipes
     ]
-    values = {
+    return "\n".join(lines), {
+        "ok": write is not None,
         "write": write,
         "recipes": recipes,
         "parameters": model.parameters,
@@ -64,9 +70,6 @@ def answer_plan(options: argparse.Namespace) -> Answer:
         "usable_bytes": made.memory_budget,
         "link": asdict(link),
     }
-    plan = made.chosen.plan if write else None
-    table = ["", str(made)] + (["", str(plan)] if plan and (plan.host_bytes or plan.recompute_s) else [])
-    return Answer(rows, values | asdict(rates), ok=write is not None, below=table)
 
 
 def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> TrainingPlan:
