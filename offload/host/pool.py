@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from offload.base.checks import format_bytes, format_s
-from offload.base.progress import progress_bar
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps
@@ -290,13 +289,12 @@ class HostPool:
         missing = sum(slabs)
         _forbid_in_capture(missing)
         begin_s = time.perf_counter()
-        with progress_bar("pinning host memory", missing) as advance, ThreadPoolExecutor(RESERVE_THREADS) as threads:
+        with ThreadPoolExecutor(RESERVE_THREADS) as threads:
             # One alone in this thread, which holds the lock: a finalizer that runs meanwhile may take a buffer.
             allocated = (map if len(slabs) == 1 else threads.map)(self._allocate, slabs)
-            for size, slab in zip(slabs, allocated, strict=True):  # an error cancels the rest
+            for slab in allocated:  # an error cancels the rest
                 self._slabs.append(slab)
                 self._free.append(Range(slab, 0, len(slab)))
-                advance(size)
         amounts = format_bytes(missing), format_s(time.perf_counter() - begin_s), format_bytes(self.pinned_bytes)
         _logger.info("pinned %s of host memory in %s; the pool has %s", *amounts)
 

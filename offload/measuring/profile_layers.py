@@ -17,7 +17,6 @@ from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
-from offload.base.progress import progress_bar
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
@@ -81,21 +80,15 @@ def profile_layers(
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(device)
     begin_s = time.perf_counter()
-    with progress_bar("profiling", steps + 2 + (steps + 1) * regions, " steps") as advance:
-
-        def counted() -> None:
-            step()
-            advance(1)
-
-        try:
-            found = _measure(modules, counted, min_bytes, backend, steps, regions=regions)
-        except torch.OutOfMemoryError:
-            if not regions:
-                raise
-            _logger.info("The model does not fit: it is measured with everything recomputed, and inputs offloaded.")
-            found = None
-        if found is None:  # not where the error is held, whose frames hold tensors
-            found = measure_recomputed(modules, counted, min_bytes, backend.device, steps)
+    try:
+        found = _measure(modules, step, min_bytes, backend, steps, regions=regions)
+    except torch.OutOfMemoryError:
+        if not regions:
+            raise
+        _logger.info("The model does not fit: it is measured with everything recomputed, and inputs offloaded.")
+        found = None
+    if found is None:  # not where the error is held, whose frames hold tensors
+        found = measure_recomputed(modules, step, min_bytes, backend.device, steps)
     amounts = len(modules), format_s(time.perf_counter() - begin_s), format_bytes(found.saved_bytes)
     _logger.info("profiled %d layers in %s; they save %s", *amounts)
     return found

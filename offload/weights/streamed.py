@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.activations.stats import as_table, since
 from offload.base.checks import check_int, describe, format_bytes, format_s, warn_caller
 from offload.base.layer_events import Attachment, Handle, check_layers
-from offload.base.progress import progress_bar
 from offload.base.torch_private import APPLY, ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
@@ -263,12 +262,8 @@ def stream_weights(
     if process_group is not None:
         check_group(process_group, backend.device, modules)
     known: dict[nn.Parameter, HostParameter] = {}
-    found = []
     begin_s = time.perf_counter()
-    with progress_bar("moving weights to pinned host memory", len(modules), " layers") as advance:
-        for number, module in enumerate(modules):
-            found.append(WeightLayer(number, module, backend, known, grad_dtype))
-            advance(1)
+    found = [WeightLayer(number, module, backend, known, grad_dtype) for number, module in enumerate(modules)]
     weight_bytes = sum(len(host.flat) for host in known.values())
     amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
