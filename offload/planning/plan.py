@@ -6,22 +6,20 @@ stalls included, so the prediction comes with a timeline to look at.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar, Self
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import LayerCosts, costs_of
-from offload.planning.profile import Link, Profile, Stored, check_link, check_profile
+from offload.planning.profile import Link, Profile, check_link, check_profile
 from offload.planning.region_costs import LayerPolicy, region_costs
 from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
@@ -32,12 +30,9 @@ _logger = logging.getLogger(__name__)
 FREE = 1e-3
 """By what part of it a step may be longer that counts as equally long."""
 
-MORE = 1.25
-"""How much more of something :meth:`Plan.helps` asks for."""
-
 
 @dataclass(frozen=True, repr=False)
-class Plan(Stored):
+class Plan:
     """A schedule and policies that meet a memory budget, and what to expect of them.
 
     Args:
@@ -49,7 +44,6 @@ class Plan(Stored):
         max_host_bytes: Most bytes on the host, if that is limited.
     """
 
-    _kind: ClassVar = "plan"
     schedule: Schedule
     profile: Profile
     link: Link
@@ -99,57 +93,6 @@ class Plan(Stored):
     @cached_property
     def _costs(self) -> list[LayerCosts]:
         return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
-
-    def helps(self) -> dict[str, float]:
-        """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
-
-        ``"device"`` stands for its memory, ``"link"`` for its speed, and ``"host"`` for its memory if that is limited.
-        """
-        budget, link, host = self.memory_budget, self.link, self.max_host_bytes
-        faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
-        asked = {"device": (round(MORE * budget), link, host), "link": (budget, faster, host)}
-        if host is not None:
-            asked["host"] = (budget, link, round(MORE * host))
-        return {
-            what: make_plan(self.profile, budget, link, max_host_bytes=host).step_s
-            for what, (budget, link, host) in asked.items()
-        }
-
-    def binds(self) -> str:
-        """Of what more would help most: ``"device"``, ``"link"`` or ``"host"``; ``"compute"`` if none of them would."""
-        helps = self.helps()
-        least = min(helps, key=helps.__getitem__)
-        return least if helps[least] < 0.999 * self.step_s else "compute"
-
-    def _values(self) -> dict[str, Any]:
-        schedule = self.schedule
-        return {
-            "model_layers": schedule.model_layers,
-            "moves": [[move.layer, move.entry] for move in schedule.moves],
-            "order": [repr(point) for point in schedule.order],
-            "policies": [
-                policy and {"kept": sorted(policy.kept), "offloaded": sorted(policy.offloaded)}
-                for policy in self.policies
-            ],
-            "memory_budget": self.memory_budget,
-            "max_host_bytes": self.max_host_bytes,
-            "link": asdict(self.link),
-            "profile": json.loads(self.profile.to_json()),
-        }
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Self:
-        entries = {layer: tuple(entry) for layer, entry in values["moves"]}
-        return cls(
-            Schedule.from_synchronization_dict(entries, values["model_layers"], values["order"]),
-            Profile.from_json(json.dumps(values["profile"])),
-            Link(**values["link"]),
-            values["memory_budget"],
-            tuple(
-                one and LayerPolicy(frozenset(one["kept"]), frozenset(one["offloaded"])) for one in values["policies"]
-            ),
-            values["max_host_bytes"],
-        )
 
     def __repr__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
 from offload.recompute.costs import RegionProfile
@@ -21,7 +20,7 @@ UNLISTED_PIECES = 8
 """Into how many equal tensors the bytes of a layer are divided that does not list them."""
 
 VERSION = 1
-"""Of the texts. A later version of the library may write texts of a higher version, which are refused."""
+"""Of a profile's text. A later version of the library may write texts of a higher version, which are refused."""
 
 
 @dataclass(frozen=True)
@@ -165,63 +164,8 @@ def at_ratio(region: RegionProfile, ratio: float) -> RegionProfile:
     return replace(region, nbytes=round(ratio * region.nbytes), seconds=ratio * region.seconds)
 
 
-class Stored:
-    """A dataclass whose objects can be written as JSON that says what it is, and read again."""
-
-    _kind: ClassVar[str]
-
-    def _values(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Self:
-        raise NotImplementedError
-
-    def to_json(self) -> str:
-        """All of it as text, for :meth:`from_json`."""
-        return to_json(self._kind, self._values())
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The object of which :meth:`to_json` made a text.
-
-        Raises:
-            ValueError: ``text`` is of another kind or version, or no such text at all.
-        """
-        needed = f"text must be a {cls._kind} of version {VERSION} as its to_json() makes it"
-        try:
-            values = json.loads(text)
-            found = (values.pop("offload"), values.pop("version"))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{needed}, got {text[:40]!r}") from error
-        if found != (cls._kind, VERSION):
-            raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
-        try:
-            return cls._from_values(values)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` has written.
-
-        Raises:
-            ValueError: The file holds something else.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-
-def to_json(kind: str, values: dict[str, Any]) -> str:
-    """``values`` as text that says of which kind it is."""
-    return json.dumps({"offload": kind, "version": VERSION} | values, indent=1)
-
-
 @dataclass(frozen=True)
-class Profile(Stored):
+class Profile:
     """What the layers of one microbatch cost.
 
     Args:
@@ -231,7 +175,6 @@ class Profile(Stored):
         loss_bytes: The most that is on the device in ``loss_s`` beside the activation sets.
     """
 
-    _kind: ClassVar = "profile"
     layers: tuple[LayerProfile, ...]
     loss_s: float = 0.0
     other_s: float = 0.0
@@ -274,16 +217,33 @@ class Profile(Stored):
         ]
         return Profile(tuple(layers), ratio * self.loss_s, ratio * self.other_s, round(ratio * self.loss_bytes))
 
-    def _values(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> str:
+        """The profile as text, for :meth:`from_json`."""
+        return json.dumps({"offload": "profile", "version": VERSION} | asdict(self), indent=1)
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Self:
-        layers = []
-        for layer in values["layers"]:
-            regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
-            layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
-        return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
+    def from_json(cls, text: str) -> Self:
+        """The profile of which :meth:`to_json` made a text.
+
+        Raises:
+            ValueError: ``text`` is of another version, or no such text at all.
+        """
+        needed = f"text must be a profile of version {VERSION} as its to_json() makes it"
+        try:
+            values = json.loads(text)
+            found = values["offload"], values["version"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{needed}, got {text[:40]!r}") from error
+        if found != ("profile", VERSION):
+            raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
+        try:
+            layers = []
+            for layer in values["layers"]:
+                regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
+                layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
+            return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
 
     def __str__(self) -> str:
         lines = [f"{'layer':>5}{'forward':>11}{'backward':>11}{'saved':>12}{'tensors':>9}"]
