@@ -7,7 +7,7 @@ in flight.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 
@@ -27,44 +27,18 @@ class SyncFunction(Protocol):
     def __call__(self, output: LayerOutput, /) -> LayerOutput: ...
 
 
-class _Options(TypedDict, total=False):
-    """Arguments that do not change what is returned."""
-
-    offload_activations: bool
-    offload_weights: bool
-    double_buffering: bool
-    retain_pinned_cpu_buffers: bool
-    offload_stream: Stream | None
-    synchronization_dict: SynchronizationDict | None
-    schedule: Schedule | None
-    min_bytes: int | str
-    device: torch.device | str | int | None
-    max_host_bytes: int | str | None
-
-
 class DisabledContext(OffloadContext):
     """A context that is not enabled: it does nothing, and counts nothing."""
 
-    def __init__(self) -> None:
-        self.schedule = None
-        self.policies = ()
-        self.model_layers = 0
-        self.microbatch = -1
+    def __init__(self, model_layers: int) -> None:
+        super().__init__(Schedule(1), model_layers, device="cpu")
         self.skipped = True
-        self._entered = []
-        self._closed = None
 
     def has_nothing_to_do(self) -> bool:
         return True
 
     def stats(self) -> OffloadStats:
         return OffloadStats()
-
-    def reset(self) -> None:
-        self.abort()
-
-    def __repr__(self) -> str:
-        return "OffloadContext(disabled)"
 
 
 @overload
@@ -74,17 +48,8 @@ def get_cpu_offload_context(
     model_layers: int = 1,
     *,
     manual_synchronization: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> tuple[OffloadContext, SyncFunction]: ...
-@overload
-def get_cpu_offload_context(
-    enabled: Literal[True],
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    *,
-    manual_synchronization: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer]: ...
 @overload
 def get_cpu_offload_context(
     enabled: bool = False,
@@ -92,9 +57,9 @@ def get_cpu_offload_context(
     model_layers: int = 1,
     *,
     manual_synchronization: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer | None]: ...
-def get_cpu_offload_context(
+    **options: Any,
+) -> tuple[OffloadContext, SyncFunction, ManualOffloadSynchronizer]: ...
+def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and known below
     enabled: bool = False,
     num_layers: int | None = 1,
     model_layers: int = 1,
@@ -122,7 +87,8 @@ def get_cpu_offload_context(
             x = sync(x)
 
     Args:
-        enabled: If false, the context does nothing, with stats of zeros, and the function returns its argument.
+        enabled: If false, the context does nothing, with stats of zeros, the function returns its argument, and the
+            calls of the synchronizer do nothing.
         num_layers: How many layers to offload, the first ones; at most ``model_layers - 1``. Not used with a
             schedule of your own or with manual synchronization.
         model_layers: Number of layers, that is of times the context is entered per microbatch.
@@ -142,8 +108,7 @@ def get_cpu_offload_context(
             default. Tensors that do not fit are kept on the device, with one warning.
 
     Returns:
-        ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``. The synchronizer is
-        ``None`` if not enabled.
+        ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``.
 
     Raises:
         ValueError: Arguments that contradict each other or the number of layers; the message says which.
@@ -154,8 +119,8 @@ def get_cpu_offload_context(
     """
     check_type("enabled", enabled, bool, "True or False")
     if not enabled:
-        nothing = DisabledContext()
-        return (nothing, nothing.sync, None) if manual_synchronization else (nothing, nothing.sync)
+        nothing = DisabledContext(model_layers)
+        return (nothing, nothing.sync, ManualOffloadSynchronizer(nothing))[: 2 + manual_synchronization]
     if offload_weights:
         raise ValueError(
             "offload_weights must be False, got True; weights are streamed by offload.stream_weights(layers, device), "
@@ -256,6 +221,8 @@ class ManualOffloadSynchronizer:
         self, call: str, layer: int, microbatch: int | None, needed: OffloadState | None = None
     ) -> ActivationSet | None:
         """The activation set that a call means; ``None`` if there is nothing to move."""
+        if isinstance(self._context, DisabledContext):
+            return None
         layers, newest = self._context.model_layers, self.microbatch
         if not is_int(layer, 0, layers - 1):
             raise ValueError(f"layer_id must be an int from 0 to model_layers - 1 = {layers - 1}, got {layer!r}")

@@ -218,8 +218,8 @@ def _storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def _flattened(tensor: Any) -> Parts:
     names, context = tensor.__tensor_flatten__()
     stays = {name: getattr(tensor, name) for name in names}  # a DTensor names its mesh too, which is no tensor
-    # A jagged tensor's ragged size is known by the very object that holds its offsets.
-    moves = ["_values"] if tensor.layout is torch.jagged else names
+    # A jagged tensor names its values first. Its ragged size is known by the very object that holds its offsets.
+    moves = names[:1] if tensor.layout is torch.jagged else names
     inner = {name: stays.pop(name) for name in moves if isinstance(stays[name], torch.Tensor)}
     kind, taken, size, stride = type(tensor), list(inner), tensor.size(), tensor.stride()
 

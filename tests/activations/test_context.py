@@ -58,9 +58,12 @@ def test_disabled_does_nothing() -> None:
     assert context.stats() == context.stats() - context.stats() == offload.OffloadStats()
     context.reset()
     assert context(lambda: 3)() == 3
-    assert repr(context) == "OffloadContext(disabled)"
-    *_, synchronizer = get_cpu_offload_context(enabled=False, manual_synchronization=True)
-    assert synchronizer is None
+    context, _, synchronizer = get_cpu_offload_context(enabled=False, model_layers=3, manual_synchronization=True)
+    with context:
+        synchronizer.start_offload_layer(0)
+    synchronizer.release_activation_forward_gpu_memory(0)
+    synchronizer.start_reload_layer(0, microbatch=synchronizer.microbatch)
+    assert context.stats() == offload.OffloadStats()
     # What an enabled context would refuse.
     assert len(get_cpu_offload_context(False, 30, 20, offload_activations=False, offload_weights=True)) == 2
 
