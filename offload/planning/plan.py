@@ -30,6 +30,9 @@ _logger = logging.getLogger(__name__)
 FREE = 1e-3
 """By what part of it a step may be longer that counts as equally long."""
 
+MORE = 1.25
+"""How much more of something :meth:`Plan.helps` asks for."""
+
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -93,6 +96,27 @@ class Plan:
     @cached_property
     def _costs(self) -> list[LayerCosts]:
         return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
+
+    def helps(self) -> dict[str, float]:
+        """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
+
+        ``"device"`` stands for its memory, ``"link"`` for its speed, and ``"host"`` for its memory if that is limited.
+        """
+        budget, link, host = self.memory_budget, self.link, self.max_host_bytes
+        faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
+        asked = {"device": (round(MORE * budget), link, host), "link": (budget, faster, host)}
+        if host is not None:
+            asked["host"] = (budget, link, round(MORE * host))
+        return {
+            what: make_plan(self.profile, budget, link, max_host_bytes=host).step_s
+            for what, (budget, link, host) in asked.items()
+        }
+
+    def binds(self) -> str:
+        """Of what more would help most: ``"device"``, ``"link"`` or ``"host"``; ``"compute"`` if none of them would."""
+        helps = self.helps()
+        least = min(helps, key=helps.__getitem__)
+        return least if helps[least] < 0.999 * self.step_s else "compute"
 
     def __repr__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"

@@ -279,6 +279,7 @@ class TestPlan:
         found = make_plan(REFERENCE, "24GiB", PCIE)
         assert (found.num_layers, found.recompute_s, found.step_s) == (0, 0.0, pytest.approx(0.384))
         assert found.policies == (None,) * 20  # so that nothing has to tell regions apart
+        assert found.binds() == "compute"
 
     def test_few_layers_are_offloaded_and_nothing_is_recomputed_where_the_link_is_fast_enough(self):
         fast = Link(1e13, 1e13, 2e13)
@@ -295,11 +296,18 @@ class TestPlan:
         found = make_plan(REFERENCE, "5GiB", Link(1e8, 1e8, 2e8))
         assert found.host_bytes < 0.001 * REFERENCE.saved_bytes
         assert found.timeline.stall_s == 0
+        assert found.binds() == "device"
+
+    def test_the_link_binds_where_it_is_busy_and_device_memory_does_not_help(self):
+        found = make_plan(REFERENCE, "2GiB", PCIE)
+        assert found.binds() == "link"
+        assert found.helps()["link"] < found.helps()["device"]
 
     def test_a_host_with_less_memory_takes_longer(self):
         found = make_plan(REFERENCE, "4GiB", PCIE, max_host_bytes="1GiB")
         assert found.host_bytes <= GIB
         assert found.step_s > make_plan(REFERENCE, "4GiB", PCIE).step_s
+        assert found.helps()["host"] < found.step_s
         assert "of 1.00 GiB" in str(found)
 
     def test_a_layer_whose_input_alone_is_offloaded(self):
