@@ -34,6 +34,9 @@ from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork
 
 _logger = logging.getLogger(__name__)
 
+PROGRESS_S = 2.0
+"""Seconds between lines of the log while memory is pinned."""
+
 BUFFER_ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
 GROWTH = 64
@@ -288,13 +291,16 @@ class HostPool:
         """Pin slabs of these sizes, several at a time, and append them in order."""
         missing = sum(slabs)
         _forbid_in_capture(missing)
-        begin_s = time.perf_counter()
+        begin_s = said_s = time.perf_counter()
         with ThreadPoolExecutor(RESERVE_THREADS) as threads:
             # One alone in this thread, which holds the lock: a finalizer that runs meanwhile may take a buffer.
             allocated = (map if len(slabs) == 1 else threads.map)(self._allocate, slabs)
             for slab in allocated:  # an error cancels the rest
                 self._slabs.append(slab)
                 self._free.append(Range(slab, 0, len(slab)))
+                if time.perf_counter() - said_s > PROGRESS_S:
+                    said_s = time.perf_counter()
+                    _logger.info("pinning host memory: the pool has %s so far", format_bytes(self.pinned_bytes))
         amounts = format_bytes(missing), format_s(time.perf_counter() - begin_s), format_bytes(self.pinned_bytes)
         _logger.info("pinned %s of host memory in %s; the pool has %s", *amounts)
 
