@@ -8,5 +8,5 @@ assert gains["MLPs in tiles"] <= gains["weights streamed"]
 
 # %% after long-31
 exact = [row["ingredient"] for row in rows[1:] if row["apart"] == 0]
-assert exact == ["checkpointing", "inputs travel", "attention's outputs, too", "weights streamed"]
+assert exact == ["checkpointing", "inputs offloaded", "attention's outputs, too", "weights streamed"]
 assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-2
