@@ -2,8 +2,8 @@
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
-plan's schedule and policies are followed. Larger inputs than any before get a new plan before they run, from the same
-profile at their size; smaller ones follow the plan that there is. Much larger ones are measured.
+plan's schedule and policies are followed. Larger inputs than any before get a new plan before they run, from what was
+measured; smaller ones follow the plan that there is. Much larger ones are timed as the second microbatch was.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from torch import nn
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
-from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, before_backward, when_backward_ends
+from offload.base.layer_events import Attachment
 from offload.device.capture import CaptureError
 from offload.host.limits import HostMemory
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_peak import memory_peak
+from offload.measuring.microbatches import MicrobatchBegins, MicrobatchEnds, allocated_for
 from offload.measuring.profile_layers import (
     learned_profile,
     learning_policies,
@@ -37,18 +36,16 @@ from offload.measuring.profile_layers import (
     recompute_all,
     time_second_runs,
 )
+from offload.measuring.sizes import CostsBySize, elements_of
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
-from offload.planning.profile import Link, Profile, at_ratio
+from offload.planning.profile import Link, Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
-
-MUCH_LARGER = 4
-"""From this factor on, what larger inputs cost does not follow from what was measured."""
 
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
@@ -149,7 +146,9 @@ class FollowPlan(HookedLayers):
         else:
             self._left = memory_budget
         self._missing_bytes = 0
-        """What of the budget is needed outside of the layers, for inputs of the size that was timed."""
+        """What of the budget is needed outside of the layers, for inputs of the size that is planned for."""
+        self._more_bytes = 0.0
+        """For each element, what microbatches needed beyond that."""
         self._corrections_left = 0
         self._said = False
         """Whether a broken budget was warned of."""
@@ -158,11 +157,25 @@ class FollowPlan(HookedLayers):
         self.plan: Plan | None = None
         """The plan that is followed; ``None`` while the layers are measured."""
         self._link = measure_link(self._backend.device)
-        self._times = LayerTimes(layers, self._backend)
         self._peak_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began."""
         self._ends = Attachment([layers[0], layers[-1]], [MicrobatchBegins(self), MicrobatchEnds(self)])
-        self._restart(0)
+        self._times = LayerTimes(layers, self._backend)
+        self._costs = CostsBySize()
+        self._stage: Literal["learning", "timing", "following"] = "learning"
+        self._profile: Profile | None = None
+        self._learned_elements = self._timed_elements = self._planned_elements = 0
+        """The numbers of elements of the first layer's inputs when the regions were learned, when the layers were
+        timed, and for which the plan was made."""
+        self._watches = True
+        """Whether the peaks of microbatches are measured."""
+        self._input_bytes = 0
+        """Of what there was when the microbatch began, what counts to the budget: inputs that its step had allocated by
+        then, and gradients where they do."""
+        self._held_bytes = 0
+        """What the device held at that time, as far as an accelerator tells."""
+        self._policies = learning_policies(layers)
+        self.context.follow(learning_schedule(len(layers)), self._policies)
 
     @property
     def profile(self) -> Profile | None:
@@ -190,33 +203,22 @@ class FollowPlan(HookedLayers):
         self._times.remove()
         self._peak.stop()
 
-    def _restart(self, elements: int) -> None:
-        """Recompute everything, and learn what the regions cost with inputs of so many elements."""
-        self._stage: Literal["learning", "timing", "following"] = "learning"
-        self.plan = None
-        self._profile: Profile | None = None
-        self._learned_elements = self._timed_elements = self._planned_elements = elements
-        """The numbers of elements of the first layer's inputs when the regions were learned, when the layers were
-        timed, and for which the plan was made."""
-        self._watches = True
-        """Whether the peaks of microbatches are measured."""
-        self._input_bytes = 0
-        """Of what there was when the microbatch began, what counts to the budget: inputs that its step had allocated by
-        then, and gradients where they do."""
-        self._held_bytes = 0
-        """What the device held at that time, as far as an accelerator tells."""
-        self._times.remove()
-        # Attached now, since what is attached while a layer begins misses that.
-        self._times = LayerTimes(self._layers, self._backend)
-        self._policies = learning_policies(self._layers)
-        self.context.follow(learning_schedule(len(self._layers)), self._policies)
-
     def _time(self, elements: int) -> None:
-        """Time the layers in the microbatch that begins."""
-        self._stage, self._timed_elements = "timing", elements
+        """Time the layers in the microbatch that begins, with everything recomputed."""
+        self._stage, self._timed_elements, self.plan = "timing", elements, None
         self._learned = sum(one.learned for one in self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
+
+    def _time_again(self, elements: int) -> None:
+        """Leave the plan, and time the layers with larger inputs than any before."""
+        times = elements / self._costs.elements
+        _logger.info("inputs of %.2g times the elements that were timed: this microbatch is timed, too", times)
+        for one in self._policies:
+            one.measure_again()
+        self.context.follow(learning_schedule(len(self._layers)), self._policies)
+        self._watches = True
+        self._time(elements)
 
     def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer, which is given these."""
@@ -228,27 +230,24 @@ class FollowPlan(HookedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
-        elements = sum(tensor.numel() for tensor in inputs)
-        if self._learned_elements and elements > MUCH_LARGER * self._learned_elements:
-            self._restart(elements)
-        elif self._stage == "learning":
+        elements = elements_of(inputs)
+        if self._stage == "learning":
             if all(one.costs and one.proven for one in self._policies):
+                self._learn_costs()
                 self._time(elements)
             else:
                 self._learned_elements = elements
         elif self._stage == "timing" and self._times.complete:
-            if self._learned != sum(one.learned for one in self._policies):
-                self._learned_elements = self._timed_elements  # a size that was not known: its times are no use
+            self._end_timing()
+            if not self._costs.elements:
                 self._time(elements)
-            else:
-                self._times.remove()
-                self._stage = "following"
-                self._profile = self._timed_profile()
-                self._plan_for(max(elements, self._timed_elements))
-        elif self._profile is not None and elements > self._planned_elements:
-            self._plan_for(elements)
-        elif self.plan is not None and self._watches:
-            self._keep_to_budget(self.plan)
+        if self._stage == "following":
+            if self._costs.lack(elements):
+                self._time_again(elements)
+            elif elements > self._planned_elements:
+                self._plan_for(max(elements, self._costs.elements))
+            elif self.plan is not None and self._watches:
+                self._keep_to_budget(self.plan)
         if isinstance(self._left, _DeviceLeft) and not self.measures:
             grown_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
@@ -298,7 +297,8 @@ class FollowPlan(HookedLayers):
             self._corrections_left -= 1
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
-            self._missing_bytes += math.ceil(over * self._timed_elements / self._planned_elements)
+            self._missing_bytes += over
+            self._more_bytes += over / self._planned_elements
             self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it", self._compare))
             return
         if over > TOLERANCE * self._budget and not self._said:
@@ -309,20 +309,28 @@ class FollowPlan(HookedLayers):
             )
         self._watches = not self._peak.costs_time
 
-    def _timed_profile(self) -> Profile:
-        """What the layers cost with inputs of the size that was timed."""
-        ratio = self._timed_elements / self._learned_elements
-        learned = [[at_ratio(cost, ratio) for cost in one.costs] for one in self._policies]
-        profile = replace(learned_profile(self._policies, learned, self._times), other_s=self._times.between_s())
+    def _learn_costs(self) -> None:
+        self._costs.learn(self._learned_elements, [one.costs for one in self._policies])
+
+    def _end_timing(self) -> None:
+        """Add the last microbatch to what is known of the layers' costs."""
+        self._stage, self._planned_elements = "following", 0
+        if self._learned != sum(one.learned for one in self._policies):
+            self._learned_elements = self._timed_elements  # a size that was not known: its times are no use
+            self._learn_costs()
+            self._times.pause()
+            return
+        regions = self._costs.regions_at(self._timed_elements)
+        profile = replace(learned_profile(self._policies, regions, self._times), other_s=self._times.between_s())
+        self._times.pause()
         for one in self._policies:
             one.clock = None
         self._ask_what_is_left()
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
         layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
-        self._missing_bytes = max(0, self._peak_bytes - expected)
-        self._corrections_left = CORRECTIONS
-        return profile
+        self._costs.add(self._timed_elements, profile, max(0, self._peak_bytes - expected))
+        self._more_bytes, self._corrections_left = 0.0, CORRECTIONS
 
     def _ask_what_is_left(self) -> None:
         if self._left is not None:
@@ -338,16 +346,14 @@ class FollowPlan(HookedLayers):
 
     def _plan_for(self, elements: int) -> None:
         """Follow a plan for inputs of so many elements."""
-        if self._profile is not None:
-            self._planned_elements, self._watches, self._said = elements, True, False
-            profile = self._profile.at_ratio(elements / self._timed_elements)
-            if self._compare is None:
-                self._follow(self._free_plan(profile))
-                return
-            frugal = "everything is recomputed and inputs are offloaded"
-            self._follow(
-                self._plan_within(profile, "the last plan is followed" if self.plan else frugal, self._compare)
-            )
+        self._planned_elements, self._watches, self._said = elements, True, False
+        self._profile, missing_bytes = self._costs.at(elements)
+        self._missing_bytes = missing_bytes + math.ceil(self._more_bytes * elements)
+        if self._compare is None:
+            self._follow(self._free_plan(self._profile))
+            return
+        otherwise = "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
+        self._follow(self._plan_within(self._profile, otherwise, self._compare))
 
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
@@ -360,9 +366,8 @@ class FollowPlan(HookedLayers):
 
     def _plan_within(self, profile: Profile, otherwise: str, compare: ComparePlans) -> Plan | None:
         """A plan that fits beside what is needed outside of the layers; if there is none, say so, and what is done."""
-        missing_bytes = math.ceil(self._missing_bytes * self._planned_elements / self._timed_elements)
-        budget, missing = format_bytes(self._budget), format_bytes(missing_bytes)
-        most_bytes = max(0, self._budget - missing_bytes)
+        budget, missing = format_bytes(self._budget), format_bytes(self._missing_bytes)
+        most_bytes = max(0, self._budget - self._missing_bytes)
         link = self._link if self._left is None else self._left.link(self._link)
 
         def plan_among(among: Among) -> Plan:
@@ -405,51 +410,3 @@ def _left_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
     return max(0, free + reserved - torch.accelerator.memory_allocated(device))
-
-
-def allocated_for(inputs: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """What the step has allocated for the first layer's inputs, as an embedding's output: leaves outlive a step."""
-    made = (tensor for tensor in inputs if tensor.device == device and not (tensor.is_leaf and tensor.requires_grad))
-    storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
-    return list({address_of(storage): storage for storage in storages}.values())
-
-
-class Planned(Protocol):
-    """What the listeners below tell."""
-
-    context: OffloadContext
-
-    def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """A microbatch is about to enter the first layer, which is given these."""
-
-    def end_backward(self) -> None:
-        """A microbatch's backward has ended."""
-
-
-class MicrobatchBegins(LayerListener):
-    """Tells when a microbatch enters the first layer, before anything else happens there."""
-
-    turn = Turn.WEIGHTS
-
-    def __init__(self, planned: Planned) -> None:
-        self._planned = planned
-
-    def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        if not self._planned.context.has_nothing_to_do():
-            self._planned.begin_microbatch(list(tensors_in(inputs)))
-
-
-class MicrobatchEnds(LayerListener):
-    """Tells when the backward that has come to the last layer is over."""
-
-    turn = Turn.MEASURING
-
-    def __init__(self, planned: Planned) -> None:
-        self._planned = planned
-
-    def forward_returned(self, call: LayerCall, output: object) -> None:
-        if not call.recomputes and torch.is_grad_enabled():
-            before_backward(tensors_in(output), call.first_node, self._begin)
-
-    def _begin(self, _: object) -> None:
-        when_backward_ends(self._planned.end_backward)

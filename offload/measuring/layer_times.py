@@ -56,6 +56,8 @@ class LayerTimes(Attachment):
         self.between_bytes = 0
         """The most that was allocated between the last forward and its backward, above that at the step's start."""
         self._most_bytes = 0
+        self.paused = False
+        """Whether layers run that are not to be timed."""
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -65,6 +67,7 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
+        self.paused = False
         for layer in self.layers:
             layer.rounds.clear()
             if memory is not None:
@@ -72,6 +75,14 @@ class LayerTimes(Attachment):
         if memory is not None:
             self.between_bytes = self._most_bytes = 0
         self._watch(memory)
+
+    def pause(self) -> None:
+        """Time nothing until the next :meth:`start`."""
+        self.paused = True
+        self.hooks.close()
+        for layer in self.layers:
+            layer.rounds.clear()
+        self._watch(None)
 
     def _watch(self, memory: MemoryPeak | None) -> None:
         if self.memory is not None:
@@ -197,7 +208,7 @@ class MeasuredLayer(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._running = None
-        if call.recomputes or not torch.is_grad_enabled():
+        if call.recomputes or self._recorder.paused or not torch.is_grad_enabled():
             return
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         self._running = marks = Marks(ends_with_input=first is not None)

@@ -11,8 +11,9 @@ from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, warn_caller
 from offload.base.layer_events import Attachment
-from offload.measuring.follow_plan import TOLERANCE, MicrobatchBegins, MicrobatchEnds, allocated_for
+from offload.measuring.follow_plan import TOLERANCE
 from offload.measuring.memory_peak import CpuMemoryPeak
+from offload.measuring.microbatches import MicrobatchBegins, MicrobatchEnds, allocated_for
 from offload.planning.plan import Plan
 
 

@@ -159,11 +159,6 @@ class LayerProfile:
         return tuple(RegionProfile("tensor", nbytes, 0.0, recomputable=False) for nbytes in sizes)
 
 
-def at_ratio(region: RegionProfile, ratio: float) -> RegionProfile:
-    """What a region costs with inputs that have ``ratio`` times as many elements."""
-    return replace(region, nbytes=round(ratio * region.nbytes), seconds=ratio * region.seconds)
-
-
 @dataclass(frozen=True)
 class Profile:
     """What the layers of one microbatch cost.
@@ -203,19 +198,6 @@ class Profile:
     def compute_s(self) -> float:
         """Seconds of a step that never waits."""
         return math.fsum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
-
-    def at_ratio(self, ratio: float) -> Profile:
-        """What inputs cost that have ``ratio`` times as many elements: bytes and seconds in proportion."""
-        layers = [
-            LayerProfile.from_regions(
-                (at_ratio(region, ratio) for region in layer.regions),
-                ratio * layer.forward_s,
-                ratio * layer.backward_s,
-                workspace_bytes=round(ratio * layer.workspace_bytes),
-            )
-            for layer in self.layers
-        ]
-        return Profile(tuple(layers), ratio * self.loss_s, ratio * self.other_s, round(ratio * self.loss_bytes))
 
     def to_json(self) -> str:
         """The profile as text, for :meth:`from_json`."""

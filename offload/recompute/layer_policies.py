@@ -188,6 +188,12 @@ class LayerPolicies:
         """What happens to each region, by its name."""
         return {} if self.last is None else self.last.by_name(self)
 
+    def measure_again(self) -> None:
+        """Follow the patterns again in place of a plan."""
+        self.numbered, self._known = None, {}
+        self.source = _held(policy_of(SOURCE, self.patterns))
+        self._settle_ways()
+
     def follow(self, numbered: Numbered) -> None:
         """Follow a plan for the regions by their numbers from now on."""
         self.numbered, self._known, self.source = numbered, {}, KEEP
@@ -197,6 +203,9 @@ class LayerPolicies:
                 self.source = OFFLOAD if held is OFFLOAD else self.source
             else:
                 self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
+        self._settle_ways()
+
+    def _settle_ways(self) -> None:
         for way in self.ways.values():
             way.captured = None
             way.settle(self)

@@ -45,7 +45,8 @@ def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["same_losses"] and row["peak_bytes"] > 0 for row in record["rows"])
     assert by_hand["over_budget"] == budget["over_budget"] == checkpointing["over_budget"] == []
     assert [one["tokens"] for one in nothing["over_budget"]] == [512]  # only the longest batch needs so much
-    assert 0 < len(budget["measuring"]) < 24
+    assert 0 < len(budget["measuring"]) <= 5
+    assert not any("cannot be met" in said for _, said in budget["messages"])
     assert "x plan by hand" in capsys.readouterr().out
 
 

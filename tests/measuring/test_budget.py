@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, step_gradients
+from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients
+from torch import nn
 
 import offload
 from offload.base.checks import format_bytes
@@ -70,33 +71,140 @@ def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+class Masked(nn.Module):
+    """A decoder block whose attention is given a mask: a number for each pair of tokens, which is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(1, 2)
+        scores = (scores if mask is None else scores * (mask + 1)).softmax(-1)
+        return x + self.mlp(scores @ v)
+
+
+def masked_step(layers: Any, length: int, *, mask: bool = True) -> list[torch.Tensor]:
+    torch.manual_seed(length)
+    x = torch.randn(2, length, WIDTH, requires_grad=True)
+    given = torch.rand(2, length, length) if mask else None
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y, given)
+        y.square().mean().backward()
+
+    return gradients(leaves_of(layers, x), step)
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("lengths", [(20, 24, 22, 40, 7, 64, 150, 20), (24, 24, 24, 48, 24, 64, 150, 24)])
+def test_costs_of_longer_inputs_follow_from_two_timings(lengths: tuple[int, ...], lab: Lab) -> None:
+    """Regions that grow with the square of the length, and gradients and the loss's memory, which do not grow so."""
+    layers, _ = build(Masked, LAYERS, lab.device)
+    expected = {length: masked_step(layers, length) for length in lengths}
+    longest = max(lengths)
+    saved = offload.profile_layers(
+        layers, lambda: masked_step(layers, longest), min_bytes=0, device=lab.device, steps=1
+    ).saved_bytes
+    with budgeted(layers, lab, round(0.7 * saved)) as handle:
+        states, peaks = [], []
+        for length in lengths:
+            with offload.memory_meter(lab.device) as meter:
+                assert_same(expected[length], masked_step(layers, length))
+            states.append(handle.state)
+            peaks.append(meter.peak_bytes)
+        assert states.count("measuring") == 4  # two sizes are learned, and two are timed
+        assert states[-2:] == ["following"] * 2
+        assert handle.plan.profile.saved_bytes == pytest.approx(saved, rel=0.02)
+        assert max(peaks) <= 0.7 * saved
+        assert handle.plan.recompute_s > 0 or handle.plan.num_layers > 0
+
+
+def test_gradients_do_not_grow_with_the_inputs(lab: Lab) -> None:
+    """Here gradients need more than what short inputs save; a budget that can be met is not said to be too small."""
+    layers, _ = build(Masked, LAYERS, lab.device)
+    lengths = (4, 4, 4, 5, 10, 10, 44, 4)
+    with offload.memory_meter(lab.device) as meter:
+        expected = masked_step(layers, 44)
+    with budgeted(layers, lab, round(0.8 * meter.peak_bytes)) as handle:
+        for length in lengths:
+            with offload.memory_meter(lab.device) as peak:
+                found = masked_step(layers, length)
+            if length == 44:
+                assert_same(expected, found)
+                assert peak.peak_bytes <= 0.8 * meter.peak_bytes
+                assert handle.state == "following"
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link over which nothing is worth copying: plans recompute."""
+    monkeypatch.setattr("offload.measuring.follow_plan.measure_link", lambda _: offload.Link(1e6, 1e6, 1e6))
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_everything_is_recomputed_while_much_larger_inputs_are_timed(lab: Lab) -> None:
+    layers, _ = build(Masked, LAYERS, lab.device)
+    saved = offload.profile_layers(
+        layers, lambda: masked_step(layers, 60), min_bytes=0, device=lab.device, steps=1
+    ).saved_bytes
+    policies = []
+    with budgeted(layers, lab, round(0.7 * saved)) as handle:
+        for length in (10, 11, 10, 16, 60, 85, 16):
+            masked_step(layers, length)
+            policies.append((handle.state, "keep" in handle.regions(1).values()))
+    assert policies[4:] == [("following", True), ("measuring", False), ("following", True)]
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_inputs_of_another_kind_between_a_plan_and_the_next(lab: Lab) -> None:
+    """A batch without padding has no mask, and other regions: the next plan is made for those that were timed."""
+    layers, _ = build(Masked, LAYERS, lab.device)
+    saved = offload.profile_layers(
+        layers, lambda: masked_step(layers, 96), min_bytes=0, device=lab.device, steps=1
+    ).saved_bytes
+    expected = masked_step(layers, 80, mask=False)
+    with budgeted(layers, lab, round(0.6 * saved)) as handle:
+        for length in (24, 26, 24, 48, 80):
+            masked_step(layers, length)
+        assert_same(expected, masked_step(layers, 80, mask=False))
+        masked_step(layers, 96)
+        policies, found = handle.plan.policies[1], handle.regions(1)
+        assert policies is not None
+        for number, region in enumerate(handle.plan.profile.layers[1].regions):
+            if region.saved and region.name in found:
+                kept = "offload" if number in policies.offloaded else "keep"
+                assert found[region.name] == (kept if number in policies.kept else "recompute"), region.name
+
+
 def test_larger_inputs_are_planned_before_they_run_and_smaller_ones_follow(lab: Lab) -> None:
-    """Nothing is measured again, unless inputs are much larger."""
     layers, _ = build("decoder", LAYERS, lab.device)
     inputs = {
-        length: torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in (8, 24, 48, 120)
+        length: torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in (8, 24, 32, 48, 120)
     }
     expected = {length: step_gradients(layers, x) for length, x in inputs.items()}
     with budgeted(layers, lab, "1GiB") as handle:
-        for _ in range(3):
-            assert_same(expected[24], step_gradients(layers, inputs[24]))
-        first = handle.plan
-        assert_same(expected[8], step_gradients(layers, inputs[8]))
-        assert handle.plan is first
-        assert_same(expected[48], step_gradients(layers, inputs[48]))
-        second = handle.plan
-        assert second.profile.saved_bytes == pytest.approx(2 * first.profile.saved_bytes, rel=0.01)
-        assert_same(expected[24], step_gradients(layers, inputs[24]))
-        assert handle.plan is second
-        assert_same(expected[120], step_gradients(layers, inputs[120]))
-        assert handle.plan is None
-        for _ in range(2):
-            assert_same(expected[120], step_gradients(layers, inputs[120]))
-        assert handle.plan.profile.saved_bytes == pytest.approx(5 * first.profile.saved_bytes, rel=0.1)
+        plans = []
+        for length in (24, 24, 24, 8, 32, 24, 48, 24, 48, 24, 120, 24):
+            assert_same(expected[length], step_gradients(layers, inputs[length]))
+            plans.append(handle.plan)
+            assert (handle.plan is None) is ("recompute" in handle.regions(0).values())
+        assert plans[:2] == [None, None]
+        assert plans[3] is plans[2]
+        assert plans[5] is plans[4] is not plans[3]
+        assert plans[6] is plans[8] is None  # it is learned, and then timed
+        assert plans[11] is plans[10] is not plans[9]
+        saved = [plan and plan.profile.saved_bytes / plans[2].profile.saved_bytes for plan in plans]
+        assert saved[4] == pytest.approx(32 / 24, rel=0.01)
+        assert saved[9:11] == pytest.approx([2, 5], rel=0.01)
 
 
-def test_lengths_that_vary_are_measured_in_three_steps(lab: Lab) -> None:
-    """The second length that is seen has to be learned, so its times are no use."""
+def test_lengths_that_vary_are_measured_in_four_steps(lab: Lab) -> None:
+    """The second length that is seen has to be learned, so its times are no use; a much longer one is timed, too."""
     layers, _ = build("decoder", LAYERS, lab.device)
     lengths = (20, 30, 25, 35, 60, 7, 41)
     inputs = [torch.randn(2, length, WIDTH, device=lab.device, requires_grad=True) for length in lengths]
@@ -107,7 +215,7 @@ def test_lengths_that_vary_are_measured_in_three_steps(lab: Lab) -> None:
         for x, wanted in zip(inputs, expected, strict=True):
             assert_same(wanted, step_gradients(layers, x))
             measured.append(handle.plan is None)
-        assert measured == [True, True, True, False, False, False, False]
+        assert measured == [True, True, True, False, True, False, False]
         assert handle.plan.peak_bytes <= budget
         assert handle.plan.recompute_s > 0 or handle.plan.num_layers > 0
 
