@@ -14,8 +14,10 @@ import offload
 
 LAYERS, WIDTH, ROWS, STEPS = 5, 64, 32, 3
 KINDS = ("ddp", "fsdp", "kept", "mixed", "compiled")
-LONGER = (STEPS + 2, 8 * ROWS)
+LONGER = (STEPS + 2, lambda *_: 8 * ROWS)
 """Steps, of which three are measured, and rows, whose activations are more than the gradients."""
+VARYING = 16
+"""Steps with another number of rows on each rank and in each step."""
 BUDGETS = ("3MiB", "1GiB")
 """One in which not all activations can be kept, and one in which they can."""
 POLICIES = {
@@ -54,13 +56,22 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(model, rank, device, steps=STEPS, rows=ROWS):
+def rows_of(step, rank):
+    """A log-normal distribution; the longest of all is on another rank than the longest before it."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    drawn = torch.empty(1).log_normal_(4.0, 1.0, generator=generator)
+    return 16 * ROWS if (step, rank) == (VARYING - 3, 1) else int(drawn.clamp(4, 8 * ROWS))
+
+
+def train(model, rank, device, steps=STEPS, rows=lambda *_: ROWS, note=lambda: None):
     """The gradients of each step, and the weights afterwards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(steps):
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        count, generator = rows(step, rank), torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(count, WIDTH, generator=generator).to(device)
         model(x).float().square().mean().backward()
+        note()
         found += [local(parameter.grad).clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
@@ -107,6 +118,15 @@ def find(rank, world, device):
                 different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
                 made = handle.plan
             found[kind, budget] = {"different": different, "recompute_s": made.recompute_s, "layers": made.num_layers}
+    for kind in ("ddp", "fsdp"):
+        expected = train(build(kind, mesh)[0], rank, device, VARYING, rows_of)
+        model, layers = build(kind, mesh)
+        states = []
+        with offload.offload_layers(layers, memory_budget="4MiB", min_bytes=1) as handle:
+            got = train(model, rank, device, VARYING, rows_of, lambda h=handle, s=states: s.append(h.state))
+            different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
+            recompute_s, layers = handle.plan.recompute_s, handle.plan.num_layers
+        found[kind, "varying"] = {"different": different, "states": states, "moved": recompute_s > 0 or layers > 0}
     for kind in ("fsdp", "compiled"):
         for name in (None, "recompute"):
             found[kind, name, "peak bytes"] = peak_bytes(kind, name and POLICIES[name], mesh)

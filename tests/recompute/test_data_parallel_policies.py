@@ -36,6 +36,17 @@ def test_a_budget_gives_the_same_gradients(kind: str, budget: str, ranks: list[d
         assert moved is (budget != "1GiB")
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_whose_lengths_vary_measure_and_plan_each_for_itself(kind: str, ranks: list[dict[Any, Any]]) -> None:
+    """No rank waits for a collective that another one, which follows a plan, does not run."""
+    for found in ranks:
+        assert found[kind, "varying"]["different"] == []
+        assert found[kind, "varying"]["states"].count("measuring") <= 5
+        assert found[kind, "varying"]["states"][-1] == "following"
+    assert ranks[0][kind, "varying"]["states"] != ranks[1][kind, "varying"]["states"]
+    assert any(found[kind, "varying"]["moved"] for found in ranks)
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "kept", "mixed"])
 def test_products_of_gathered_weights_are_regions_as_others(kind: str, ranks: list[dict[Any, Any]]) -> None:
     """A layer ends before its weights go, so what is computed from them can be proven; gathering is not recorded."""
