@@ -9,6 +9,7 @@ pytest.importorskip("matplotlib")
 
 import drawing
 import page_text
+import recipe_results
 
 import results
 
@@ -98,6 +99,52 @@ def test_check_names_what_is_out_of_date(tmp_path, monkeypatch):
     assert (lines[:2], lines[-2:]) == (["a", "<!-- table: link -->"], ["<!-- /table -->", "z"])
     assert "55.2 GB/s" in lines[4]
     assert not results.changed_pages()
+
+
+def whole_training(budget_gib, **found):
+    return {"tokens": 16384, "budget_bytes": budget_gib << 30, **found}
+
+
+MADE = {
+    "date": "2026-11-24T12:00:00+00:00",
+    "commit": "0123456789",
+    "hardware": {"gpu": "NVIDIA H200"},
+    "versions": {"torch": "2.11.0+cu130"},
+    "rows": [
+        whole_training(0, step_s=2.0, peak_bytes=98 << 30, pinned_bytes=1),
+        whole_training(24, error="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        whole_training(
+            32,
+            step_s=2.1,
+            peak_bytes=30 << 30,
+            pinned_bytes=70 << 30,
+            recipe="weights resident, gradients consumed, optimizer streamed",
+            predicted_s=2.058,
+            predicted_peak_bytes=round(30.3 * 2**30),
+        ),
+    ],
+}
+
+
+def test_a_record_of_whole_trainings_is_said_in_a_line_and_a_table():
+    assert "16,384 tokens: **98 → 30 GiB**, step **+5.0%** against" in recipe_results.line_of(MADE)
+    assert "with 70 GiB of host memory" in recipe_results.line_of(MADE)
+    text = recipe_results.table_of(MADE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"]
+    assert "2026-11-24" in text
+    assert rows[0][:4] == ["budget", "step, s", "longer by", "peak, GiB"]
+    assert rows[2][:5] == ["none", "2.00", "", "98.0", "0.0"]
+    assert rows[3][:2] == ["24 GiB", "out of memory"]
+    assert rows[4][:5] == ["32 GiB", "2.10", "+5.0%", "30.0", "70.0"]
+    assert rows[4][5:] == ["−2.0%, +1.0%", "weights on the device, gradients consumed, optimizer streamed"]
+
+
+def test_without_a_record_of_whole_trainings_the_pages_say_so(tmp_path):
+    assert recipe_results.record_of(tmp_path / "recipe.json") is None
+    assert "No run of the whole on a GPU is recorded yet" in recipe_results.line_of(None)
+    failed = MADE | {"rows": MADE["rows"][:2]}
+    assert recipe_results.line_of(failed) == recipe_results.line_of(None)
+    assert "benchmarks.recipe" in recipe_results.table_of(None)
 
 
 def test_the_readme_begins_like_the_start_page():

@@ -33,34 +33,35 @@ def decoder_run(record: Row) -> str:
     return f"{record['hardware']['gpu']}, {link_of(record['link'])}, {torch_of(record)}, {day_of(row)}"
 
 
+LLAMA = "Llama-8B's shape"
 LAYERS = "twenty decoder layers of a 7B model"
 DECODER = f"{LAYERS} (hidden 4096), 2 × 4096 tokens, bfloat16"
 
 
-@table("start_line")
-def start_line(_page: Path) -> str:
-    """What the start page's one line came to."""
-    record = read("budget")
-    nothing, _, cheap, _ = plans_of(record)
+def activations_line() -> str:
+    """What a memory budget for activations came to."""
+    nothing, _, cheap, _ = plans_of(read("budget"))
     return (
-        f"> Activations **{gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB**, step "
-        f"**{more(cheap['ratio'])}**, with {gib(cheap['host_bytes'], 1)} GiB of host memory: {LAYERS} on an "
-        f"{record['hardware']['gpu']}.\n"
+        f"activations **{gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB**, step "
+        f"**{more(cheap['ratio'])}**"
     )
 
 
-@table("start_optimizer")
-def start_optimizer(_page: Path) -> str:
-    """What optimizer state in host memory comes to."""
+def optimizer_line() -> str:
+    """What optimizer state in host memory came to."""
+    resident, streamed = optimizer_rows()
+    return (
+        f"[optimizer state](docs/howto/optimizer_state.md) of {LLAMA} **{gib(resident['peak_bytes'], 0)} → "
+        f"{gib(streamed['peak_bytes'], 0)} GiB**, step **{more(streamed['to_resident'])}**, with "
+        f"{gib(streamed['pinned_bytes'], 0)} GiB of host memory"
+    )
+
+
+def optimizer_rows() -> tuple[Row, Row]:
+    """The streamed row that is closest to the resident one of as many tokens, after that."""
     rows = [row for row in read("optimizer_state")["rows"] if "step_s" in row]
     streamed = min((row for row in rows if row["what"].startswith("streamed")), key=lambda row: row["to_resident"])
-    resident = row_of(rows, what="resident", tokens=streamed["tokens"], microbatches=streamed["microbatches"])
-    return (
-        f"A whole AdamW step of Llama-8B's shape, {streamed['tokens']:,} tokens, with "
-        f"[the optimizer's state on the host](docs/howto/optimizer_state.md): **{gib(resident['peak_bytes'], 0)} → "
-        f"{gib(streamed['peak_bytes'], 0)} GiB**, **{more(streamed['to_resident'])}**, with "
-        f"{gib(streamed['pinned_bytes'], 0)} GiB of host memory.\n"
-    )
+    return row_of(rows, what="resident", tokens=streamed["tokens"], microbatches=streamed["microbatches"]), streamed
 
 
 @table("start_table")
@@ -87,7 +88,8 @@ def start_table(_page: Path) -> str:
     assert all(row["bit_identical"] for _, row in shown)
     return (
         f"{markdown_table(rows, left=1)}\n\n{DECODER[0].upper()}{DECODER[1:]}, forward and backward without an "
-        f'optimizer. "GPU" is the peak above weights and gradients. Gradients are bit-identical in all rows. {where}.\n'
+        'optimizer, budgets by `offload.offload_layers`. "GPU" is the peak above weights and gradients. Gradients are '
+        f"bit-identical in all rows. {where}.\n"
     )
 
 

@@ -1,0 +1,116 @@
+"""Whole trainings under one budget, for the pages: from ``results/recipe.json``, as soon as there is such a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headline_results import LLAMA, activations_line, optimizer_line
+from page_text import ROOT, Row, gib, markdown_table, measured_on, more, percent, read, table, torch_of
+
+RECORD = ROOT / "results" / "recipe.json"
+OPTIONS = "`step_in_backward=True, state_dtype=torch.float32`"
+
+
+def record_of(path: Path = RECORD) -> Row | None:
+    """The record, if there is one of a whole run on a GPU."""
+    return read(path.stem) if path.exists() else None
+
+
+def resident_of(row: Row, rows: list[Row]) -> Row | None:
+    """The run of as many tokens with everything on the device and checkpointing, if it fitted the GPU."""
+    found = [one for one in rows if one["tokens"] == row["tokens"] and not one["budget_bytes"] and "error" not in one]
+    return found[0] if found else None
+
+
+def longer(row: Row, rows: list[Row]) -> str:
+    """How much longer a step is than with everything on the device."""
+    resident = resident_of(row, rows)
+    return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"])
+
+
+def best_of(rows: list[Row]) -> Row | None:
+    """Of the smallest budget that was kept, the row that is closest to the step with everything on the device."""
+    kept = [row for row in rows if row["budget_bytes"] and "error" not in row and resident_of(row, rows)]
+    if not kept:
+        return None
+
+    def ratio(row: Row) -> float:
+        resident = resident_of(row, rows)
+        assert resident is not None
+        return float(row["step_s"]) / float(resident["step_s"])
+
+    least = min(row["budget_bytes"] for row in kept)
+    return min((row for row in kept if row["budget_bytes"] == least), key=ratio)
+
+
+def line_of(record: Row | None) -> str:
+    """What the start page's one line came to; without a record, what its parts came to."""
+    row = None if record is None else best_of(record["rows"])
+    if record is None or row is None:
+        return (
+            "> No run of the whole on a GPU is recorded yet. Its parts: "
+            f"{activations_line()}; {optimizer_line()}. NVIDIA H200.\n"
+        )
+    resident = resident_of(row, record["rows"])
+    assert resident is not None
+    return (
+        f"> AdamW on {LLAMA}, {row['tokens']:,} tokens: **{gib(resident['peak_bytes'], 0)} → "
+        f"{gib(row['peak_bytes'], 0)} GiB**, step **{longer(row, record['rows'])}** against checkpointing with "
+        f"everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory and {OPTIONS}. "
+        f"{record['hardware']['gpu']}.\n"
+    )
+
+
+def table_of(record: Row | None) -> str:
+    """A table for each number of tokens: what each budget came to, and what was predicted."""
+    if record is None:
+        return (
+            "No run of real size on a GPU is recorded yet. The recipes are tested on a CPU, bit for bit; "
+            "`python -m benchmarks.recipe` makes a record.\n"
+        )
+    rows = record["rows"]
+    ran = [row for row in rows if "error" not in row]
+    said = (
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(ran, record)}. {LLAMA} in bfloat16, AdamW with "
+        f"float32 moments, {OPTIONS}, at most 100 GiB of pinned memory. Each row is a process that PyTorch limits to "
+        "the budget. The rows without a budget have everything on the device, and Hugging Face's checkpointing."
+    )
+    parts = [said]
+    for tokens in sorted({row["tokens"] for row in rows}):
+        shown = [cells_of(row, rows) for row in rows if row["tokens"] == tokens]
+        parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def cells_of(row: Row, rows: list[Row]) -> Row:
+    """A row as people read it: first what was asked, then what it came to."""
+    budget = f"{gib(row['budget_bytes'], 0)} GiB" if row["budget_bytes"] else "none"
+    if "error" in row:
+        empty = dict.fromkeys(("longer by", "peak, GiB", "host, GiB", "predicted: step, peak", "recipe"), "")
+        out_of_memory = "OutOfMemoryError" in row["error"] or "out of memory" in row["error"]
+        return {"budget": budget, "step, s": "out of memory" if out_of_memory else "failed"} | empty
+    predicted = ""
+    if "predicted_s" in row:
+        off = [row["predicted_s"] / row["step_s"] - 1, row["predicted_peak_bytes"] / max(1, row["peak_bytes"]) - 1]
+        predicted = ", ".join(f"{'+' if one > 0 else ''}{percent(one)}" for one in off)
+    return {
+        "budget": budget,
+        "step, s": f"{row['step_s']:.2f}",
+        "longer by": longer(row, rows),
+        "peak, GiB": gib(row["peak_bytes"], 1),
+        "host, GiB": gib(row["pinned_bytes"] if row["budget_bytes"] else 0, 1),
+        "predicted: step, peak": predicted,
+        "recipe": row.get("recipe", "all on the device, checkpointed").replace("resident", "on the device"),
+    }
+
+
+@table("start_recipe")
+def start_recipe(_page: Path) -> str:
+    """Under the first code of the start page."""
+    return line_of(record_of())
+
+
+@table("whole_trainings")
+def whole_trainings(_page: Path) -> str:
+    """In the guide."""
+    return table_of(record_of())
