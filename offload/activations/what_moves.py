@@ -5,11 +5,10 @@ copy that autocast makes of one. So do tensors that the user has marked. Both ar
 other view of the same memory is recognised too. Parameters of layers are known from the start, as a layer may save
 nothing but ``weight.detach()``.
 
-Tensor subclasses are offloaded by their inner tensors, each at its own size. Two protocols say what a subclass is made
-of. Transformer Engine's takes the tensors out of an object (``prepare_for_saving``) and puts them back
-(``restore_from_saved``). PyTorch's, that of traceable wrapper subclasses, names them (``__tensor_flatten__``) and makes
-a new object of them (``__tensor_unflatten__``). The first is preferred where a class has both: the object stays, with
-all of it that is no tensor.
+Tensor subclasses are offloaded by their inner tensors, each at its own size, where they are traceable wrapper
+subclasses: ``__tensor_flatten__`` names the tensors, and ``__tensor_unflatten__`` makes a new object of them. Quantized
+tensors of Transformer Engine are kept, as their new object would lack what is no tensor; the layers of Transformer
+Engine hand autograd the tensors inside.
 """
 
 from __future__ import annotations
@@ -198,9 +197,7 @@ def parts_of(tensor: torch.Tensor) -> Parts | None:
     if hasattr(subclass, "trigger_wait"):
         # The result of a collective that may still run: whoever copies it has to wait for it as compute does.
         return Parts([subclass.trigger_wait()], list.pop)
-    if hasattr(subclass, "prepare_for_saving"):
-        return _taken_out(subclass)
-    if hasattr(subclass, "__tensor_flatten__"):
+    if hasattr(subclass, "__tensor_flatten__") and not hasattr(subclass, "prepare_for_saving"):
         return _flattened(subclass)
     return None
 
@@ -229,17 +226,3 @@ def _flattened(tensor: Any) -> Parts:
         return rebuilt
 
     return Parts(list(inner.values()), rebuild)
-
-
-def _taken_out(tensor: Any) -> Parts:
-    # A detached object shares the tensors, so that the one in the program's hands keeps its own.
-    tensors, emptied = tensor.detach().prepare_for_saving()
-    present = [inner is not None for inner in tensors]
-
-    def refill(inner: list[torch.Tensor]) -> torch.Tensor:
-        left = iter(inner)
-        emptied.restore_from_saved([next(left) if there else None for there in present])
-        filled: torch.Tensor = emptied.detach()  # one per unpacking, as a graph may be retained
-        return filled
-
-    return Parts([inner for inner in tensors if inner is not None], refill)

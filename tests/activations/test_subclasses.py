@@ -305,7 +305,7 @@ def test_torch_functions_of_a_subclass_do_not_matter(lab: Lab, x: torch.Tensor) 
     assert_identical(normal(8, 12).to(lab.device), innermost(found))
 
 
-# Transformer Engine's protocol
+# Transformer Engine's quantized tensors
 
 
 class Quantizer:
@@ -422,34 +422,6 @@ class Fp8Linear(torch.autograd.Function):
         return gradient @ weight.t(), quantized.dequantize().t() @ gradient, None, None
 
 
-def quantized(device: torch.device) -> Quantized:
-    return Quantizer(device)(normal(8, 12).to(device))
-
-
-def test_quantized_tensor_is_offloaded_at_one_byte_per_element(lab: Lab, x: torch.Tensor) -> None:
-    quantizer = Quantizer(lab.device)
-    found, offloaded = round_trip(lambda: quantizer(normal(8, 12).to(lab.device)), x)
-    assert isinstance(found, Quantized)
-    assert found._quantizer is quantizer
-    assert found._transpose is None
-    assert_identical(quantized(lab.device)._data, found._data)
-    assert_identical(quantized(lab.device)._scale_inv, found._scale_inv)
-    assert offloaded.stats.offloaded_bytes == 8 * 12 + 4
-    assert offloaded.stats.wasted_bytes == 0
-
-
-def test_quantized_tensor_in_the_programs_hands_keeps_its_data(lab: Lab, x: torch.Tensor) -> None:
-    mine = quantized(lab.device)
-    expected = mine.dequantize()
-    offloaded = offloading(1, 3, lab.device)
-    y = offloaded.layer(lambda y: save(y, lambda _: None, mine), x)
-    assert torch.equal(mine.dequantize(), expected)
-    y = offloaded.forward([torch.neg, torch.neg], y)
-    assert torch.equal(mine.dequantize(), expected)
-    y.sum().backward()
-    assert torch.equal(mine.dequantize(), expected)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_gradients_of_quantized_layers(inside: bool, lab: Lab) -> None:
     quantizer = Quantizer(lab.device)
@@ -463,22 +435,18 @@ def test_gradients_of_quantized_layers(inside: bool, lab: Lab) -> None:
 
     offloaded = offloading(1, 3, lab.device)
     assert_same(step(NOTHING), step(offloaded))
-    assert offloaded.stats.offloaded_bytes == 8 * 12 + 4
+    assert offloaded.stats.offloaded_bytes == (8 * 12 + 4 if inside else 0)
     assert offloaded.stats.wasted_bytes == 0
-    assert offloaded.stats.skipped == {"marked": 1}
+    assert offloaded.stats.skipped == ({"marked": 1} if inside else {"marked": 1, "subclass": 1})
 
 
-@pytest.mark.parametrize("make", [scaled, quantized], ids=["flattened", "quantized"])
-def test_device_memory_is_free_after_the_release(
-    make: Callable[[torch.device], torch.Tensor], lab: Lab, x: torch.Tensor
-) -> None:
+def test_device_memory_is_free_after_the_release(lab: Lab, x: torch.Tensor) -> None:
     memory: list[StorageWeakRef] = []
     found: list[torch.Tensor] = []
 
     def tensors() -> tuple[torch.Tensor, ...]:
-        made = make(lab.device)
-        data = made.values_ if isinstance(made, Scaled) else made._data
-        memory.append(StorageWeakRef(data.untyped_storage()))
+        made = scaled(lab.device)
+        memory.append(StorageWeakRef(made.values_.untyped_storage()))
         return (made,)
 
     offloaded = offloading(1, 3, lab.device)
@@ -489,41 +457,9 @@ def test_device_memory_is_free_after_the_release(
     assert memory[0].expired()
     assert offloaded.stats.wasted_bytes == 0
     y.sum().backward()
-    reloaded = found[0].values_ if isinstance(found[0], Scaled) else found[0]._data
-    memory.append(StorageWeakRef(reloaded.untyped_storage()))
-    del reloaded
+    memory.append(StorageWeakRef(found[0].values_.untyped_storage()))
     found.clear()
     assert memory[1].expired()
-
-
-def test_retained_graph_of_quantized_tensors(lab: Lab, x: torch.Tensor) -> None:
-    found: list[torch.Tensor] = []
-    offloaded = offloading(1, 3, lab.device)
-    y = offloaded.layer(lambda y: save(y, found.extend, quantized(lab.device)), x)
-    y = offloaded.forward([torch.neg, torch.neg], y)
-    y.sum().backward(retain_graph=True)
-    found[0].prepare_for_saving()
-    y.sum().backward()
-    assert found[0]._data is None
-    assert_identical(quantized(lab.device)._data, found[1]._data)
-    assert_identical(quantized(lab.device)._scale_inv, found[1]._scale_inv)
-
-
-CHANGES_OF_QUANTIZED: dict[str, Callable[[Quantized], object]] = {
-    "itself": lambda t: t.mul_(2),
-    "its data": lambda t: t._data.zero_(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_QUANTIZED)
-def test_change_in_place_of_a_quantized_tensor_raises(change: str, lab: Lab, x: torch.Tensor) -> None:
-    saved = quantized(lab.device)
-    offloaded = offloading(1, 3, lab.device)
-    y = offloaded.layer(lambda y: save(y, lambda _: None, saved), x)
-    y = offloaded.forward([torch.neg, torch.neg], y)
-    CHANGES_OF_QUANTIZED[change](saved)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 # torchao's Float8 training
