@@ -5,10 +5,8 @@ A timeline is pure data and imports no torch. The simulator makes one of a sched
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.base.checks import format_bytes, format_s
 from offload.observe.plot import plot_timeline
@@ -92,25 +90,6 @@ class Timeline:
             size: Inches of the new figure.
         """
         return plot_timeline(self.spans, self.memory, self.title if title is None else title, ax, size)
-
-    def chrome_trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "offload"}}]
-        for thread, lane in enumerate(LANES):
-            events.append({"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": lane}})
-            events.append({"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
-        for span in self.spans:
-            what = {"name": span.label or span.kind, "cat": span.kind, "tid": LANES.index(span.lane)}
-            when = {"ts": span.start_s * 1e6, "dur": span.duration_s * 1e6}
-            events.append({"ph": "X", **what, **when, "args": {"layer": span.layer, "bytes": span.nbytes}})
-        for time_s, nbytes in self.memory:
-            events.append({"ph": "C", "name": "device memory", "ts": time_s * 1e6, "args": {"bytes": nbytes}})
-        events = [{"pid": 0} | event for event in events]
-        return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"title": self.title}}
-
-    def save_chrome_trace(self, path: str | Path) -> None:
-        """Write :meth:`chrome_trace` as JSON; open the file in ``ui.perfetto.dev``."""
-        Path(path).write_text(json.dumps(self.chrome_trace()), encoding="utf-8")
 
     def __repr__(self) -> str:
         return (

@@ -99,21 +99,6 @@ def test_table(timeline):
     assert repr(timeline) == "<Timeline 'one of one': 10.0 s, stalled 2.00 s, overlap 67%, peak 400 B>"
 
 
-def test_chrome_trace(timeline, tmp_path):
-    events = timeline.chrome_trace()["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(names.values()) == ["compute", "d2h", "h2d"]
-    by_thread = {lane: [e for e in events if e["ph"] == "X" and names[e["tid"]] == lane] for lane in LANES}
-    for lane, spans in by_thread.items():
-        assert [(e["ts"], e["dur"], e["args"]["bytes"]) for e in spans] == [
-            (span.start_s * 1e6, span.duration_s * 1e6, span.nbytes) for span in timeline.lane(lane)
-        ]
-    counters = [event for event in events if event["ph"] == "C"]
-    assert [(event["ts"] / 1e6, event["args"]["bytes"]) for event in counters] == list(timeline.memory)
-    timeline.save_chrome_trace(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text("utf-8")) == timeline.chrome_trace()
-
-
 def contrast(a: str, b: str) -> float:
     """Contrast of two colours, 1 to 21, as WCAG 2 defines it."""
     darker, lighter = sorted((luminance(a), luminance(b)))

@@ -30,7 +30,7 @@ WORDS["than the link carries"] = "than the link can carry"
 
 
 def timeline_of(trace: Row) -> Timeline:
-    """What :meth:`offload.Timeline.chrome_trace` gave, as a timeline."""
+    """What ``benchmarks.faults`` wrote, as a timeline."""
     spans, memory = [], []
     for event in trace["traceEvents"]:
         begin_s = event.get("ts", 0) * 1e-6
