@@ -1,6 +1,5 @@
 """Timelines: their figures, the table, the Chrome trace and the plot."""
 
-import json
 
 import pytest
 from hypothesis import given
