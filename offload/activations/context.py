@@ -25,7 +25,7 @@ from offload.base import torch_private, trace
 from offload.base.checks import parse_bytes, warn_caller
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import interpreted
-from offload.device.backend import Backend, Stream
+from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
@@ -69,7 +69,6 @@ class OffloadContext(ContextDecorator):
         model_layers: Number of layers in a round.
         min_bytes: Storages below this size are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move.
-        copy_stream: A stream for the copies of both directions, in place of the two shared ones.
         host: How much host memory the context may take; see :class:`HostMemory`.
         policies: What happens to the regions of each layer; where there is none, the same to all.
     """
@@ -81,14 +80,12 @@ class OffloadContext(ContextDecorator):
         *,
         min_bytes: int | str = DEFAULT_MIN_BYTES,
         device: torch.device | str | int | None = None,
-        copy_stream: Stream | None = None,
         host: HostMemory | None = None,
         policies: Sequence[LayerPolicies | None] = (),
     ) -> None:
         torch_private.patch_once(give_up_resized)
         torch_private.leave_to_interpreter()
         backend = get_backend(device)
-        streams = backend.copy_streams if copy_stream is None else (copy_stream, copy_stream)
         self._follow(schedule, policies)
         self.model_layers = model_layers
         self.microbatch = -1
@@ -96,7 +93,7 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         """Whether the context did nothing when it was entered last."""
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
-        self._transfers = Transfers(backend, get_host_pool(backend), *streams, host)
+        self._transfers = Transfers(backend, get_host_pool(backend), host)
         self._round = self._new_round()
         self._first_node = 0
         """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""

@@ -63,18 +63,10 @@ class Reload:
 class Transfers:
     """The two copy streams of a context, the memory that they copy to, and the counts of :class:`OffloadStats`."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        pool: HostPool,
-        d2h_stream: Stream,
-        h2d_stream: Stream,
-        host: HostMemory | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, pool: HostPool, host: HostMemory | None = None) -> None:
         self.backend = backend
         self.pool = pool
-        self.d2h_stream = d2h_stream
-        self.h2d_stream = h2d_stream
+        self.d2h_stream, self.h2d_stream = backend.copy_streams
         self.lock = threading.RLock()
         """Held while storages are reloaded: several threads may read what was saved."""
         self.offloaded_bytes = self.offloaded_tensors = self.offloaded_storages = self.reloaded_bytes = 0
@@ -142,7 +134,7 @@ class Transfers:
 
         Every stream that a capture has forked must be joined before it ends.
         """
-        for stream in {self.d2h_stream, self.h2d_stream}:
+        for stream in (self.d2h_stream, self.h2d_stream):
             if is_capturing(stream):
                 self.backend.compute_stream().wait_event(stream.record_event())
 

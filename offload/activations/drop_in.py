@@ -97,7 +97,7 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         double_buffering: Accepted for compatibility; reloads always overlap with compute.
         manual_synchronization: Return a :class:`ManualOffloadSynchronizer` too, and move only what it is told to.
         retain_pinned_cpu_buffers: Accepted for compatibility; host buffers are always kept for the next step.
-        offload_stream: With manual synchronization, a stream of yours for the copies in both directions.
+        offload_stream: Accepted for compatibility; copies run on the device's two copy streams, one per direction.
         synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``; see
             :meth:`Schedule.from_synchronization_dict`.
         schedule: A schedule of your own, in place of the default one.
@@ -128,10 +128,6 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         )
     if not offload_activations:
         raise ValueError("offload_activations must be True if enabled, got False; pass enabled=False to turn it off.")
-    if offload_stream is not None and not manual_synchronization:
-        raise ValueError(
-            "offload_stream needs manual_synchronization=True; leave it out to use the device's two copy streams."
-        )
     if schedule is not None:
         check_schedule(schedule)
     if schedule is not None and synchronization_dict is not None:
@@ -153,7 +149,6 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         model_layers if schedule is None else schedule.model_layers,
         min_bytes=min_bytes,
         device=device,
-        copy_stream=offload_stream,
         host=HostMemory(max_host_bytes),
     )
     if manual_synchronization:

@@ -282,14 +282,6 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, ())
 
-    @property
-    def __name__(self) -> str:
-        """What ``torch.jit.script`` asks each hook for; an ``AttributeError``, so that others do without."""
-        raise AttributeError(
-            "torch.jit.script must be called on layers without hooks of offload, which it cannot compile; call "
-            "remove() on the handle of the layers, or of those that they are a copy of, first."
-        )
-
 
 def _events_of(layer: nn.Module) -> _LayerEvents | None:
     hooks = forward_pre_hooks(layer).values()

@@ -70,13 +70,9 @@ class Arena:
             self._lives[capture.id] = GraphLife(capture)
 
     @property
-    def graphs_gone(self) -> bool:
-        """Whether nobody can replay the graphs any more."""
-        return all(life.over for life in self._lives.values())
-
-    @property
     def over(self) -> bool:
-        return self.graphs_gone and sum(map(len, self.ready.values())) == self.taken
+        """Whether nobody can replay the graphs any more, nor holds a buffer."""
+        return all(life.over for life in self._lives.values()) and sum(map(len, self.ready.values())) == self.taken
 
 
 def gaps(slabs: Iterable[torch.Tensor], covered: Iterable[Range]) -> list[Range]:

@@ -62,8 +62,6 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
 def empty_host_cache(device: torch.device | str | int | None = None) -> int:
     """Give pinned memory that holds no activations now back to the system. Waits for copies in flight.
 
-    Memory that an interrupt (Ctrl-C) has lost counts as used until then.
-
     Args:
         device: The device whose pool to empty; the current accelerator by default, and the CPU where there is none.
 

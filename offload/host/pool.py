@@ -10,14 +10,13 @@ next copy into the buffer does, on the device.
 
 Note:
     An interrupt (Ctrl-C) can come after any call. Whoever gives a buffer back forgets it first. So an interrupt can
-    lose a buffer, and never hands it out twice. :meth:`HostPool.trim` frees the memory of lost buffers.
+    lose a buffer, whose memory counts as used until the process ends, and never hands it out twice.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -47,14 +46,10 @@ RESERVE_THREADS = 4
 
 
 class HostPool:
-    """Buffers out of slabs that ``allocate`` pins, uint8 of shape ``[nbytes]``; see the module for the policy.
+    """Buffers out of slabs that ``allocate`` pins, uint8 of shape ``[nbytes]``; see the module for the policy."""
 
-    ``synchronize`` blocks until no copy runs; :meth:`trim` calls it if an interrupt has lost a buffer.
-    """
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor], synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
-        self._synchronize = synchronize
         # Reentrant: the garbage collector may run inside of the pool, and a finalizer take a buffer.
         self._lock = threading.RLock()
         # An append is atomic, so that finalizers and other threads give buffers back without the lock.
@@ -197,7 +192,6 @@ class HostPool:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
         with self._lock:
             self._refusal = None
-            self._find_lost()
             self._collect()
             self._reclaim()
             for _, event in self._copied:
@@ -216,22 +210,6 @@ class HostPool:
                 for buffer in itertools.chain.from_iterable(arena.ready.values()):
                     buffer.arena, buffer.events = None, ()
                     self.ready[buffer.nbytes].append(buffer)
-
-    def _find_lost(self) -> None:
-        """Forget buffers that only the pool holds, as an interrupt has lost them.
-
-        Weak references would not do: the garbage collector clears them before it calls the finalizers that give
-        buffers back.
-        """
-        alone, *counts = [sys.getrefcount(one) for one in (object(), *self._buffers)]
-        lost = {buffer for buffer, count in zip(self._buffers, counts, strict=True) if count == alone + 1}
-        lost = {buffer for buffer in lost if buffer.arena is None or buffer.arena.graphs_gone}  # else still written
-        if lost:
-            self._synchronize()  # a copy may still run in a lost buffer, whose event is lost too
-            self._buffers = [buffer for buffer in self._buffers if buffer not in lost]
-        for buffer in lost:
-            if buffer.arena is not None:
-                buffer.arena.taken -= 1
 
     def _carve(self, size: int) -> list[Range]:
         if not any(piece.nbytes >= size for piece in self._free):
@@ -329,5 +307,5 @@ def get_host_pool(backend: Backend) -> HostPool:
             # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
             return memory if backend.device.type == "cpu" else forget_on_fork(memory)
 
-        _pools[backend.device] = HostPool(allocate, backend.synchronize)
+        _pools[backend.device] = HostPool(allocate)
     return _pools[backend.device]

@@ -153,7 +153,7 @@ class PipelineOffload(Handle):
         self.profile = profile
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
-        self._transfers = Transfers(backend, get_host_pool(backend), *backend.copy_streams)
+        self._transfers = Transfers(backend, get_host_pool(backend))
         self._layers = layers
         self._min_bytes = min_bytes
         self._options = options

@@ -106,7 +106,7 @@ def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: i
     for move in moves:
         for rule in _rules(move):
             if not rule.holds(position):
-                raise ValueError(rule.refusal("is refused"))
+                raise ValueError(rule.refusal())
 
 
 class _Rule(NamedTuple):
@@ -123,14 +123,7 @@ class _Rule(NamedTuple):
             return self.may_coincide
         return position[self.earlier] < position[self.later]
 
-    @property
-    def never_holds(self) -> bool:
-        """Whether no order has it: a forward comes after those of earlier layers, and before its backward."""
-        if self.earlier == self.later:
-            return not self.may_coincide
-        return self.later.phase == "F" and self.later.layer <= self.earlier.layer
-
-    def refusal(self, verdict: str) -> str:
+    def refusal(self, verdict: str = "is refused") -> str:
         return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
 
 
@@ -165,15 +158,14 @@ def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     rules = [rule for move in moves for rule in _rules(move)]
     if all(rule.holds(position) for rule in rules):
         return model
-    for rule in rules:
-        if rule.never_holds:
-            raise ValueError(rule.refusal("is refused"))
     try:
         return _microbatch_order(rules, moves, model_layers)
     except CycleError as error:
         # Each point of the cycle comes before the next one, some of them by rules.
         cycle = set(pairwise(error.args[1]))
         broken = [rule for rule in rules if (rule.earlier, rule.later) in cycle]
+    if len({rule.move.layer for rule in broken}) == 1:
+        raise ValueError(broken[0].refusal())
     last = max(broken, key=lambda rule: rule.move.layer)
     raise ValueError(last.refusal("contradicts the entries of earlier layers"))
 
@@ -195,7 +187,7 @@ def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layer
         sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
         sorter.add(backward(layer), forward(layer))
     for rule in rules:
-        if rule.earlier != rule.later:
+        if rule.earlier != rule.later or not rule.may_coincide:
             sorter.add(rule.later, rule.earlier)
     sorter.prepare()
     # A backward is ready only after its reload, unless that starts with it.

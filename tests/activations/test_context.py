@@ -85,11 +85,6 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"offload_activations must be True if enabled, got False; pass enabled=False",
     ),
-    (
-        {"offload_stream": object()},
-        ValueError,
-        r"offload_stream needs manual_synchronization=True; leave it out",
-    ),
     ({"min_bytes": -1}, ValueError, r"min_bytes must be at least 0 bytes, got -1"),
     ({"min_bytes": 0.5}, TypeError, r"min_bytes must be an int \(bytes\) or a text such as .40GiB., got 0\.5"),
     ({"num_layers": 3}, ValueError, r"num_layers must be at most model_layers - 1 = 2, got 3"),

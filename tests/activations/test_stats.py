@@ -186,7 +186,7 @@ def test_no_stall_where_the_copies_were_done(lab: Lab) -> None:
 
 
 def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:
-    transfers = Transfers(lab.backend, lab.pool, lab.d2h_stream, lab.h2d_stream)
+    transfers = Transfers(lab.backend, lab.pool)
     lab.drop(Wait.RELEASE)  # the CPU computes in this thread
     open_gate = lab.hold(lab.d2h_stream)
     copied = lab.backend.record_timed(lab.d2h_stream)
@@ -204,6 +204,7 @@ class FakeBackend:
     capturing = False
     now = 0.0
     pinned_bytes = 0
+    copy_streams = (0.0, 0.0)
 
     def record_timed(self, stream: float) -> float:
         return stream
@@ -225,7 +226,7 @@ class Copied(float):
 def test_stalls_are_the_time_from_the_wait_to_the_copys_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "MOST_PENDING", 3)
     backend: Any = FakeBackend()
-    transfers = Transfers(backend, backend, backend, backend)
+    transfers = Transfers(backend, backend)
 
     def wait(reached_s: Any, copied: Any) -> None:
         transfers.wait_for_copies(reached_s, copied, Wait.RELEASE)

@@ -148,18 +148,6 @@ def test_one_graph_cannot_hold_the_copies(strict: bool, case: Case) -> None:
     case.assert_unharmed()
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a copy"])
-def test_scripting_layers_with_hooks_says_what_to_do(copied: bool, device: torch.device) -> None:
-    case = Case("hooks", device)
-    model = copy.deepcopy(case.model.layers[0]) if copied else case.model.layers[0]
-    with pytest.raises(AttributeError, match=r"torch.jit.script must be called on layers without.*call remove\(\) on"):
-        torch.jit.script(model)
-    case.assert_unharmed()
-    case.handle.remove()
-    layer = case.model.layers[0]
-    assert torch.equal(torch.jit.script(layer)(case.x), layer(case.x))
-
-
 @pytest.mark.parametrize("make", [torch.jit.script, lambda model: by_jit_trace(model, torch.ones(2, 8))])
 def test_layers_of_torchscript_are_refused(make: Callable[[nn.Module], Any]) -> None:
     """Their hooks would never be called."""

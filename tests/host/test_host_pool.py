@@ -77,7 +77,6 @@ TAKE = st.tuples(st.just("take"), st.integers(1, 32 * KIB))
 SAME = st.tuples(st.just("take"), st.sampled_from([512, 3000, 8 * KIB]))
 GIVE = st.tuples(st.just("give"), st.integers(0, 1000))
 REACH = st.tuples(st.just("reach"), st.integers(0, 1000))
-LOSE = st.tuples(st.just("lose"), st.integers(0, 1000))
 TRIM = st.tuples(st.just("trim"), st.just(0))
 Trace = list[tuple[str, int]]
 
@@ -92,7 +91,6 @@ class Replay:
         self.events: list[FakeEvent] = []
         self.count = 0
         self.peak_bytes = 0
-        self.lost_bytes = 0
 
     def run(self, trace: Trace) -> None:
         for action, number in trace:
@@ -110,7 +108,7 @@ class Replay:
             assert piece.dtype is torch.uint8
             piece.fill_(mark)
         self.out.append((buffer, mark))
-        self.peak_bytes = max(self.peak_bytes, sum(rounded(out.nbytes) for out, _ in self.out) + self.lost_bytes)
+        self.peak_bytes = max(self.peak_bytes, sum(rounded(out.nbytes) for out, _ in self.out))
 
     def give(self, which: int) -> None:
         if not self.out:
@@ -122,19 +120,12 @@ class Replay:
         self.pending.update(dict.fromkeys(blocks(buffer), event))
         self.pool.give(buffer, event)
 
-    def lose(self, which: int) -> None:
-        """Nobody gives a buffer back, as after an interrupt: until the pool is trimmed, its memory counts as used."""
-        if self.out:
-            buffer, _ = self.out.pop(which % len(self.out))
-            self.lost_bytes += rounded(buffer.nbytes)
-
     def reach(self, which: int) -> None:
         if self.events:
             self.events[which % len(self.events)].reached = True
 
     def trim(self, _: int) -> None:
         self.pool.trim()
-        self.lost_bytes = 0
         live = {piece.slab.data_ptr() for buffer, _ in self.out for piece in buffer.ranges}
         for block, event in list(self.pending.items()):
             if block[0] not in live:
@@ -145,7 +136,7 @@ class Replay:
         used = [block for buffer, _ in self.out for block in blocks(buffer)]
         assert len(used) == len(set(used)), "two buffers share memory"
         assert self.pool.pinned_bytes <= 1.03 * self.peak_bytes + PAGE_BYTES
-        assert self.pool.used_bytes <= sum(buffer.nbytes for buffer, _ in self.out) + self.lost_bytes
+        assert self.pool.used_bytes <= sum(buffer.nbytes for buffer, _ in self.out)
 
     def finish(self) -> None:
         """Everything comes back."""
@@ -156,7 +147,7 @@ class Replay:
 
 
 @settings(deadline=None)
-@given(trace=st.lists(st.one_of(TAKE, SAME, GIVE, GIVE, LOSE, REACH, TRIM), min_size=25, max_size=80))
+@given(trace=st.lists(st.one_of(TAKE, SAME, GIVE, GIVE, REACH, TRIM), min_size=25, max_size=80))
 def test_any_trace(trace: Trace) -> None:
     replay = Replay(HostPool(Source()))
     replay.run(trace)
@@ -353,23 +344,6 @@ class GivesWhenItDies:
 
     def __del__(self) -> None:
         self.pool.give(self.buffer, REACHED)
-
-
-# Buffers that an interrupt has lost
-
-
-def test_lost_buffers_are_found_by_trim_and_no_others(source: Source) -> None:
-    synchronized: list[int] = []
-    pool = HostPool(source, lambda: synchronized.append(pool.used_bytes))
-    held = [pool.take(size * KIB) for size in (8, 4)]
-    pool.give(held.pop(), REACHED)
-    assert pool.trim() == 4 * KIB
-    assert synchronized == []
-    pool.take(12 * KIB)
-    assert pool.used_bytes == pool.pinned_bytes == 20 * KIB
-    assert pool.trim() == 12 * KIB
-    assert synchronized == [20 * KIB], "nobody knows what was copied there"
-    assert pool.used_bytes == pool.pinned_bytes == sum(buffer.nbytes for buffer in held)
 
 
 def test_what_dies_as_garbage_is_given_back_once(pool: HostPool) -> None:

@@ -1,6 +1,5 @@
 """Timelines: their figures, the table, the Chrome trace and the plot."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
