@@ -157,8 +157,12 @@ class Transfers:
         for event in host.events:
             # The buffer's last user may still read it, or write it.
             wait(stream, event, Wait.HOST_BUFFER)
-        with trace.mark("d2h", layer):
-            self.backend.to_host(stream, host.pieces, memory)
+        try:
+            with trace.mark("d2h", layer):
+                self.backend.to_host(stream, host.pieces, memory)
+        except BaseException:
+            self.pool.give(host, stream.record_event())  # a part of the copy may have been queued
+            raise
         if self._batch is None:
             self._batches += 1
             self._batch = CopyBatch(self._batches)
