@@ -94,13 +94,14 @@ def count_model(
     rates: Rates,
     min_bytes: int,
     *,
+    state: int | None = None,
     lora: int | None = None,
     fused_loss: bool = False,
 ) -> Counted:
     """Count a step with ``batch`` sequences of ``tokens`` tokens each; storages below ``min_bytes`` are not offloaded.
 
-    A trained parameter has AdamW's two numbers of its dtype. Adapters of rank ``lora`` are on all linear layers. The
-    loss may be that of :func:`offload.use_chunked_loss`.
+    A trained parameter has ``state`` bytes of optimizer state, or AdamW's two numbers of its dtype. Adapters of rank
+    ``lora`` are on all linear layers. The loss may be that of :func:`offload.use_chunked_loss`.
 
     Raises:
         ValueError: The step depends on data, or cannot be run with tokens alone; the message names the reason.
@@ -128,7 +129,7 @@ def count_model(
         ) from error
 
     def state_of(parameter: nn.Parameter) -> int:
-        return parameter.requires_grad * 2 * parameter.nbytes
+        return parameter.requires_grad * (2 * parameter.nbytes if state is None else state * parameter.numel())
 
     own, names = [list(layer.parameters()) for layer in layers], [f"model.{name}" for name in lists]
     return Counted(

@@ -56,6 +56,8 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     rates = "per second inside of layers; by default an H200's"
     add("--flops", type=float, default=RATES.flop_per_s, help=f"FLOP {rates}, 630e12")
     add("--bandwidth", type=float, default=RATES.bytes_per_s, help=f"bytes of device memory {rates}, 4e12")
+    state = "bytes of optimizer state per parameter; by default AdamW's two numbers of the dtype"
+    add("--optimizer-bytes", type=int, help=state)
     add("--fused-loss", action="store_true", help="the loss never holds all logits: offload.use_chunked_loss, Liger's")
     return parser.parse_args(words)
 

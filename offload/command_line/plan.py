@@ -33,14 +33,15 @@ USABLE = 0.92
 
 def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Plan how to train a Hugging Face language model, by its config, without loading it."""
-    for name, least in (("tokens", 1), ("batch", 1), ("lora", 1)):
+    for name, least in (("tokens", 1), ("batch", 1), ("lora", 1), ("optimizer_bytes", 0)):
         if (given := getattr(options, name)) is not None:
-            check_int(f"--{name}", given, least=least)
+            check_int(f"--{name.replace('_', '-')}", given, least=least)
     memory = _device_bytes() if options.memory is None else options.memory
     link = H200 if options.link is None else Link(options.link, options.link, DUPLEX * options.link, "--link")
     rates = Rates(options.flops, options.bandwidth)
     config, size = read_config(options.model, options.set), (options.batch, options.tokens)
-    model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, lora=options.lora, fused_loss=options.fused_loss)
+    changes = {"state": options.optimizer_bytes, "lora": options.lora, "fused_loss": options.fused_loss}
+    model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, **changes)
     made = recipes_for(model, int(USABLE * memory), link, options.host_memory)
     write = call_for(model, made, memory)
     saved, loss = (format_bytes(nbytes) for nbytes in (model.profile.saved_bytes, model.profile.loss_bytes))

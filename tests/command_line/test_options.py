@@ -37,6 +37,7 @@ def test_has_a_script_and_a_version(capsys):
         ("--memory 8GiB --lora 0", "--lora must be at least 1, got 0"),
         ("--memory 8GiB --tokens 0", "--tokens must be at least 1, got 0"),
         ("--memory 8GiB --batch -1", "--batch must be at least 1, got -1"),
+        ("--memory 8GiB --optimizer-bytes -1", "--optimizer-bytes must be at least 0, got -1"),
         ("--memory 8GiB --bandwidth 0", "bandwidth must be a positive, finite number, got 0.0"),
         ("--memory 8GiB --flops nan", "flops must be a positive, finite number, got nan"),
     ],
