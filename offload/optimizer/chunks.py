@@ -4,6 +4,9 @@ A chunk is made of pieces of parameters. The state of the pieces is loaded into 
 own class runs on the pieces, by way of a stand-in; the new state is copied back to the host. Three slots let the load
 of one chunk, the step of another and the copy of a third run at the same time. Nothing blocks the host, and from the
 second step on nothing is allocated but what the optimizer's own step allocates.
+
+Of parameters whose weights are on the host, the weights and the gradients there are loaded with the state, as far as
+they are not on the device already, and the weights are written with the state.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from torch import nn
 from offload.base import trace
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.optimizer.proof import dtype_of_step, is_large
+from offload.optimizer.proof import dtype_of_step, gradient_dtype, is_counter, is_large
 from offload.optimizer.remainder import REMAINDER, join, split
 from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step, with_groups
-from offload.optimizer.state import ParameterState, StateStore, local
+from offload.optimizer.state import TOTAL, WEIGHTS, ParameterState, StateStore, local
 
 NUM_SLOTS = 3
 PIECE_ELEMENTS = 1024
@@ -34,14 +37,14 @@ PIECE_ELEMENTS = 1024
 class StepWait(Enum):
     """The only places where streamed optimizer state waits, and what would go wrong without."""
 
-    LOADED = "compute steps with state that has not arrived on the device"
+    LOADED = "compute steps with state, or weights, that have not arrived on the device"
     SLOT = "a load overwrites state that is still being copied to the host, or memory that compute still uses"
     WRITTEN = "a load reads state on the host that is still being written"
     STEPPED = "a copy to the host reads state before compute has written it"
     RELEASE = "compute reuses the memory of state that is still being copied to the host"
     GRADIENT = "a step beside backward reads a gradient before backward has written it"
     JOINED = "backward returns, or reuses the memory of a gradient, while a step beside it still runs"
-    READ = "the program reads state on the host that is still being written"
+    READ = "the program reads state, or weights, on the host that are still being written"
 
 
 class ParameterPiece(NamedTuple):
@@ -96,7 +99,8 @@ class ChunkStepper:
         self._d2h_stream, self._h2d_stream = backend.copy_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
-        self._last_copy: Event | None = None
+        self.last_copy: Event | None = None
+        """Of all that were queued to the host; ``None`` if it is known to be over."""
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     @property
@@ -117,14 +121,19 @@ class ChunkStepper:
 
     def settle(self) -> None:
         """Block until no copy to the host runs."""
-        if self._last_copy is not None:
-            self.backend.wait_on_host(self._last_copy, StepWait.READ)
-            self._last_copy = None
+        if self.last_copy is not None:
+            self.backend.wait_on_host(self.last_copy, StepWait.READ)
+            self.last_copy = None
 
     def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Step these parameters, each given with the number of its group."""
         parameters = list(parameters)
         for _, parameter in parameters:
+            state = self.store.of(parameter)
+            if state.on_host and state.gradient is None:
+                state.total = parameter.grad
+            if state.total is not None:
+                state.total = _dense(state.total, local(parameter))
             self._place_gradient(parameter)
         chunks = self.split(parameters)
         loaded: list[Loaded] = []
@@ -133,7 +142,10 @@ class ChunkStepper:
                 loaded.append(self.load(chunks[len(loaded)]))
             self.step_chunk(loaded[number])
         for _, parameter in parameters:
-            self.store.of(parameter).gradient = None
+            state = self.store.of(parameter)
+            state.forget_step()
+            if state.on_host:  # written where autograd does not see it
+                torch.autograd.graph.increment_version(parameter)
 
     def _place_gradient(self, parameter: Any) -> None:
         """A sharded parameter's gradient must be sharded alike: some layers leave sums to whoever reads them."""
@@ -173,6 +185,7 @@ class ChunkStepper:
             tensors.append(parts)
             if not piece.state.resident:
                 sources += [(parts, key, part) for key, part in parts.items()]
+            sources += [(parts, key, piece.of(source)) for key, source in piece.state.sources().items()]
         slot = self._take_slot(sum(aligned(part.nbytes) for *_, part in sources))
         if not sources:
             return Loaded(chunk, slot, tensors, None)
@@ -216,10 +229,12 @@ class ChunkStepper:
             backend.wait(compute, slot.free, StepWait.RELEASE)
             while slot.held:
                 backend.discard(slot.held.pop())
-        made = self._run(loaded)
         copies: list[tuple[ParameterState, torch.Tensor, torch.Tensor]] = []
-        for piece, entry in zip(loaded.chunk, made, strict=True):
+        for piece, (target, entry) in zip(loaded.chunk, self._run(loaded), strict=True):
             copies += self._keep(piece, entry)
+            if piece.state.on_host:
+                # .data: a version of its own, as the thread that copies must not count the parameter's.
+                copies.append((piece.state, piece.of(piece.state.parameter.data), target))
         slot.free = stepped = compute.record_event()
         if copies:
             backend.wait(self._d2h_stream, stepped, StepWait.STEPPED)
@@ -227,7 +242,7 @@ class ChunkStepper:
                 for _, home, value in copies:
                     backend.copy(self._d2h_stream, home, value)
                     self.counters["written_bytes"] += home.nbytes
-            slot.free = self._last_copy = self._d2h_stream.record_event()
+            slot.free = self.last_copy = self._d2h_stream.record_event()
             slot.held = [value for *_, value in copies]
         for state, *_ in copies:
             state.written = slot.free
@@ -243,17 +258,17 @@ class ChunkStepper:
     def forget(self) -> None:
         """A checkpoint was loaded: nothing is left of a step that was cut off."""
         for _, parameter in with_groups(self.optimizer):
-            self.store.of(parameter).gradient = None
+            self.store.of(parameter).forget_step()
         self._changes.clear()
         self.torn = ""
 
-    def _run(self, loaded: Loaded) -> list[dict[str, Any]]:
-        """Run the step of the optimizer's class on a chunk; returns the state of each piece."""
+    def _run(self, loaded: Loaded) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Run the step of the optimizer's class on a chunk; returns the weights and the state of each piece."""
         groups: dict[int, Group] = {}
         states: dict[Any, Any] = defaultdict(dict)
         stepped = []
         for piece, tensors in zip(loaded.chunk, loaded.tensors, strict=True):
-            target, parameter = self._parameter(piece, tensors.get(REMAINDER))
+            target, parameter = self._parameter(piece, tensors)
             stepped.append((target, parameter))
             group = groups.setdefault(piece.group, {**self.optimizer.param_groups[piece.group], "params": []})
             group["params"].append(parameter)
@@ -263,6 +278,9 @@ class ChunkStepper:
                 # Each piece advances counters of its own; those of the last piece are kept.
                 counts = isinstance(value, torch.Tensor) and not piece.last and key not in tensors
                 states[parameter][key] = value.clone() if counts else tensors.get(key, value)
+                if piece.state.on_host and is_counter(value) and (group.get("fused") or group.get("capturable")):
+                    # PyTorch loads counters to where it finds the parameter; from the second step on they are here.
+                    states[parameter][key] = states[parameter][key].to(self.backend.device)
         stand_in = stand_in_for(self.optimizer, list(groups.values()), states)
         unhooked_step(self.optimizer)(stand_in)
         for target, parameter in stepped:
@@ -276,22 +294,13 @@ class ChunkStepper:
             self._changes.append((original, changes(original, group, {"params"})))
         attributes = vars(self.optimizer)
         self._changes.append((attributes, changes(attributes, vars(stand_in), OWN)))
-        return [states[parameter] for _, parameter in stepped]
+        return [(target, states[parameter]) for target, parameter in stepped]
 
-    def _parameter(self, piece: ParameterPiece, remainder: torch.Tensor | None) -> tuple[torch.Tensor, nn.Parameter]:
-        """The piece of the parameter, and what the step is given: that, or a copy in the state's dtype."""
+    def _parameter(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, nn.Parameter]:
+        """The piece of the weights, and what the step is given: that, or a copy in the state's dtype."""
         given = piece.state.parameter
-        gradient = given.grad if piece.state.gradient is None else piece.state.gradient
-        assert gradient is not None  # noqa: S101  # only parameters with one are stepped
-        whole, gradient = local(given), local(gradient)
-        if gradient.layout is not torch.strided:
-            raise TypeError(
-                f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
-                f"of shape {tuple(whole.shape)}; build the embedding with sparse=False."
-            )
-        if gradient.stride() != whole.stride():
-            gradient = torch.empty_like(whole, dtype=gradient.dtype).copy_(gradient)
-        target, gradient = piece.of(whole), piece.of(gradient)
+        remainder = tensors.get(REMAINDER)
+        target, gradient = self._weights(piece, tensors), self._gradient(piece, tensors)
         dtype = dtype_of_step(target, self.store.state_dtype)
         value = target.to(dtype) if remainder is None else join(target, remainder)
         parameter = nn.Parameter(value, requires_grad=given.requires_grad)
@@ -301,6 +310,27 @@ class ChunkStepper:
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         return target, parameter
+
+    def _weights(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The piece of the weights, on the device."""
+        state = piece.state
+        if not state.on_host:
+            return piece.of(local(state.parameter))
+        return tensors[WEIGHTS] if state.weights is None else piece.of(state.weights)
+
+    def _gradient(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The piece of the gradient, on the device, with what earlier microbatches have left on the host."""
+        state, total = piece.state, tensors.get(TOTAL)
+        given, whole = state.parameter, local(state.parameter)
+        gradient = given.grad if state.gradient is None else state.gradient
+        assert gradient is not None  # noqa: S101  # only parameters with one are stepped
+        if total is not None and state.gradient is None:
+            return total
+        gradient = piece.of(_dense(local(gradient), whole))
+        if total is not None:
+            return total.add_(gradient)
+        # As autograd would add it to parameter.grad.
+        return gradient.to(gradient_dtype(given)) if state.on_host else gradient
 
     def _keep(
         self, piece: ParameterPiece, made: dict[str, Any]
@@ -327,3 +357,15 @@ class ChunkStepper:
             if piece.last:
                 store.shown.entry(state.parameter, keep=True)[key] = state.homes[key] if key in held else value
         return copies
+
+
+def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient with its numbers in the order of the weights in memory."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
+            f"of shape {tuple(weights.shape)}; build the embedding with sparse=False."
+        )
+    if gradient.stride() == weights.stride():
+        return gradient
+    return torch.empty_like(weights, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

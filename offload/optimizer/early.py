@@ -3,6 +3,9 @@
 Autograd calls a hook when it has added a gradient to ``parameter.grad``. The parameters are collected until they fill a
 chunk. Then the chunk's load is queued, and its step on a stream of its own, behind the gradients and the load. So
 compute waits for no load. At the end of backward compute waits for the last step.
+
+Layers whose weights are on the host give their gradients by themselves, layer by layer: see
+:mod:`offload.weights.step`. Their weights are updated in the layer's device memory and copied to the host.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -23,8 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from offload.base.torch_private import ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
+from offload.optimizer.host_weights import WeightHolder, holders_of
 from offload.optimizer.stand_in import with_groups
 from offload.optimizer.state import local
+
+CUT_OFF = "backward was cut off when some parameters had made their step"
 
 
 class _Seen(NamedTuple):
@@ -32,6 +38,27 @@ class _Seen(NamedTuple):
 
     gradient: torch.Tensor
     version: int
+
+
+class LayerGradient(NamedTuple):
+    """The gradient of a parameter whose weights are on the host."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    """On the device."""
+    total: torch.Tensor | None
+    """On the host: what earlier microbatches have left, to which the gradient is added."""
+    weights: torch.Tensor | None
+    """On the device, where they are updated; ``None`` if they have to be loaded."""
+
+
+class _BackwardFlight(NamedTuple):
+    """Gradients in use beside compute, and the event after which they are not."""
+
+    gradients: list[torch.Tensor]
+    stepped: Event
+    owned: bool
+    """Whether the program does not have them in ``parameter.grad``."""
 
 
 class BackwardSteps:
@@ -55,15 +82,22 @@ class BackwardSteps:
         self._room = 0
         self._seen: dict[torch.Tensor, _Seen | None] = {}
         """The parameters that this step has stepped; ``None`` where the gradient was consumed."""
-        self._flights: deque[tuple[list[torch.Tensor], Event]] = deque()
-        """Gradients in use beside compute, and the event after which they are not."""
-        self._runs: set[int] = set()
-        """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested."""
+        self._flights: deque[_BackwardFlight] = deque()
+        self._runs: set[object] = set()
+        """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
+        backward of streamed layers, which ends by itself."""
+        self._holders = weakref.WeakSet[WeightHolder]()
         self.watch()
 
     def watch(self) -> None:
         """Put hooks on the parameters that have none yet."""
-        for _, parameter in with_groups(self._stepper.optimizer):
+        parameters = [parameter for _, parameter in with_groups(self._stepper.optimizer)]
+        for holder in holders_of(parameters):
+            holder.begin_steps(self, parameters)
+            self._holders.add(holder)
+        for parameter in parameters:
+            if self._stepper.store.of(parameter).on_host:
+                continue
             if type(parameter).__name__ == "FlatParameter":
                 raise ValueError(
                     "in_backward must be False with FullyShardedDataParallel, which reduces gradients after autograd "
@@ -82,6 +116,8 @@ class BackwardSteps:
     def close(self) -> None:
         """Take the hooks off."""
         self._take_off()
+        for holder in list(self._holders):
+            holder.end_steps()
 
     def finish(self) -> set[torch.Tensor]:
         """``optimizer.step()`` was called: returns the parameters that have made the step. Raises if it was wrong."""
@@ -107,17 +143,12 @@ class BackwardSteps:
         store = self._stepper.store
         if not self.enabled:
             return
-        if not self._runs:
-            self._begin()
         if (run := this_backward()) not in self._runs:
+            if not self._runs:
+                self._begin()
             when_backward_ends(_Run(self, run))
             self._runs.add(run)  # last: an interrupt leaves no run that nothing ends
-        if parameter in self._seen or parameter in self._waiting:
-            raise RuntimeError(
-                "a parameter must get one gradient in each step if in_backward=True, but one of shape "
-                f"{tuple(parameter.shape)} got another after its step; call optimizer.step() after each backward, and "
-                "run all microbatches of a step but the last in handle.no_step()."
-            )
+        self._check_first(parameter)
         if parameter not in self._groups:
             return  # it was taken out of the optimizer
         if self._consume:
@@ -126,6 +157,48 @@ class BackwardSteps:
         self._room -= local(parameter).numel() * store.bytes_per_element(parameter)
         if self._room <= 0:
             self._step_waiting()
+
+    def _check_first(self, parameter: torch.Tensor) -> None:
+        if parameter in self._seen or parameter in self._waiting:
+            raise RuntimeError(
+                "a parameter must get one gradient in each step if in_backward=True, but one of shape "
+                f"{tuple(parameter.shape)} got another after its step; call optimizer.step() after each backward, and "
+                "run all microbatches of a step but the last in handle.no_step()."
+            )
+
+    def begin_run(self, run: object) -> None:
+        """The backward of streamed layers has its first gradient; :meth:`end_run` has to be called at its end."""
+        if run not in self._runs:
+            if not self._runs:
+                self._begin()
+            self._runs.add(run)
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer has the parameter."""
+        return parameter in self._groups
+
+    def step_layer(self, given: Sequence[LayerGradient], most_flights: int) -> Event | None:
+        """Step parameters of one layer; returns the event after which the new weights are on the host.
+
+        Compute waits until at most ``most_flights`` steps use device memory.
+        """
+        store = self._stepper.store
+        for one in given:
+            self._check_first(one.parameter)
+        self._stepper.torn = CUT_OFF
+        for one in given:
+            state = store.of(one.parameter)
+            state.gradient, state.total, state.weights = one.gradient, one.total, one.weights
+        self._step([one.parameter for one in given], owned=True)
+        while len(self._flights) > most_flights:
+            self._land()
+        return self._stepper.last_copy
+
+    def settle(self) -> None:
+        """Block until no copy to the host runs, also those of a step that an interrupt has cut off."""
+        if self._stepper.torn and not self._runs:
+            self._stepper.backend.synchronize()
+        self._stepper.settle()
 
     def _begin(self) -> None:
         """The first gradient of a backward."""
@@ -138,51 +211,54 @@ class BackwardSteps:
 
     def _step_waiting(self) -> None:
         """Step what is waiting, on the stream beside compute."""
-        stepper, backend, parameters = self._stepper, self._stepper.backend, list(self._waiting)
-        self._waiting, self._room = {}, stepper.chunk_bytes
-        if not parameters:
-            return
+        parameters = list(self._waiting)
+        self._waiting, self._room = {}, self._stepper.chunk_bytes
+        if parameters:
+            self._step(parameters, owned=self._consume)
+        while len(self._flights) > NUM_SLOTS:
+            self._land()
+
+    def _step(self, parameters: list[torch.Tensor], *, owned: bool) -> None:
+        stepper, backend = self._stepper, self._stepper.backend
         states = [stepper.store.of(parameter) for parameter in parameters]
-        found = [state.gradient if self._consume else state.parameter.grad for state in states]
+        found = [state.gradient if owned else state.parameter.grad for state in states]
         gradients = [gradient for gradient in found if gradient is not None]  # all of them
         compute = backend.compute_stream()
         complete = compute.record_event()
         before = stepper.counters["chunks"]
-        stepper.torn = "backward was cut off when some parameters had made their step"
+        stepper.torn = CUT_OFF
         with torch.no_grad(), backend.running_on(self._stream):
             backend.wait(backend.compute_stream(), complete, StepWait.GRADIENT)
             stepper.step([(self._groups[parameter], parameter) for parameter in parameters])
             stepped = backend.compute_stream().record_event()
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state, gradient in zip(states, gradients, strict=True):
-            self._seen[state.parameter] = None if self._consume else _Seen(gradient, gradient._version)
-        self._flights.append((gradients, stepped))
-        while len(self._flights) > NUM_SLOTS:
-            self._land()
+            self._seen[state.parameter] = None if owned else _Seen(gradient, gradient._version)
+        self._flights.append(_BackwardFlight(gradients, stepped, owned))
 
     def _land(self) -> None:
         """Compute waits for the oldest step beside it: it may use the memory of the gradients from here on."""
-        gradients, stepped = self._flights.popleft()
+        gradients, stepped, owned = self._flights.popleft()
         backend = self._stepper.backend
-        if self._consume or not self._flights:
+        if owned or not self._flights:
             backend.wait(backend.compute_stream(), stepped, StepWait.JOINED)
         while gradients:
             gradient = gradients.pop()
-            if self._consume:  # else the program has it in parameter.grad
+            if owned:  # else the program has it in parameter.grad
                 backend.discard(gradient)
 
     def _drop(self) -> None:
         """Forget what backward has left undone, and wait until nothing runs beside compute."""
         for parameter in self._waiting:
-            self._stepper.store.of(parameter).gradient = None
+            self._stepper.store.of(parameter).forget_step()
         self._waiting.clear()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
-            self._stepper.backend.wait_on_host(self._flights[-1][1], StepWait.JOINED)
+            self._stepper.backend.wait_on_host(self._flights[-1].stepped, StepWait.JOINED)
             self._flights.clear()
 
-    def end_run(self, run: int, *, failed: bool) -> None:
-        """A run of autograd's engine is over: at the end of the outermost, compute waits for all steps."""
+    def end_run(self, run: object, *, failed: bool) -> None:
+        """A run is over: at the end of the last, which is the outermost, compute waits for all steps."""
         self._runs.discard(run)
         if failed:
             self._drop()

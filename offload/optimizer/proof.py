@@ -54,14 +54,16 @@ class _Tried(NamedTuple):
         return [_Tried([], self.options, value, gradients) for value, *gradients in parts]
 
 
-def prove(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> Proof:
-    """Try the optimizer's class, with its options, on small parameters of the same kinds.
+def prove(
+    optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None, device: torch.device | None = None
+) -> Proof:
+    """Try the optimizer's class, with its options, on small parameters of the same kinds, on the ``device`` that steps.
 
     Raises:
         TypeError: The optimizer cannot step parameters one by one.
     """
     _refuse_wrappers(optimizer)
-    tried = list(_small_parameters(optimizer, state_dtype))
+    tried = list(_small_parameters(optimizer, state_dtype, device))
     devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
     with torch.random.fork_rng(list(devices)):
         try:
@@ -97,6 +99,11 @@ def _no_proof(optimizer: torch.optim.Optimizer, why: str) -> TypeError:
     )
 
 
+def is_counter(value: object) -> bool:
+    """Whether a value in an optimizer's state is a tensor of one number."""
+    return isinstance(value, torch.Tensor) and not value.ndim
+
+
 def is_large(value: object) -> bool:
     """Whether a value in an optimizer's state is a tensor of more than one number."""
     return isinstance(value, torch.Tensor) and value.numel() > 1
@@ -120,7 +127,9 @@ def of_shape(value: object, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
 
 
-def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None) -> Iterable[_Tried]:
+def _small_parameters(
+    optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None, device: torch.device | None
+) -> Iterable[_Tried]:
     """Two parameters for each kind of options, dtype and number of dimensions, like the largest of the kind."""
     kinds: dict[object, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
@@ -131,7 +140,8 @@ def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype
         told = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("lr", "initial_lr")))
         for parameter in group["params"]:
             if parameter.numel() and parameter.ndim:
-                kinds.setdefault((told, parameter.dtype, parameter.ndim), (options, []))[1].append(parameter)
+                kind = told, parameter.dtype, gradient_dtype(parameter), parameter.ndim
+                kinds.setdefault(kind, (options, []))[1].append(parameter)
     numbers = torch.Generator().manual_seed(0)
     for options, parameters in kinds.values():
         largest = max(parameters, key=torch.numel)
@@ -139,13 +149,20 @@ def _small_parameters(optimizer: torch.optim.Optimizer, state_dtype: torch.dtype
         dtype = dtype_of_step(largest, state_dtype)
         for scale in (1.0, 8.0):  # what depends on a norm of several parameters shows
             drawn = [scale * torch.randn(size, generator=numbers) for _ in range(TRIAL_STEPS + 1)]
-            value, *gradients = (one.to(largest.device, dtype) for one in drawn)
+            value, *gradients = (one.to(device or largest.device, dtype) for one in drawn)
+            if dtype is largest.dtype:  # else they are converted as well
+                gradients = [one.to(gradient_dtype(largest)) for one in gradients]
             yield _Tried(parameters, options, value, gradients)
 
 
 def dtype_of_step(parameter: torch.Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a parameter is stepped in; one without dimensions, whose state is as small, in its own."""
     return state_dtype if state_dtype and parameter.ndim and parameter.is_floating_point() else parameter.dtype
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of ``parameter.grad``."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 _Outcome = tuple[torch.Tensor, dict[str, Any]]
@@ -162,6 +179,8 @@ def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> li
         stand_in = stand_in_for(optimizer, groups, state)
         for number in range(TRIAL_STEPS):
             for one, parameter in zip(tried, parameters, strict=True):
+                if parameter.dtype is not one.gradients[number].dtype:
+                    parameter.grad_dtype = one.gradients[number].dtype
                 parameter.grad = one.gradients[number].clone()
             step(stand_in)
         results += [(parameter.detach(), state[parameter]) for parameter in parameters]

@@ -18,8 +18,12 @@ from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool, get_host_pool
+from offload.optimizer.host_weights import holder_of
 from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
 from offload.optimizer.remainder import REMAINDER
+
+WEIGHTS, TOTAL = "(weights)", "(gradient)"
+"""Names of what is loaded beside the state of a parameter whose weights are on the host."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,10 +83,29 @@ class ParameterState:
         self.parameter = parameter
         self.resident = False
         self.homes: dict[str, torch.Tensor] = {}
+        self.on_host = holder_of(parameter) is not None
+        """Whether the weights are on the host, and are loaded and written as the state is."""
         self.gradient: torch.Tensor | None = None
         """What is stepped with, where backward has taken it out of ``parameter.grad``."""
+        self.weights: torch.Tensor | None = None
+        """The weights on the device, where a layer that was in backward has left them there."""
+        self.total: torch.Tensor | None = None
+        """Of weights on the host: the gradient there, to which :attr:`gradient` is added if there is one."""
         self.written: Event | None = None
         """After it, the copies that were queued to the homes are over."""
+
+    def sources(self) -> dict[str, torch.Tensor]:
+        """What a step needs on the device beside state and :attr:`gradient`."""
+        found = {}
+        if self.on_host and self.weights is None:
+            found[WEIGHTS] = self.parameter.data
+        if self.total is not None:
+            found[TOTAL] = self.total
+        return found
+
+    def forget_step(self) -> None:
+        """The step is made, or will not be."""
+        self.gradient = self.weights = self.total = None
 
 
 class _Wanted(NamedTuple):
@@ -129,11 +152,12 @@ class StateStore:
         return self._states[parameter]
 
     def bytes_per_element(self, parameter: torch.Tensor) -> int:
-        """What a chunk has of each element: its state, or, if there is none, what is stepped."""
+        """What a chunk has of each element: what is loaded, or, if nothing is, what is stepped."""
         state, numel = self.of(parameter), max(1, local(parameter).numel())
         homes = sum(home.nbytes for home in state.homes.values()) // numel
         layout = sum(dtype.itemsize for dtype in self.layout(parameter).values())
-        return max(homes or layout, dtype_of_step(parameter, self.state_dtype).itemsize)
+        beside = sum(one.element_size() for one in state.sources().values())
+        return max((homes or layout) + beside, dtype_of_step(parameter, self.state_dtype).itemsize)
 
     def is_home(self, value: object, parameter: torch.Tensor) -> bool:
         """Whether a value in a parameter's state is held here; the optimizer's other values remain as they are."""
@@ -200,24 +224,27 @@ class StateStore:
                     parts[key] = value.to(self._backend.device)
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
 
-    def on_device(self) -> defaultdict[Any, Any]:
+    def moved_back(self) -> defaultdict[Any, Any]:
         """The state as the optimizer itself would hold it."""
         states: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, entry in self.shown.items():
             states[parameter] = entry
             if parameter in self._states:
                 states[parameter] = {
-                    key: spread(self._on_device(value, parameter), parameter)
-                    if isinstance(value, torch.Tensor) and value.ndim
+                    key: spread(self._beside(value, parameter), parameter)
+                    if isinstance(value, torch.Tensor) and (value.ndim or self._states[parameter].on_host)
                     else value
                     for key, value in entry.items()
                     if key != REMAINDER
                 }
         return states
 
-    def _on_device(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        dtype = parameter.dtype if self.state_dtype and value.is_floating_point() else value.dtype
-        return torch.empty_like(value, dtype=dtype, device=self._backend.device).copy_(value)
+    def _beside(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Where the parameter is: on the device, unless its weights are on the host, and so the next steps."""
+        device = parameter.device if self._states[parameter].on_host else self._backend.device
+        narrowed = self.state_dtype and value.ndim and value.is_floating_point()
+        dtype = parameter.dtype if narrowed else value.dtype
+        return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
 
     def _allocate(self, wanted: Sequence[_Wanted]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""

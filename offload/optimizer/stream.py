@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -19,6 +19,7 @@ from offload.device.capture import CaptureError
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper
 from offload.optimizer.early import BackwardSteps
+from offload.optimizer.host_weights import holder_of, holders_of
 from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import with_groups, without_parameters
 from offload.optimizer.state import local, spread
@@ -45,7 +46,7 @@ class OptimizerStats:
     backward_chunks: int = 0
     """Chunks that were stepped beside backward; the others were stepped in ``optimizer.step()``."""
     loaded_bytes: int = 0
-    """State copied from the host to the device."""
+    """State copied from the host to the device, and weights and gradients that are on the host."""
     written_bytes: int = 0
     """State copied from the device to the host."""
     host_bytes: int = 0
@@ -126,7 +127,8 @@ class StreamedOptimizer(Handle):
     def remove(self, *, on_device: bool = True) -> None:
         """Stop streaming, and move the state to the device. A second call does nothing.
 
-        State in ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
+        State of parameters whose weights are streamed moves to ordinary memory of the host instead. State in
+        ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
         ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
         optimizer that steps no more.
         """
@@ -135,7 +137,7 @@ class StreamedOptimizer(Handle):
             return
         stepper.settle()
         host = stepper.store.shown
-        stepper.optimizer.state = stepper.store.on_device() if on_device else defaultdict(dict, dict(host.items()))
+        stepper.optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
         for hook in self._hooks:
             hook.remove()
         if self._early is not None:
@@ -174,8 +176,11 @@ class StreamedOptimizer(Handle):
             kwargs = {**kwargs, "closure": lambda: loss}
         stepper.torn = "optimizer.step() was cut off"
         done = set() if self._early is None else self._early.finish()
+        left = [(n, p) for n, p in with_groups(optimizer) if p.grad is not None and p not in done]
         with torch.no_grad():
-            stepper.step([(n, p) for n, p in with_groups(optimizer) if p.grad is not None and p not in done])
+            stepper.step(left)
+        if any(stepper.store.of(parameter).on_host for _, parameter in left):
+            stepper.settle()  # the program may read or change the weights, and the next forward loads them
         stepper.finish()
         stepper.torn = ""
         return (without_parameters(optimizer),), kwargs
@@ -261,6 +266,8 @@ def stream_optimizer(
     Args:
         optimizer: Any optimizer that steps each parameter by itself, which is tried on small parameters. Its parameters
             are on one device. Of parameters that ``fully_shard`` has sharded, each rank has the state of its own part.
+            Parameters that :func:`stream_weights` holds on the host are stepped on the device that their layers compute
+            on: with ``in_backward`` right after their layer's backward, and their gradients never go to the host.
         chunk_bytes: State in one chunk, and the size of each of three slots on the device: bytes, or a text such as
             ``"512MiB"``; an eighth of all streamed state where that is less. Optimizers that are not elementwise, such
             as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
@@ -274,7 +281,8 @@ def stream_optimizer(
         in_backward: Step each parameter beside backward, as soon as its gradient is complete; ``optimizer.step()`` then
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
-        consume_gradients: Free each gradient after its step beside backward: ``p.grad`` is ``None`` then.
+        consume_gradients: Free each gradient after its step beside backward: ``p.grad`` is ``None`` then. That of
+            parameters that :func:`stream_weights` holds is freed in any case.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -297,11 +305,15 @@ def stream_optimizer(
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
+    if in_backward:
+        parameters = [parameter for _, parameter in with_groups(optimizer)]
+        for holder in holders_of(parameters):
+            holder.check_steps(parameters)
     stepper = ChunkStepper(
         optimizer,
         get_backend(device),
         chunk_size,
-        proof=prove(optimizer, state_dtype),
+        proof=prove(optimizer, state_dtype, device),
         state_dtype=state_dtype,
         master_weights=master_weights,
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
@@ -332,11 +344,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
-    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
+    devices = list(dict.fromkeys(_steps_on(parameter) for parameter in parameters))
     if len(devices) != 1:
         raise ValueError(
             f"optimizer must have its parameters on one device, got {' and '.join(map(str, devices)) or 'none'}; build "
-            "an optimizer for each device. Parameters that stream_weights holds are on the CPU."
+            "an optimizer for each device, or move the modules outside of the layers whose weights are streamed."
         )
     for parameter in parameters:
         part = local(parameter)
@@ -347,3 +359,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             )
     device: torch.device = devices[0]
     return device
+
+
+def _steps_on(parameter: torch.Tensor) -> torch.device:
+    """Where the parameter is stepped: where it is, or, if its weights are streamed, where they are streamed to."""
+    holder = holder_of(parameter)
+    return parameter.device if holder is None else holder.device
+
+
+def streams_any_of(parameters: Collection[torch.Tensor]) -> bool:
+    """Whether the state of one of these parameters is streamed."""
+    return any(parameter in parameters for optimizer in _streamed for _, parameter in with_groups(optimizer))

@@ -34,12 +34,12 @@ from offload.weights.parameter import Gradients, HostParameter, StandIn
 class WeightWait(Enum):
     """The only places where weight streaming waits, and what would go wrong without.
 
-    The first seven are waits of one stream for another. The last three are waits of the host: of the worker
-    that adds gradients, of ``backward()`` at its end, and of an optimizer at the start of its step.
+    The first seven are waits of one stream for another. The last four are waits of the host: of the worker
+    that adds gradients, of ``backward()`` at its end, twice, and of an optimizer at the start of its step.
     """
 
     LOADED = "compute reads a weight before its load has finished"
-    SLOT = "a load overwrites weights that compute still reads"
+    SLOT = "a load overwrites weights that compute still reads, or that are being copied to the host after a step"
     GRADIENT = "a copy to the host reads a gradient before compute has written it"
     SUM_LANDING = "a load of what gradients are added to overwrites memory that compute still uses"
     SUM = "a gradient is added to a sum that is still being copied to the device"
@@ -47,6 +47,7 @@ class WeightWait(Enum):
     RELEASE = "compute reuses the memory of a gradient that is still being copied to the host"
     STAGED = "the worker reads a gradient that has not arrived on the host"
     WRITTEN = "backward() returns before its last gradient has arrived in p.grad"
+    UPDATED = "backward() returns before the weights that it has stepped are on the host"
     SOURCE = "the host changes a weight that is still being copied to the device"
 
 
@@ -58,7 +59,8 @@ class Slot:
         self.rank = -1  # of the layer whose weights it holds, or will hold once loaded
         self.version = 0  # the layer's, when it was loaded
         self.epoch = -1  # that of WeightSlots, when it was loaded
-        self.used = backend.compute_stream().record_event()  # after it, compute no longer needs what the slot holds
+        # After it, neither compute nor the copies of updated weights need what the slot holds.
+        self.used = backend.compute_stream().record_event()
         self.loaded = self.used  # after it, the slot holds the weights, and the copy reads the host no longer
 
 
@@ -210,6 +212,7 @@ class WeightSlots:
     def _load(self, layer: WeightLayer) -> None:
         slot = layer.slot
         if self._backend.poison:
+            self._backend.wait(self._backend.compute_stream(), slot.used, WeightWait.SLOT)
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()
         self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)

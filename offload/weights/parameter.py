@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.base.tensors import own_storage
 from offload.base.torch_private import has_gradient_hooks, is_captured, run_first
+from offload.optimizer.proof import gradient_dtype
 
 
 class HostParameter:
@@ -59,7 +60,7 @@ class HostParameter:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        return self.parameter.grad_dtype or self.parameter.dtype
+        return gradient_dtype(self.parameter)
 
     def hold_gradient(self) -> None:
         """Keep ``parameter.grad`` here from the first gradient of a backward on: copies and the worker write to it.
@@ -93,8 +94,8 @@ class HostParameter:
     def outside_error(self) -> RuntimeError:
         """The error for a gradient that would not be averaged, or would arrive after the parameter's step."""
         return RuntimeError(
-            f"{self.name} must get its gradient from its layer alone if process_group or step_in_backward is given, "
-            "but it has a hook, or the loss uses it by itself; leave its layer out, or give neither argument."
+            f"{self.name} must get its gradient from its layer alone if process_group is given or it is stepped in "
+            "backward, but it has a hook, or the loss uses it by itself; leave its layer out, or do without."
         )
 
     def give_back_gradient(self) -> None:
@@ -113,6 +114,11 @@ class HostParameter:
         self.total, self.before = total, None  # an interrupt from here on adds nothing twice
         self.parameter.grad = total
         self.total, self.held = None, False
+
+    def drop_gradient(self) -> None:
+        """The parameter has been stepped with the gradient that is held, which is ``None`` then."""
+        self.total = self.before = None
+        self.held = False
 
 
 Gradients = dict[HostParameter, torch.Tensor]
@@ -141,9 +147,14 @@ class StandIn:
         self._frozen = self._trained = self.shown = self.new()
         self.version = self.shown._version
 
+    @property
+    def weights(self) -> torch.Tensor:
+        """The device memory, with a version of its own."""
+        return self.of.over(self._flat, self.of.parameter.dtype)
+
     def new(self) -> nn.Parameter:
         """A frozen parameter over the device memory."""
-        return nn.Parameter(self.of.over(self._flat, self.of.parameter.dtype), requires_grad=False)
+        return nn.Parameter(self.weights, requires_grad=False)
 
     def renew(self) -> None:
         """Make the trained one anew; autograd takes its gradient on the stream that is current now."""

@@ -1,124 +1,157 @@
-"""Optimizer steps in backward: the optimizer of each layer steps once the layer's gradients are in ``p.grad``.
+"""Optimizer steps of layers in backward, on the device: gradients are not copied to the host.
 
-The worker that adds gradients makes the steps while backward continues, and sets the gradients to ``None``.
+When backward has left a layer, the layer's gradients are complete. An optimizer whose state is streamed steps the
+layer's weights then, in their slot, and copies them to the host with the state: see :mod:`offload.optimizer.early`. The
+slot is free for another layer after these copies. Where a recomputation has led backward on to other layers, the slot
+has other weights by the time the gradients are complete, and the step loads the weights from the host.
+
+Gradients go to the host as without steps in backward, and ``optimizer.step()`` steps with them, inside of
+``no_step()``, of parameters that several layers share, and where one backward gives a parameter several gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import weakref
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
-from offload.weights.gradients import GradientWriter
-from offload.weights.layer import WeightLayer
+from offload.base.torch_private import has_gradient_hooks
+from offload.device.backend import Backend, Event
+from offload.optimizer.early import BackwardSteps, LayerGradient
+from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import HostParameter
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-REMEDY = "write step_in_backward=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), for example"
 
 
 class LayerSteps:
-    """Steps the optimizers that ``make`` returns, one per layer; does nothing where ``make`` is ``None``.
+    """Gives the gradients of layers to an optimizer that steps in backward, from :meth:`begin` to :meth:`end`."""
 
-    A parameter that several layers share is in the optimizer of the first.
-    """
-
-    def __init__(self, layers: list[WeightLayer], writer: GradientWriter, make: MakeOptimizer | None) -> None:
-        self.enabled = True  # False inside no_step()
-        self.stepping: torch.optim.Optimizer | None = None  # the one that the worker steps now
-        self._writer = writer
-        self.of_layer: dict[WeightLayer, tuple[torch.optim.Optimizer, list[HostParameter]]] = {}
-        # The layers of which this backward has copied gradients, and whether their step is queued or made.
-        self.queued: dict[WeightLayer, bool] = {}
-        known: set[nn.Parameter] = set()
-        for layer in layers if make is not None else ():
-            own = {host.parameter: host for host in layer.parameters if host.parameter not in known}
-            known.update(own)
-            if make is None or not own:
-                continue
-            optimizer = make(list(own))
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(
-                    f"step_in_backward must return a torch.optim.Optimizer, got {type(optimizer).__name__}; {REMEDY}."
-                )
-            stepped = _parameters_of(optimizer)
-            if not own.keys() >= set(stepped):
-                raise ValueError(
-                    "step_in_backward must make an optimizer of the parameters that it is given, those of one layer, "
-                    f"but that of {layer} has others; {REMEDY}."
-                )
-            self.of_layer[layer] = optimizer, [own[parameter] for parameter in stepped]
+    def __init__(self, backend: Backend, layers: list[WeightLayer], most_flights: int, counters: Counter[str]) -> None:
+        self._backend = backend
+        self._hosts = list(dict.fromkeys(host for layer in layers for host in layer.parameters))
+        self._most_flights = most_flights
+        self._counters = counters
+        # Weak: the optimizer goes when the program drops it, with what its hooks hold.
+        self._steps: weakref.ref[BackwardSteps] | None = None
+        self._left: dict[WeightLayer, dict[HostParameter, list[torch.Tensor]]] = {}
+        """Layers that backward has left with gradients, and that are not stepped yet."""
+        self._stepped: set[WeightLayer] = set()
+        """Layers that this backward has stepped."""
+        self._updated: Event | None = None
+        """After it, all weights that this backward has stepped are on the host."""
+        self._totals: list[torch.Tensor] = []
+        """Sums on the host that are being loaded."""
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer, _ in self.of_layer.values()]
+    def steps(self) -> BackwardSteps | None:
+        """What steps, if an optimizer does that in backward."""
+        return None if self._steps is None else self._steps()
 
-    @property
-    def hosts(self) -> list[HostParameter]:
-        return [host for _, hosts in self.of_layer.values() for host in hosts]
+    def check(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise if these parameters cannot be stepped in backward."""
+        if self.steps is not None:
+            raise ValueError(
+                "in_backward must be True for one optimizer of streamed layers, but another one steps these layers in "
+                "backward already; build one optimizer, with groups."
+            )
+        some = set(parameters)
+        hooked = next((h.name for h in self._hosts if h.parameter in some and has_gradient_hooks(h.parameter)), None)
+        if hooked is not None:
+            raise ValueError(
+                f"in_backward must be False where parameters of streamed layers have hooks on their gradients, but "
+                f"{hooked} has one; remove the hook, or leave in_backward out."
+            )
+
+    def begin(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on, these parameters are stepped in backward, by ``steps``."""
+        self._steps = weakref.ref(steps)
+        some = set(parameters)
+        for host in self._hosts:
+            if host.parameter in some and not host.refusals:
+                host.refuse_outside()
+
+    def end(self) -> None:
+        """From now on, gradients go to the host."""
+        self._steps = None
+        for host in self._hosts:
+            while host.refusals:
+                host.refusals.pop().remove()
 
     def check_layer(self, layer: WeightLayer) -> None:
         """Raise if backward needs a layer again that has stepped."""
-        if self.queued.get(layer):
+        if layer in self._stepped:
             raise RuntimeError(
-                f"{layer} must get its gradients at once if its step is made in backward, but it is needed again after "
-                "the step; do not use step_in_backward with layers that are checkpointed twice per forward."
+                f"{layer} must get its gradients at once if it is stepped in backward, but it is needed again after "
+                "the step; do not use in_backward=True with layers that are checkpointed twice per forward."
             )
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer of the program is about to step a parameter that backward steps."""
-        names = {host.parameter: host.name for host in self.hosts}
-        for parameter in _parameters_of(optimizer) if optimizer not in self.optimizers else ():
-            if parameter in names:
-                raise RuntimeError(
-                    f"optimizer must leave {names[parameter]} alone, which is stepped in backward (see "
-                    "step_in_backward); build it from the parameters outside the streamed layers."
-                )
+    def take(self, layer: WeightLayer) -> None:
+        """Backward has left the layer: take its gradients that are to be stepped, and leave the others there."""
+        steps = self.steps
+        if steps is None or not steps.enabled or not layer.gradients:
+            return
+        steps.begin_run(self)
+        taken = self._left.setdefault(layer, {})
+        for gradients in layer.gradients:
+            for host in list(gradients):
+                if not host.shared and steps.has(host.parameter):
+                    taken.setdefault(host, []).append(gradients.pop(host))
+        layer.gradients[:] = [gradients for gradients in layer.gradients if gradients]
 
-    def collect(self, layer: WeightLayer) -> None:
-        """The layer's gradients are about to be copied to the host."""
-        if layer.gradients:
-            self.queued.setdefault(layer, False)
+    def complete(self, entered: WeightLayer | None, in_slot: WeightLayer | None) -> list[WeightLayer]:
+        """Backward is about to run nodes of the layer ``entered``: step all others that it has left.
 
-    def complete(self, entered: WeightLayer) -> None:
-        """Queue the steps of the layers that backward has left for ``entered``, whose nodes it runs from now on.
+        The weights of ``in_slot`` are still in its slot. Returns layers with gradients that have to go to the host.
 
         Recomputation of several layers passes through them all before their backward, and completes no layer.
         """
-        for layer, queued in self.queued.items() if self.enabled and self.of_layer else ():
-            # Of a shared parameter, another layer may give more gradients: it steps at the end.
-            if not queued and layer is not entered and not any(host.shared for host in layer.parameters):
-                self.queued[layer] = True
-                self._writer.when_written(partial(self._step, layer))
+        steps = self.steps
+        remaining = []
+        for layer in [layer for layer in self._left if layer is not entered]:
+            gradients = self._left.pop(layer)
+            several = {host: found for host, found in gradients.items() if len(found) > 1}
+            if (
+                several
+            ):  # a run of autograd's engine for each, as of reentrant checkpoints; their sum rounds on the host
+                rows = max(map(len, several.values()))
+                layer.gradients += [
+                    {host: found[row] for host, found in several.items() if row < len(found)} for row in range(rows)
+                ]
+                remaining.append(layer)
+            alone = {host: found[0] for host, found in gradients.items() if len(found) == 1}
+            if alone and steps is not None:
+                self._step(steps, layer, alone, in_slot=layer is in_slot)
+        return remaining
 
-    def finish(self) -> None:
-        """Backward has ended: queue the steps of all layers that still have a gradient."""
-        for layer in self.of_layer if self.enabled and self.queued else ():
-            self._writer.when_written(partial(self._step, layer))
+    def _step(
+        self, steps: BackwardSteps, layer: WeightLayer, gradients: dict[HostParameter, torch.Tensor], *, in_slot: bool
+    ) -> None:
+        weights = {one.of: one.weights for one in layer.stand_ins} if in_slot else {}
+        given = [LayerGradient(host.parameter, one, host.total, weights.get(host)) for host, one in gradients.items()]
+        self._stepped.add(layer)
+        self._updated = steps.step_layer(given, self._most_flights)
+        for host in gradients:
+            if host.total is not None:
+                self._totals.append(host.total)
+            host.drop_gradient()
+        if in_slot and self._updated is not None:
+            layer.slot.used = self._updated  # the updated weights are copied out of it
+        self._counters["early_steps"] += 1
 
-    def _step(self, layer: WeightLayer) -> None:
-        optimizer, hosts = self.of_layer[layer]
-        if self._writer.errors:
-            return  # a gradient may be wrong; backward raises
-        for host in hosts:
-            if not host.undecided:
-                host.give_back_gradient()
-        if all(host.parameter.grad is None for host in hosts):
-            return
-        self.stepping = optimizer
+    def finish(self, *, failed: bool) -> None:
+        """Backward has ended: when this returns, all weights that it has stepped are on the host."""
+        steps = self.steps
+        self._left.clear()
+        self._stepped.clear()
         try:
-            optimizer.step()
-        except Exception as error:
-            error.add_note(f"In the step in backward of {layer}.")
-            raise
+            if steps is not None:
+                steps.end_run(self, failed=failed)
+                if failed:
+                    steps.settle()
+            if self._updated is not None:
+                # The program may read or change the weights next, and the next forward loads them.
+                self._backend.wait_on_host(self._updated, WeightWait.UPDATED)
         finally:
-            self.stepping = None
-        optimizer.zero_grad()
-        self._writer.counters["early_steps"] += 1
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._updated = None
+            self._totals.clear()

@@ -15,9 +15,11 @@ import logging
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from offload.base import trace
@@ -25,10 +27,13 @@ from offload.base.layer_events import LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, in_backward, when_backward_ends
 from offload.device.backend import Backend
+from offload.optimizer.early import BackwardSteps
+from offload.optimizer.host_weights import WeightHolder, hold, release
+from offload.optimizer.stream import streams_any_of
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
-from offload.weights.step import LayerSteps, MakeOptimizer
+from offload.weights.step import LayerSteps
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +116,7 @@ class StreamedLayer(LayerListener):
     before_load = before_state_dict
 
 
-class WeightStream:
+class WeightStream(WeightHolder):
     """The layer that computes, the backward that runs, and the work at the end of each."""
 
     def __init__(
@@ -121,13 +126,12 @@ class WeightStream:
         num_slots: int,
         num_staging: int,
         group: ProcessGroup | None = None,
-        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         hosts = {host for layer in layers for host in layer.parameters}
         self.device = backend.device
         self.backend = backend
         self.layers = layers
-        self.parameters = {host.parameter for host in hosts}
+        self.parameters: set[nn.Parameter] = {host.parameter for host in hosts}
         self.counters = Counter(weight_bytes=sum(len(host.flat) for host in hosts))
         self.slots = WeightSlots(backend, layers, num_slots, self.counters)
         self.computes: WeightLayer | None = None  # whose stand-ins the modules hold now
@@ -146,18 +150,38 @@ class WeightStream:
         self.reducer: GradientReducer | None = None
         if group is not None and group.size() > 1:
             self.reducer = GradientReducer(backend, layers, group, self._writer)
-        self.steps = LayerSteps(layers, self._writer, make_optimizer)
-        self._layer_only = self.steps.hosts if self.reducer is None else list(hosts)
+        self.steps = LayerSteps(backend, layers, num_slots - 1, self.counters)
+        self._layer_only = [] if self.reducer is None else list(hosts)
         for host in self._layer_only:
             host.refuse_outside()
+        hold(self)
 
     def close(self) -> None:
-        """Step nothing any more, and let gradients come from anywhere."""
+        """Let gradients come from anywhere."""
+        if streams_any_of(self.parameters):
+            raise RuntimeError(
+                "the handle of stream_optimizer must be removed before that of stream_weights, but the optimizer of "
+                "the layers is still streamed; call its remove() first."
+            )
         self.settle()
-        self.steps.of_layer.clear()
+        release(self)
         for host in self._layer_only:
             while host.refusals:
                 host.refusals.pop().remove()
+
+    def check_steps(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self.reducer is not None:
+            raise ValueError(
+                "in_backward must be False if the layers' gradients are averaged over a process_group, got True; leave "
+                "it out: the step after backward is streamed as well."
+            )
+        self.steps.check(parameters)
+
+    def begin_steps(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
+        self.steps.begin(steps, parameters)
+
+    def end_steps(self) -> None:
+        self.steps.end()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread alone use the layers, to do ``what``, until :attr:`thread` is ``None`` again."""
@@ -203,15 +227,16 @@ class WeightStream:
                 f"create_graph=True must not be used with streamed weights, got it in backward of {layer}; a "
                 "second backward would find other layers' weights."
             )
-        self.enter_backward(layer, thread)
+        self.enter_backward(layer, thread, recomputes=False)
         if version != layer.version():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 f"weights of {layer}, between its forward and its backward; run backward before the optimizer's step."
             )
-        self.steps.complete(layer)
 
-    def enter_backward(self, layer: WeightLayer, thread: threading.Thread | None = None) -> None:
+    def enter_backward(
+        self, layer: WeightLayer, thread: threading.Thread | None = None, *, recomputes: bool = True
+    ) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
         self.steps.check_layer(layer)
         if self.device.type == "cpu":
@@ -223,8 +248,12 @@ class WeightStream:
             key = object()
             when_backward_ends(_Backward(self, key))
             self.backward = key
+        left = None
         if self.computes is not layer:
-            self._leave_backward()
+            left = self._leave_backward()
+        if not recomputes:
+            self._step_layers(layer, left)  # before the loads that follow, of which one overwrites the weights left
+        if self.computes is None:
             self.enter(layer, "backward", step=-1)
 
     def end_backward(self, *, failed: bool = False) -> None:
@@ -234,20 +263,22 @@ class WeightStream:
             for layer in self.layers:
                 layer.gradients.clear()
         else:
-            self._leave_backward()
+            left = self._leave_backward()
             if self.reducer is not None and self.reducer.averages:
                 self.reducer.finish()
+            self._step_layers(None, left)
             self.slots.settle()  # the program may change weights now, in a way that leaves no trace
-            self.steps.finish()
         try:
-            self._writer.finish()
+            try:
+                self.steps.finish(failed=failed)
+            finally:
+                self._writer.finish()
         except Exception:
             if not failed:
                 raise
             logger.exception("a gradient could not be added after backward had failed")
         if self.reducer is not None:
             self.reducer.reset()
-        self.steps.queued.clear()
         self.backward = None
 
     def drop_backward(self, backward: object) -> bool:
@@ -273,16 +304,22 @@ class WeightStream:
                 self.thread = None
         self.slots.settle()
 
-    def _leave_backward(self) -> None:
-        """Have the gradients of the layer that backward leaves, which are complete, written back."""
+    def _leave_backward(self) -> WeightLayer | None:
+        """Have the gradients of the layer that backward leaves stepped with or written back; returns the layer."""
         layer = self.computes
         if layer is None:
-            return
+            return None
         self.leave()
-        self.steps.collect(layer)
+        self.steps.take(layer)
         if self.reducer is not None and self.reducer.averages:
             self.reducer.write_back(layer)
         else:
+            self._writer.write_back(layer)
+        return layer
+
+    def _step_layers(self, entered: WeightLayer | None, left: WeightLayer | None) -> None:
+        """Step the layers that backward has left for good, ``left`` among them, whose weights are in its slot."""
+        for layer in self.steps.complete(entered, left):
             self._writer.write_back(layer)
 
 

@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.activations.stats import as_table, since
-from offload.base.checks import check_int, describe, format_bytes, format_s, warn_caller
+from offload.base.checks import check_int, format_bytes, format_s, warn_caller
 from offload.base.layer_events import Attachment, Handle, check_layers
 from offload.base.torch_private import APPLY, ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
+from offload.optimizer.stream import streams_any_of
 from offload.weights.layer import InPlace, WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import GradientReducer, check_group
-from offload.weights.step import REMEDY, LayerSteps, MakeOptimizer
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class WeightStats:
     staging_waits: int = 0
     """How often backward waited on the host until the worker had freed a staging buffer."""
     early_steps: int = 0
-    """Optimizer steps of one layer, made beside backward."""
+    """Optimizer steps of one layer, made in backward by :func:`stream_optimizer`."""
     weight_bytes: int = 0
     """Pinned host memory of the parameters."""
     gradient_host_bytes: int = 0
@@ -91,18 +91,6 @@ class StreamedWeights(Handle):
         for number, module in enumerate(modules):
             # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.
             vars(module)[APPLY] = InPlace(module, f"layer {number} ({type(module).__name__})", stream.device)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that step in backward, in the order of the layers; empty without ``step_in_backward``.
-
-        Give each a scheduler, save and load the ``state_dict`` of each, and change hyperparameters between backwards.
-        """
-        return self._alive().steps.optimizers
-
-    def no_step(self) -> AbstractContextManager[None]:
-        """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
-        return _off(self._alive().steps)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients stay each rank's own; the first backward outside averages their sums.
@@ -194,7 +182,6 @@ def stream_weights(
     grad_dtype: torch.dtype | None = None,
     num_staging: int = 3,
     process_group: ProcessGroup | None = None,
-    step_in_backward: MakeOptimizer | None = None,
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
 
@@ -226,23 +213,17 @@ def stream_weights(
             device, beside backward. All its ranks must call this, with the same layers, which begin with the weights
             of its first rank; see :meth:`StreamedWeights.prepare_ddp` for parameters outside the layers. ``None``
             leaves gradients to each process.
-        step_in_backward: A function that makes the optimizer of one layer from a list of the layer's parameters, such
-            as ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)``. Each layer steps as soon as
-            its gradients are on the host, beside the rest of backward, and its gradients are ``None`` when
-            ``backward()`` returns. So ``clip_grad_norm_`` and ``GradScaler`` have no effect on these layers. Run all
-            microbatches of a step but the last in :meth:`StreamedWeights.no_step`. Parameters outside the layers need
-            an optimizer of their own.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules, a parameter cannot be streamed, a number is not an int,
-            ``process_group`` is no process group of this rank, or ``step_in_backward`` makes no optimizers.
+        TypeError: ``layers`` does not hold modules, a parameter cannot be streamed, a number is not an int, or
+            ``process_group`` is no process group of this rank.
         ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
-            parameter cannot be streamed, a number is out of its range, or the process group cannot communicate on the
-            device or has other layers on another rank. Nothing has been changed then. Or ``step_in_backward`` made an
-            optimizer of other parameters than the layer's, which are on the host by then.
+            parameter cannot be streamed or has optimizer state that is streamed, a number is out of its range, or the
+            process group cannot communicate on the device or has other layers on another rank. Nothing has been
+            changed then.
         HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
             page-lock it.
     """
@@ -252,10 +233,10 @@ def stream_weights(
     check_int("num_staging", num_staging, least=1)
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
-    if step_in_backward is not None and not callable(step_in_backward):
-        raise TypeError(
-            "step_in_backward must be a function that makes the optimizer of one layer's parameters, got "
-            f"{describe(step_in_backward)}; {REMEDY}."
+    if streams_any_of({parameter for module in modules for parameter in module.parameters()}):
+        raise ValueError(
+            "layers must be streamed before the state of their optimizer, but stream_optimizer was called first; "
+            "remove() its handle, stream the weights, then stream the optimizer."
         )
     check_room(missing_bytes(modules))
     backend = get_backend(device)
@@ -268,7 +249,7 @@ def stream_weights(
     amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
     streamed = [layer for layer in found if layer.nbytes]
-    stream = WeightStream(backend, streamed, num_slots, num_staging, process_group, step_in_backward)
+    stream = WeightStream(backend, streamed, num_slots, num_staging, process_group)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers()
     _streams.add(stream)
@@ -276,7 +257,7 @@ def stream_weights(
 
 
 @contextmanager
-def _off(part: LayerSteps | GradientReducer) -> Iterator[None]:
+def _off(part: GradientReducer) -> Iterator[None]:
     """Leave out a part of backward's work inside the block."""
     before, part.enabled = part.enabled, False
     try:
@@ -313,10 +294,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     fused_sgd = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
     for stream in list(_streams):
         stepped = stream.parameters & {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if fused_sgd and torch.__version__ < "2.14" and any(parameter.element_size() == 2 for parameter in stepped):
+        on_cpu = fused_sgd and not streams_any_of(stepped)
+        if on_cpu and torch.__version__ < "2.14" and any(parameter.element_size() == 2 for parameter in stepped):
             warn_of_fused_sgd()
-        if stepped and stream.steps.stepping is not optimizer:
-            stream.steps.check_optimizer(optimizer)
+        if stepped:
             stream.settle()
 
 

@@ -1,9 +1,9 @@
-"""``step_in_backward``: the bits of one optimizer that steps after backward, or an error."""
+"""Layers stepped in backward by a streamed optimizer: the bits of the resident run, no gradient on the host, or an error."""
 
 from __future__ import annotations
 
 import copy
-import time
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,43 +11,34 @@ import pytest
 import torch
 from lab import Lab
 from models import WIDTH, loss_of
-from streaming import backward, forward
+from streaming import forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import StreamedWeights, stream_weights
+from offload import StreamedOptimizer, StreamedWeights, stream_optimizer, stream_weights
 
-LAYERS = 3
-STEPS = 3
+LAYERS = 4
+STEPS = 10
+CHUNK = "8KiB"
+"""A layer has several, and a weight is split."""
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "plain SGD": functools.partial(torch.optim.SGD, lr=0.1),
+}
+adamw = OPTIMIZERS["AdamW"]
+
 
 @pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
+def lab(lab: Lab) -> Lab:
     lab.adverse()
-    return device
-
-
-class Undecorated(torch.optim.Optimizer):
-    """As users write them: the program calls its step under ``no_grad``."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5, weight_decay=0.1)
-
-
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    return lab
 
 
 class Gated(nn.Module):
@@ -63,264 +54,419 @@ class Gated(nn.Module):
 
 
 class Loop:
-    """Streamed layers, whose weights step after backward or in it, and their data."""
+    """Layers between two modules outside of them, all in one optimizer; resident, or all streamed."""
 
-    def __init__(self, device: torch.device, make: Make, *, in_backward: bool = True, shared: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        make: Make = adamw,
+        *,
+        streamed: bool = True,
+        dtype: torch.dtype = torch.float32,
+        shared: bool = False,
+        weights: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Gated() for _ in range(LAYERS))
+        self.device = device
+        self.layers = nn.ModuleList(Gated() for _ in range(LAYERS)).to(dtype)
         if shared:
             self.layers[2].linear.weight = self.layers[0].linear.weight
-        self.inputs = [torch.randn(4, WIDTH).to(device) for _ in range(STEPS)]
-        self.streamed: StreamedWeights = stream_weights(
-            self.layers, device, step_in_backward=make if in_backward else None
-        )
-        self.optimizers = self.streamed.optimizers if in_backward else [make(self.layers.parameters())]
+        self.embed, self.head = (nn.Linear(WIDTH, WIDTH).to(device, dtype) for _ in range(2))
+        self.inputs = [torch.randn(4, WIDTH).to(device, dtype) for _ in range(STEPS + 1)]
+        self.streamed: StreamedWeights | None = None
+        self.handle: StreamedOptimizer | None = None
+        if streamed:
+            self.streamed = stream_weights(self.layers, device, **(weights or {}))
+        else:
+            self.layers.to(device)
+        self.optimizer = make(self.parameters)
+        if streamed:
+            options = {"in_backward": True, "consume_gradients": True, "chunk_bytes": CHUNK} | options
+            self.handle = stream_optimizer(self.optimizer, **options)
+        elif options.get("state_dtype"):
+            kept = {key: options[key] for key in ("state_dtype", "master_weights") if key in options}
+            stream_optimizer(self.optimizer, resident_bytes="1TiB", chunk_bytes=CHUNK, **kept)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in (self.embed, self.layers, self.head) for p in module.parameters()]
 
     @property
     def values(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.layers.parameters()]
+        """Parameters and state, on the CPU."""
+        found = [parameter.detach().cpu().clone() for parameter in self.parameters]
+        for _, entry in sorted(self.optimizer.state_dict()["state"].items()):
+            found += [torch.as_tensor(value).cpu().clone() for _, value in sorted(entry.items()) if value is not None]
+        return found
 
-    def loss(self, number: int, first: int = 0) -> torch.Tensor:
-        return loss_of(forward(self.layers[first:], self.inputs[number]))
+    def run(self, y: torch.Tensor) -> torch.Tensor:
+        return forward(self.layers, y)
 
-    def step(self, loss: torch.Tensor) -> None:
-        """Backward and the step, in it or after it."""
-        loss.backward()
-        if not self.streamed.optimizers:
-            with torch.no_grad():
-                self.optimizers[0].step()
-            self.optimizers[0].zero_grad()
-        assert all(parameter.grad is None for parameter in self.layers.parameters())
+    def loss(self, number: int) -> torch.Tensor:
+        return loss_of(self.head(self.run(self.embed(self.inputs[number]))))
+
+    def step(self, *losses: torch.Tensor) -> None:
+        """A step of several microbatches."""
+        for number, loss in enumerate(losses):
+            if number < len(losses) - 1 and self.handle is not None:
+                with self.handle.no_step():
+                    loss.backward()
+            else:
+                loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def steps(loop: Loop) -> None:
-    for number in range(STEPS):
+def assert_same(plain: Loop, loop: Loop) -> None:
+    expected, found = plain.values, loop.values
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+def train(loop: Loop, steps: int = STEPS) -> None:
+    """With a learning rate that changes."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.8)
+    for number in range(steps):
         loop.step(loop.loss(number))
+        scheduler.step()
+
+
+def both(lab: Lab, run: Callable[[Loop], None], make: Make = adamw, **options: Any) -> Loop:
+    """Run it resident and streamed, compare every bit, and return the streamed one."""
+    plain, loop = (Loop(lab.device, make, streamed=streamed, **options) for streamed in (False, True))
+    before = [parameter.detach().cpu().clone() for parameter in loop.parameters]
+    run(plain)
+    run(loop)
+    assert_same(plain, loop)
+    assert not any(map(torch.equal, before, loop.values))
+    return loop
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
+    loop = both(lab, train, OPTIMIZERS[name])
+    weights, state = loop.streamed.stats(), loop.handle.stats()
+    assert weights.early_steps == STEPS * LAYERS
+    assert weights.gradient_bytes == weights.gradient_host_bytes == 0
+    assert state.steps == STEPS
+    assert state.backward_chunks == state.chunks > STEPS * LAYERS
+    # The state alone, from the second step on: the weights are in their slots.
+    assert state.loaded_bytes == (STEPS - 1) * state.host_bytes
+    assert all(parameter.grad is None for parameter in loop.parameters)
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_state_in_float32_for_bfloat16(master_weights: bool, lab: Lab) -> None:
+    options = {"dtype": torch.bfloat16, "state_dtype": torch.float32, "master_weights": master_weights}
+    loop = both(lab, train, **options)
+    entries = [loop.optimizer.state[parameter] for parameter in loop.layers.parameters()]
+    assert {entry["exp_avg"].dtype for entry in entries} == {torch.float32}
+    assert loop.streamed.stats().gradient_host_bytes == 0
 
 
 def accumulation(loop: Loop) -> None:
     for number in range(STEPS):
-        with loop.streamed.no_step():
-            loop.loss(number).backward()
-            loop.loss(number).backward()
-        torch.autograd.grad(loop.loss(number), loop.layers[1].linear.weight)
-        # In the second step, the first layer's gradients come from other microbatches than the last.
-        loop.step(loop.loss(number - 1, first=number % 2))
+        loop.step(*(loop.loss((number + more) % STEPS) for more in range(1 + number % 3)))
 
 
-def schedulers_and_saved_state(loop: Loop) -> None:
-    made = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in loop.optimizers]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.bfloat16, "state_dtype": torch.float32},
+        {"dtype": torch.bfloat16, "weights": {"grad_dtype": torch.float32}, "make": OPTIMIZERS["SGD"]},
+    ],
+    ids=["float32", "bfloat16", "gradients in float32"],
+)
+def test_accumulation_adds_what_the_host_has(options: dict[str, Any], lab: Lab) -> None:
+    def run(loop: Loop) -> None:
+        if options.get("weights") and loop.streamed is None:
+            for parameter in loop.layers.parameters():
+                parameter.grad_dtype = torch.float32
+        accumulation(loop)
+
+    both(lab, run, **options)
+
+
+def test_all_microbatches_without_a_step(lab: Lab) -> None:
+    """``optimizer.step()`` makes it, with gradients from the host."""
+
+    def run(loop: Loop) -> None:
+        for number in range(4):
+            if loop.handle is None:
+                loop.loss(number).backward()
+            else:
+                with loop.handle.no_step():
+                    loop.loss(number).backward()
+            loop.step(*[loop.loss(number)] if number % 2 else [])
+
+    both(lab, run)
+
+
+def clipped(loop: Loop) -> None:
     for number in range(STEPS):
-        loop.step(loop.loss(number))
-        saved = copy.deepcopy((loop.layers.state_dict(), [each.state_dict() for each in loop.optimizers]))
-        loop.step(loop.loss(number - 1))
-        loop.layers.load_state_dict(saved[0])
-        for optimizer, state, scheduler in zip(loop.optimizers, saved[1], made, strict=True):
-            optimizer.load_state_dict(state)
-            scheduler.step()
+        loop.loss(number).backward()
+        nn.utils.clip_grad_norm_(loop.parameters, 0.01, foreach=False)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+def test_without_in_backward_gradients_may_be_clipped(lab: Lab) -> None:
+    """They are on the host, and are loaded for the step."""
+    loop = both(lab, clipped, in_backward=False, consume_gradients=False)
+    assert loop.streamed.stats().early_steps == 0
+    assert loop.handle.stats().backward_chunks == 0
+
+
+def checkpointed(loop: Loop, *, reentrant: bool = False, group: int = 1) -> None:
+    def run(y: torch.Tensor) -> torch.Tensor:
+        for start in range(0, LAYERS, group):
+            part = loop.layers[start : start + group]
+            y = checkpoint(functools.partial(forward, part), y, use_reentrant=reentrant)
+        return y
+
+    loop.run = run
+    train(loop, 4)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_recomputed(reentrant: bool, group: int, lab: Lab) -> None:
+    """Groups of layers: recomputation passes through all of them before their backward."""
+    loop = both(lab, functools.partial(checkpointed, reentrant=reentrant, group=group))
+    assert loop.streamed.stats().early_steps == 4 * LAYERS
+    assert loop.streamed.stats().gradient_host_bytes == 0
 
 
 def frozen(loop: Loop) -> None:
     for number in range(STEPS):
-        loop.layers[number].requires_grad_(False)
+        loop.layers[number % LAYERS].requires_grad_(False)
         loop.step(loop.loss(number))
         loop.layers.requires_grad_()
 
 
-def layers_called_again(loop: Loop, order: Sequence[int] = (2, 1, 1, 0, 2)) -> None:
-    for x in loop.inputs:
-        loop.step(loss_of(forward([loop.layers[index] for index in order], x)))
-
-
-def layers_in_another_order(loop: Loop) -> None:
-    layers_called_again(loop, (2, 1, 0))
-
-
-def checkpointed_groups(loop: Loop) -> None:
-    """Backward passes through several layers again before it has the gradients of the first."""
-
-    def group(x: torch.Tensor) -> torch.Tensor:
-        if torch._C._current_graph_task_id() != -1:
-            time.sleep(0.02)  # enough for a step that must not be made yet
-        return loop.layers[1](loop.layers[0](x))
-
+def without_gradient(loop: Loop) -> None:
+    """Every second step leaves a layer out."""
     for number in range(STEPS):
-        x = checkpoint(group, loop.inputs[number].requires_grad_(), use_reentrant=number == 1)
-        loop.step(loss_of(loop.layers[2](x)))
+        kept = loop.layers if number % 2 else loop.layers[:-1]
+        loop.run = functools.partial(forward, kept)
+        loop.step(loop.loss(number))
+
+
+def called_again(loop: Loop, order: Sequence[int] = (2, 1, 1, 0, 3, 2)) -> None:
+    loop.run = functools.partial(forward, [loop.layers[number] for number in order])
+    train(loop)
+
+
+def skipped(loop: Loop) -> None:
+    """A loss that is no number: its backward is not run."""
+    for number in range(STEPS):
+        if number % 3:
+            loop.step(loop.loss(number))
+        else:
+            loop.loss(number)
 
 
 @pytest.mark.parametrize(
-    ("run", "make", "shared"),
+    ("run", "shared"),
     [
-        (accumulation, adam, False),
-        (schedulers_and_saved_state, adam, False),
-        (frozen, adam, False),
-        (layers_called_again, adam, False),
-        (checkpointed_groups, adam, False),
-        (steps, sgd, True),
-        (accumulation, sgd, True),
-        (layers_in_another_order, sgd, True),
-        (checkpointed_groups, sgd, True),
-        (steps, Undecorated, False),
+        (frozen, False),
+        (without_gradient, False),
+        (called_again, False),
+        (functools.partial(called_again, order=(3, 2, 1, 0)), False),
+        (skipped, False),
+        (train, True),
+        (accumulation, True),
+        (functools.partial(checkpointed, group=2), True),
     ],
+    ids=["frozen", "without gradient", "called again", "other order", "skipped", "tied", "tied sums", "tied groups"],
 )
-def test_the_bits_of_a_step_after_backward(
-    run: Callable[[Loop], None], make: Make, shared: bool, device: torch.device
-) -> None:
-    plain, loop = (Loop(device, make, in_backward=in_backward, shared=shared) for in_backward in (False, True))
-    before = loop.values
-    run(plain)
-    run(loop)
-    assert all(map(torch.equal, plain.values, loop.values))
-    assert not any(map(torch.equal, before, loop.values))
-    assert loop.streamed.stats().early_steps >= STEPS * (LAYERS - 1)
-    assert plain.streamed.stats().early_steps == 0
+def test_other_ways_through_the_layers(run: Callable[[Loop], None], shared: bool, lab: Lab) -> None:
+    loop = both(lab, run, shared=shared)
+    assert loop.streamed.stats().early_steps > STEPS
+    tied = loop.layers[0].linear.weight.nbytes if shared else 0
+    assert shared or run is accumulation or loop.streamed.stats().gradient_host_bytes == tied
 
 
-def test_the_programs_optimizer_steps_what_is_outside(device: torch.device) -> None:
-    """Also the streamed parameters that the function leaves out."""
+def test_parameters_of_other_optimizers(lab: Lab) -> None:
+    """The gates have an optimizer of their own, which steps on the host as it always did."""
 
-    def train(in_backward: bool) -> list[torch.Tensor]:
-        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            return torch.optim.SGD([parameter for parameter in parameters if parameter.ndim == 2], lr=0.125)
+    def run(loop: Loop) -> None:
+        gates = torch.optim.SGD([layer.gate for layer in loop.layers], lr=0.125)
+        for number in range(4):
+            loop.loss(number).backward()
+            loop.optimizer.step()
+            gates.step()
+            loop.optimizer.zero_grad()
+            gates.zero_grad()
 
-        loop = Loop(device, make if in_backward else sgd, in_backward=in_backward)
-        outside = nn.Linear(WIDTH, WIDTH).to(device)
-        rest = [p for p in loop.layers.parameters() if p.ndim == 1 or not in_backward]
-        optimizer = torch.optim.SGD([*outside.parameters(), *rest], lr=0.125)
-        for x in loop.inputs:
-            backward(loop.layers, outside(x))
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*loop.values, *(parameter.detach().cpu() for parameter in outside.parameters())]
+    def others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        gates = {id(p) for p in parameters if p.ndim == 1 and bool((p == 1).all())}
+        return adamw([p for p in parameters if id(p) not in gates])
 
-    # A learning rate that is a power of two: then it makes no difference where the step is computed.
-    assert all(map(torch.equal, train(False), train(True)))
+    both(lab, run, others)
 
 
-def test_an_optimizer_that_would_step_twice_is_refused(device: torch.device) -> None:
-    loop = Loop(device, adam)
-    optimizer = sgd(loop.layers.parameters())
-    loop.loss(0).backward()
-    with pytest.raises(RuntimeError, match=r"must leave layer 0's gate alone, which is stepped in backward"):
-        optimizer.step()
+def resumed(loop: Loop) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+    for number in range(4):
+        loop.step(loop.loss(number))
+        modules = (loop.embed, loop.layers, loop.head)
+        saved = copy.deepcopy(([module.state_dict() for module in modules], loop.optimizer.state_dict()))
+        loop.step(loop.loss(number + 1))
+        for module, state in zip(modules, saved[0], strict=True):
+            module.load_state_dict(state)
+        loop.optimizer.load_state_dict(saved[1])
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD", "Adafactor"])
+def test_saved_and_loaded(name: str, lab: Lab) -> None:
+    both(lab, resumed, OPTIMIZERS[name])
+
+
+def test_after_remove_the_optimizer_steps_where_the_weights_are(lab: Lab) -> None:
+    plain, loop = (Loop(lab.device, OPTIMIZERS["AdamW fused"], streamed=streamed) for streamed in (False, True))
+    train(plain, 2)
+    train(loop, 2)
+    with pytest.raises(RuntimeError, match=r"handle of stream_optimizer must be removed before that of stream_weights"):
+        loop.streamed.remove()
+    loop.handle.remove()
+    layers = set(loop.layers.parameters())
+    for parameter, entry in loop.optimizer.state.items():
+        assert {value.device.type for value in entry.values()} == {"cpu" if parameter in layers else lab.device.type}
+    loop.handle = None
+    for one in (plain, loop):
+        for number in range(2):
+            one.step(one.loss(number))
+    if lab.device.type == "cpu":  # a GPU rounds otherwise
+        assert_same(plain, loop)
     loop.streamed.remove()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="must be in use, but it was removed"):
-        _ = loop.streamed.optimizers
 
 
-def test_a_second_backward_of_the_same_forward_is_refused(device: torch.device) -> None:
-    loop = Loop(device, sgd)
+@pytest.mark.parametrize("how", ["gradient of the next step", "hook", "loss"])
+def test_gradients_that_come_too_late_are_refused(how: str, lab: Lab) -> None:
+    loop = Loop(lab.device)
+    weight = loop.layers[1].linear.weight
+    if how == "gradient of the next step":
+        loop.loss(0).backward()
+        before = loop.values
+        with pytest.raises(RuntimeError, match="a parameter must get one gradient in each step if in_backward=True"):
+            loop.loss(1).backward()
+        loop.streamed.synchronize()
+        assert all(map(torch.equal, before[2 : 2 + 3 * LAYERS], [p.detach() for p in loop.layers.parameters()]))
+        return
     loss = loop.loss(0)
-    loss.backward(retain_graph=True)
-    stepped = loop.values
-    with pytest.raises(RuntimeError, match="modified by an inplace operation: the weights of layer 2"):
+    if how == "hook":
+        weight.register_hook(torch.neg)
+    else:
+        loss = loss + weight.sum().to(lab.device)
+    with pytest.raises(RuntimeError, match=r"layer 1's linear.weight must get its gradient from its layer alone"):
         loss.backward()
-    loop.streamed.synchronize()  # on a GPU, the failed backward may be at work as long as its error lives
-    assert all(map(torch.equal, stepped, loop.values))
+    if how == "hook":
+        loop.handle.remove()
+        with pytest.raises(ValueError, match=r"in_backward must be False where .* layer 1's linear.weight has one"):
+            stream_optimizer(loop.optimizer, in_backward=True)
 
 
-def test_layers_that_are_checkpointed_twice_are_refused(device: torch.device) -> None:
+def test_layers_that_are_checkpointed_twice_are_refused(lab: Lab) -> None:
     """Each checkpoint brings gradients of its own, in one backward."""
-    loop = Loop(device, sgd)
+    loop = Loop(lab.device)
     x = loop.inputs[0].requires_grad_()
     for layer in (*loop.layers, *loop.layers):
         x = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="do not use step_in_backward with layers that are checkpointed twice"):
+    with pytest.raises(RuntimeError, match="do not use in_backward=True with layers that are checkpointed twice"):
         loss_of(x).backward()
 
 
-@pytest.mark.parametrize("how", ["loss", "hook"])
-def test_gradients_from_outside_the_layer_are_refused(how: str, device: torch.device) -> None:
-    loop = Loop(device, sgd)
-    weight = loop.layers[1].linear.weight
-    hook = weight.register_hook(torch.neg) if how == "hook" else None
-    loss = loop.loss(0) if hook else loop.loss(0) + weight.sum().to(device)
-    with pytest.raises(RuntimeError, match=r"layer 1's linear.weight must get its gradient from its layer alone"):
+def test_a_second_backward_of_the_same_forward_is_refused(lab: Lab) -> None:
+    loop = Loop(lab.device)
+    loss = loss_of(loop.run(loop.inputs[0]))
+    loss.backward(retain_graph=True)
+    loop.optimizer.step()
+    stepped = [parameter.detach().clone() for parameter in loop.layers.parameters()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: the weights of layer 3"):
         loss.backward()
-    loop.streamed.remove()
-    weight.sum().backward()
+    loop.streamed.synchronize()
+    assert all(map(torch.equal, stepped, [parameter.detach() for parameter in loop.layers.parameters()]))
 
 
-def test_a_backward_that_failed_may_have_stepped_some_layers(device: torch.device) -> None:
-    loop = Loop(device, sgd)
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
-    def fail(_: Any) -> None:
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("no gradient")
 
-    x = loop.layers[0](loop.inputs[0])
-    x.register_hook(fail)
-    before = loop.values
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: Lab) -> None:
+    """The last layers have made the step, and the first have not: a checkpoint mends it."""
+    plain, loop = Loop(lab.device, streamed=False), Loop(lab.device)
+    train(plain, 2)
+    train(loop, 2)
+    saved = copy.deepcopy((loop.layers.state_dict(), loop.embed.state_dict(), loop.head.state_dict()))
+    state = copy.deepcopy(loop.optimizer.state_dict())
+    if accumulated:
+        with loop.handle.no_step():
+            loop.loss(2).backward()
+    loop.run = lambda y: forward(loop.layers[2:], Stop.apply(forward(loop.layers[:2], y)))
     with pytest.raises(ArithmeticError, match="no gradient"):
-        loss_of(loop.layers[2](loop.layers[1](x))).backward()
+        loop.loss(2).backward()
+    loop.run = functools.partial(forward, loop.layers)
     loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
-    assert [torch.equal(*pair) for pair in zip(before, loop.values, strict=True)] == [True] * 6 + [False] * 3
-    assert_goes_on(loop)
+    message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
+    for use in (loop.optimizer.step, loop.optimizer.state_dict, lambda: loop.loss(2).backward()):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    for module, values in zip((loop.layers, loop.embed, loop.head), saved, strict=True):
+        module.load_state_dict(values)
+    loop.optimizer.load_state_dict(state)
+    loop.optimizer.zero_grad()
+    for one in (plain, loop):
+        one.step(one.loss(3))
+        one.step(one.loss(4))
+    assert_same(plain, loop)
 
 
-def assert_goes_on(loop: Loop) -> None:
-    """The next steps are those of training that begins with these weights and this state."""
-    loop.layers.zero_grad()
-    plain = Loop(loop.inputs[0].device, sgd, in_backward=False)
-    plain.layers.load_state_dict(loop.layers.state_dict())
-    for optimizer in loop.optimizers:
-        for parameter, state in optimizer.state.items():
-            names = [name for name, each in loop.layers.named_parameters() if each is parameter]
-            plain.optimizers[0].state[plain.layers.get_parameter(names[0])] = copy.deepcopy(state)
-    steps(plain)
-    steps(loop)
-    assert all(map(torch.equal, plain.values, loop.values))
+def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
+    def run(loop: Loop) -> None:
+        for number in range(4):
+            y = Stop.apply(forward(loop.layers[:-1], loop.embed(loop.inputs[number])))
+            with pytest.raises(ArithmeticError, match="no gradient"):
+                loss_of(loop.layers[-1](y)).backward()
+            loop.optimizer.zero_grad()
+            loop.step(loop.loss(number))
+
+    both(lab, run)
 
 
-def test_a_step_that_fails_comes_out_of_backward(device: torch.device) -> None:
-    failing = []
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            if self in failing:
-                raise ArithmeticError("no step")
-            super().step(closure)
-
-    loop = Loop(device, lambda parameters: Failing(parameters, lr=0.1, momentum=0.5, weight_decay=0.1))
-    before = loop.values
-    failing.append(loop.optimizers[1])
-    with pytest.raises(ArithmeticError, match="no step") as caught:
-        loop.loss(0).backward()
-    assert caught.value.__notes__ == ["In the step in backward of layer 1 (Gated)."]
-    assert [torch.equal(*pair) for pair in zip(before, loop.values, strict=True)] == [True] * 6 + [False] * 3
-    failing.clear()
-    assert_goes_on(loop)
+def test_what_cannot_be_stepped_in_backward_is_refused_before_anything_is_changed(lab: Lab) -> None:
+    loop = Loop(lab.device)
+    with pytest.raises(ValueError, match="one optimizer of streamed layers, but another one steps these layers"):
+        stream_optimizer(adamw(loop.layers[0].parameters()), in_backward=True)
+    other = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).to(lab.device)
+    optimizer = adamw(other.parameters())
+    handle = stream_optimizer(optimizer)
+    with pytest.raises(ValueError, match="layers must be streamed before the state of their optimizer"):
+        stream_weights(other, lab.device)
+    handle.remove()
+    stream_weights(other, lab.device).remove()
 
 
-def test_a_layer_whose_gradient_is_wrong_is_not_stepped(device: torch.device) -> None:
-    loop = Loop(device, sgd)
-    with loop.streamed.no_step():
-        loop.loss(0).backward()
-    weight = loop.layers[2].linear.weight
-    weight.grad = torch.zeros(()).expand_as(weight)  # memory that cannot be added to
-    before = loop.values
-    with pytest.raises(RuntimeError, match="single memory location"):
-        loop.loss(0).backward()
-    assert all(map(torch.equal, before, loop.values))
-    assert_goes_on(loop)
-
-
-def other_parameters(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return sgd(nn.Linear(2, 2).parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        ("sgd", TypeError, "must be a function that makes the optimizer of one layer's parameters, got 'sgd'; write"),
-        (sgd([nn.Parameter(torch.ones(1))]), TypeError, "must be a function .* got a SGD; write step_in"),
-        (list, TypeError, "must return a torch.optim.Optimizer, got list; write step_in_backward=lambda"),
-        (other_parameters, ValueError, r"of the parameters that it is given, .* that of layer 0 \(Linear\) has others"),
-    ],
-)
-def test_what_makes_no_optimizer_is_refused(make: Any, error: type[Exception], message: str) -> None:
-    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    with pytest.raises(error, match=message):
-        stream_weights(layers, "cpu", step_in_backward=make)
-    stream_weights(layers, "cpu").remove()
+def test_weights_that_are_read_after_backward_are_the_new_ones(lab: Lab) -> None:
+    """By the program, by ``state_dict()`` and by an evaluation."""
+    loop, plain = Loop(lab.device), Loop(lab.device, streamed=False)
+    plain.step(plain.loss(0))
+    expected = plain.layers.state_dict().values()
+    loop.loss(0).backward()
+    read = [parameter.detach().clone() for parameter in loop.layers.parameters()]
+    saved = copy.deepcopy(loop.layers.state_dict())
+    with torch.no_grad():
+        evaluated = loop.run(loop.inputs[1])
+        assert torch.equal(evaluated, plain.run(plain.inputs[1]))
+    for found in (read, saved.values()):
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(expected, found, strict=True))

@@ -1,0 +1,226 @@
+"""Each wait of layers that are stepped in backward is needed: without it, and with bad timing, a weight is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, loss_of
+from streaming import forward
+from torch import nn
+
+from offload import stream_optimizer, stream_weights
+from offload.optimizer.chunks import StepWait
+from offload.weights.layer import WeightWait
+
+LAYERS = 4
+LATE_S = 0.05
+
+Scenario = Callable[[Lab], bool]
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def built() -> tuple[nn.ModuleList, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.ModuleList(Linear() for _ in range(LAYERS)), torch.randn(4, WIDTH)
+
+
+def same_bits(
+    lab: Lab,
+    steps: int = 2,
+    *,
+    on_host: bool = False,
+    delays: dict[str, float],
+    read: Callable[[nn.ModuleList], list[torch.Tensor]] | None = None,
+    **options: Any,
+) -> bool:
+    """Whether weights are those of the resident run; ``on_host`` steps with gradients from the host."""
+    found = []
+    for streamed in (False, True):
+        layers, x = built()
+        x = x.to(lab.device)
+        if not streamed:
+            layers.to(lab.device)
+        weights = stream_weights(layers, lab.device) if streamed else None
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+        handle = stream_optimizer(optimizer, in_backward=not on_host, **options) if streamed else None
+        lab.slow(**(delays if streamed else {}))
+        for _ in range(steps):
+            loss_of(forward(layers, x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # At once: while copies may still run.
+        found.append([parameter.detach().to("cpu", copy=True) for parameter in layers.parameters()])
+        lab.slow()
+        lab.drain()
+        if handle is not None and weights is not None:
+            handle.remove()
+            weights.remove()
+    return all(map(torch.equal, *found))
+
+
+def slow_write_back(lab: Lab) -> bool:
+    """The next layer's load could begin long before the stepped weights are out of the slot."""
+    return same_bits(lab, delays={"d2h_s": LATE_S})
+
+
+def read_at_once(lab: Lab) -> bool:
+    """The program reads the last layer's weights while they are on the way; the layers need all slots."""
+    return same_bits(lab, 1, delays={"d2h_s": LATE_S})
+
+
+def slow_loads_of_weights(lab: Lab) -> bool:
+    """Compute is ready long before weights and gradients are."""
+    return same_bits(lab, on_host=True, delays={"h2d_s": LATE_S})
+
+
+def slow_copies_of_chunks(lab: Lab) -> bool:
+    """The next chunk's load could begin long before the slot's weights are on the host."""
+    return same_bits(lab, on_host=True, delays={"d2h_s": LATE_S}, chunk_bytes="8KiB")
+
+
+def late_step(lab: Lab) -> bool:
+    """Compute writes the weights only when their copy could have begun."""
+
+    class Late(torch.optim.Optimizer):
+        late = False
+
+        def step(self, closure: Any = None) -> None:
+            for weight in self.param_groups[0]["params"] if self.late else ():
+                lab.write_late(weight, 7.0, LATE_S)
+
+    layers, x = built()
+    weights = stream_weights(layers, lab.device)
+    optimizer = Late(layers.parameters(), {})
+    handle = stream_optimizer(optimizer, in_backward=True)
+    optimizer.late = True
+    loss_of(forward(layers, x.to(lab.device))).backward()
+    optimizer.late = False
+    optimizer.step()
+    found = [bool((weight == 7.0).all()) for weight in layers.parameters()]
+    lab.drain()
+    handle.remove()
+    weights.remove()
+    return all(found)
+
+
+SCENARIOS: list[tuple[Enum, Scenario]] = [
+    (WeightWait.SLOT, slow_write_back),
+    (WeightWait.UPDATED, read_at_once),
+    (StepWait.LOADED, slow_loads_of_weights),
+    (StepWait.SLOT, slow_copies_of_chunks),
+    (StepWait.READ, slow_copies_of_chunks),
+    (StepWait.STEPPED, late_step),
+]
+
+
+def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: Enum) -> None:
+    lab.drop(dropped)  # type: ignore[arg-type]
+    wait_on_host = lab.backend.wait_on_host
+
+    def forgetful(event: Any, why: Enum) -> None:
+        if why is not dropped:
+            wait_on_host(event, why)
+
+    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
+
+
+@pytest.mark.slow
+@pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
+@pytest.mark.parametrize(("wait", "scenario"), SCENARIOS, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_each_wait_is_needed(wait: Enum, scenario: Scenario, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scenario(lab), "wrong with all waits"
+    drop(lab, monkeypatch, wait)
+    assert not scenario(lab), wait.value
+
+
+class LateGradient(torch.autograd.Function):
+    lab: Lab
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        late = torch.zeros_like(gradient)
+        LateGradient.lab.write_late(late, 1.0, LATE_S)
+        return late
+
+
+def late_gradient(lab: Lab) -> bool:
+    LateGradient.lab = lab
+    layers, x = built()
+    expected = [weight.detach() - 0.5 for weight in layers.parameters()]
+    for layer in layers:
+        layer.forward = lambda x, layer=layer: torch.tanh(x @ LateGradient.apply(layer.weight))
+    weights = stream_weights(layers, lab.device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+    handle = stream_optimizer(optimizer, in_backward=True)
+    loss_of(forward(layers, x.to(lab.device))).backward()
+    lab.drain()
+    found = [weight.detach().clone() for weight in layers.parameters()]
+    optimizer.step()
+    handle.remove()
+    weights.remove()
+    return all(map(torch.equal, expected, found))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_wait_for_a_gradient_is_needed(lab: Lab) -> None:
+    """On the CPU, steps run in the caller's thread, and cannot be early."""
+    if lab.device.type == "cpu":
+        return
+    assert late_gradient(lab), "wrong with all waits"
+    lab.drop(StepWait.GRADIENT)  # type: ignore[arg-type]
+    assert not late_gradient(lab), StepWait.GRADIENT.value
+
+
+def test_nothing_blocks_the_host_before_the_end_of_backward_and_nothing_is_allocated(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on, neither slots nor pinned memory."""
+    layers, x = built()
+    x = x.to(lab.device).requires_grad_()
+    events: list[object] = []
+    wait_on_host = lab.backend.wait_on_host
+
+    def recording(event: Any, why: Enum) -> None:
+        events.append(why)
+        wait_on_host(event, why)
+
+    with stream_weights(layers, lab.device) as weights:
+        optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+        with stream_optimizer(optimizer, in_backward=True) as handle:
+
+            def step() -> None:
+                loss_of(forward(layers, x)).backward()
+                optimizer.step()
+
+            for _ in range(2):
+                step()
+            pinned, before = lab.pool.pinned_bytes, weights.stats()
+            monkeypatch.setattr(lab.backend, "wait_on_host", recording)
+            monkeypatch.setattr(lab.backend, "empty", lambda nbytes: events.append("allocated"))
+            x.register_hook(lambda _: events.append("end of backward"))
+            lab.slow(d2h_s=0.005)
+            step()
+            assert events[0] == "end of backward"
+            assert set(events[1:]) <= {WeightWait.UPDATED, WeightWait.SOURCE}
+            assert lab.pool.pinned_bytes == pinned
+            assert weights.stats().gradient_host_bytes == before.gradient_host_bytes == 0
+            assert handle.stats().slot_bytes > 0
