@@ -68,6 +68,7 @@ class PreparedTraining(Handle):
         """Where weights, gradients and optimizer state are now."""
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
+        self._host = HostMemory()
         self._activations: FollowPlan | None = None
         self._decided = False
         self._link_left: Link | None = None
@@ -134,7 +135,7 @@ class PreparedTraining(Handle):
         return self._link_left or measured
 
     def gradient_bytes(self) -> int:
-        """Gradients on the device now; those of streamed weights are on the host."""
+        """Gradients on the device now; those of streamed weights are on the host, or stepped with already."""
         elsewhere = {one for layer in self._layers for one in layer.parameters()} if self._weights else set()
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
@@ -154,7 +155,7 @@ class PreparedTraining(Handle):
         if recipe.weights == "streamed":
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
-        most = self.plan.max_host_bytes
+        most = self._most_pooled()
         if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._state_dtype is not None):
             self._state = stream_optimizer(  # which adopts the state from where it is
                 self._optimizer,
@@ -168,11 +169,19 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
-            pinned_elsewhere = self._training.host_bytes(recipe) if recipe.weights == "streamed" else 0
-            host = HostMemory(None if most is None else max(0, most - pinned_elsewhere))
+            self._host = HostMemory(most)
             self._activations = FollowPlan(
-                self._layers, self, min_bytes=self._min_bytes, device=self._device, host=host
+                self._layers, self, min_bytes=self._min_bytes, device=self._device, host=self._host
             )
+        self._host.max_bytes = most
+
+    def _most_pooled(self) -> int | None:
+        """Pinned memory that the pool may have: for activations, and for state that is streamed."""
+        most = self.plan.max_host_bytes
+        if most is None:
+            return None
+        in_pool = self._training.state if self.recipe.optimizer == "streamed" else 0
+        return max(0, most - self._training.host_bytes(self.recipe) + in_pool)
 
     def _take_away_activations(self) -> None:
         if self._activations is not None:
@@ -221,6 +230,7 @@ class PreparedTraining(Handle):
         if self._state is not None and chosen[::2] == self.recipe[::2]:  # only gradients differ: the state is in place
             self._state.consume_gradients(chosen.gradients == "consumed")
             self.recipe = chosen
+            self._host.max_bytes = self._most_pooled()
             activations.plan_again()
             return
         if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more

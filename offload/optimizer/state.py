@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -178,6 +178,20 @@ class StateStore:
         """Whether the parameter is the nearest bfloat16 number of a float32 one that the state completes."""
         return self.master_weights and parameter.dtype is torch.bfloat16
 
+    def take_over(self, states: Mapping[Any, Any]) -> None:
+        """Keep state that is in the pool already, as ``remove(on_device=False)`` leaves it: it is not pinned twice."""
+        for parameter, entry in states.items() if not self._resident_left else ():
+            if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict):
+                continue
+            part, state = local(parameter), self.of(parameter)
+            for key, dtype in self.layout(parameter).items():
+                value = entry.get(key)
+                if type(value) is not torch.Tensor or value.data_ptr() not in _pooled:
+                    continue
+                if (value.dtype, value.shape, value.stride()) == (dtype, part.shape, part.stride()):
+                    state.homes[key] = value
+                    self.counters["host_bytes"] += value.nbytes
+
     def reserve(self, parameters: Iterable[torch.Tensor]) -> None:
         """Allocate what the first step of these parameters will need, as far as it is known."""
         wanted = []
@@ -214,7 +228,8 @@ class StateStore:
             self.add(state, held)
             for key, value in parts.items():
                 if key in held:
-                    state.homes[key].copy_(value)  # blocks until it is there
+                    if value is not state.homes[key]:
+                        state.homes[key].copy_(value)  # blocks until it is there
                 elif is_large(value):
                     raise ValueError(
                         f"{key} in the optimizer's state must have its parameter's shape, "
@@ -265,10 +280,16 @@ class StateStore:
         for one, buffer in zip(host, buffers, strict=True):
             memory = own_storage(buffer.pieces[0]).untyped_storage()
             weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
+            _pooled.add(memory.data_ptr())
             one.state.homes[one.key] = torch.empty(0, dtype=one.dtype).set_(memory, 0, one.size, one.stride)
             self.counters["host_bytes"] += one.nbytes
 
 
+_pooled: set[int] = set()
+"""Where homes begin that are in a pool."""
+
+
 def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:
     """Nobody holds the home any more; copies may still run."""
+    _pooled.discard(buffer.pieces[0].data_ptr())
     pool.give(buffer, *(stream.record_event() for stream in backend.copy_streams))

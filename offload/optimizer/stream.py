@@ -104,7 +104,10 @@ class StreamedOptimizer(Handle):
             raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
         if self._early is not None:
             self._early.close()
-        self._early = BackwardSteps(self._stepper, consume=True) if enabled else None
+            self._early = None
+        if enabled:
+            _check_layers(self._stepper.optimizer)
+            self._early = BackwardSteps(self._stepper, consume=True)
 
     def synchronize(self) -> None:
         """Block until the copies to the host are over.
@@ -306,9 +309,7 @@ def stream_optimizer(
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
     if in_backward:
-        parameters = [parameter for _, parameter in with_groups(optimizer)]
-        for holder in holders_of(parameters):
-            holder.check_steps(parameters)
+        _check_layers(optimizer)
     stepper = ChunkStepper(
         optimizer,
         get_backend(device),
@@ -326,6 +327,7 @@ def stream_optimizer(
             "which needs whole parameters; leave the optimizer as it is."
         )
     with torch.no_grad():
+        stepper.store.take_over(optimizer.state)
         stepper.store.reserve(
             [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
         )
@@ -359,6 +361,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
             )
     device: torch.device = devices[0]
     return device
+
+
+def _check_layers(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if layers whose weights are streamed cannot be stepped in backward."""
+    parameters = [parameter for _, parameter in with_groups(optimizer)]
+    for holder in holders_of(parameters):
+        holder.check_steps(parameters)
 
 
 def _steps_on(parameter: torch.Tensor) -> torch.device:

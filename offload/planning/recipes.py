@@ -44,9 +44,11 @@ RECIPES = (
     Recipe("resident", "resident", "resident"),
     Recipe("resident", "resident", "streamed"),
     Recipe("resident", "consumed", "streamed"),
+    Recipe("streamed", "consumed", "streamed"),
+    Recipe("streamed", "host", "streamed"),
     Recipe("streamed", "host", "cpu"),
 )
-"""The one with the least traffic first."""
+"""The one with the least traffic first, and the CPU last."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,14 @@ class TrainingBytes:
         return min(self.gradients, most[recipe.gradients])
 
     def host_bytes(self, recipe: Recipe) -> int:
-        """Pinned host memory beside activations."""
-        layers = sum(self.layer_weights) + sum(self.layer_gradients) if recipe.weights == "streamed" else 0
+        """Host memory beside activations, all of it pinned but the state that the CPU steps."""
         state = {"resident": 0, "streamed": self.state, "cpu": sum(self.layer_state)}
-        return layers + state[recipe.optimizer]
+        return self.layer_host_bytes(recipe) + state[recipe.optimizer]
+
+    def layer_host_bytes(self, recipe: Recipe) -> int:
+        """Pinned host memory of the layers' weights and gradients."""
+        weights = sum(self.layer_weights) if recipe.weights == "streamed" else 0
+        return weights + (sum(self.layer_gradients) if recipe.gradients == "host" else 0)
 
     def link_s(self, recipe: Recipe, link: Link) -> tuple[float, float, float]:
         """Seconds that the link is busy with a recipe's copies: in forward, in backward, and in the optimizer's step.
@@ -120,19 +126,25 @@ class TrainingBytes:
         Both directions are busy at once, and the slower one counts.
         """
         d2h, h2d = link.rates(d2h=True, h2d=True)
-        forward_s = backward_s = step_s = 0.0
+        loaded = sent = 0  # bytes in backward
+        loaded_to_step = sent_to_step = 0
         if recipe.weights == "streamed":
-            forward_s = sum(self.layer_weights) / link.h2d_bytes_per_s
-            backward_s = max(sum(self.layer_weights) / h2d, sum(self.layer_gradients) / d2h)
+            loaded += sum(self.layer_weights)
+            sent += sum(self.layer_gradients)  # or the new weights, which are as large
         if recipe.optimizer == "streamed":
-            state_s = self.state / min(d2h, h2d)
             if recipe.gradients == "consumed":
-                backward_s += state_s
+                loaded += self.state
+                sent += self.state
             else:
-                step_s = state_s
+                loaded_to_step = sent_to_step = self.state
+            if recipe.gradients == "host":  # the step reads and writes the weights that are trained, too
+                loaded_to_step += 2 * sum(self.layer_gradients)
+                sent_to_step += sum(self.layer_gradients)
+        forward_s = sum(self.layer_weights) / link.h2d_bytes_per_s if recipe.weights == "streamed" else 0.0
+        step_s = max(loaded_to_step / h2d, sent_to_step / d2h)
         if recipe.optimizer == "cpu":
             step_s = self.trained_elements / CPU_ELEMENTS_PER_S
-        return forward_s, backward_s, step_s
+        return forward_s, max(loaded / h2d, sent / d2h), step_s
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,11 @@ class GradientWriter:
 
         self._worker.submit(when_arrived, self.errors)
 
+    def free_memory(self) -> None:
+        """Keep no memory for gradients that will not be copied."""
+        self._memory.clear()
+        self.counters["gradient_host_bytes"] = 0
+
     def finish(self) -> None:
         """Block until every gradient is in ``p.grad``, at the end of backward. Raises the first error of the worker."""
         try:

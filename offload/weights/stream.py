@@ -178,6 +178,8 @@ class WeightStream(WeightHolder):
         self.steps.check(parameters)
 
     def begin_steps(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
+        if self.steps.steps is not steps:
+            self._writer.free_memory()
         self.steps.begin(steps, parameters)
 
     def end_steps(self) -> None:

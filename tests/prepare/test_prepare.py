@@ -21,7 +21,7 @@ WORDS = 16384
 """So many that weights, gradients and optimizer state are larger than activations."""
 KIB = 1 << 10
 PREPARE = sys.modules["offload.prepare"]  # the function has its name
-RESIDENT, STREAMED, CONSUMED, ON_HOST = RECIPES
+RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
 
 
 class Model(nn.Module):
@@ -57,6 +57,7 @@ def train(
     accumulate: int = 1,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
+    after_step: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Recipe]]:
     """The parameters after some steps, and the recipe of each step."""
@@ -87,6 +88,7 @@ def train(
         optimizer.zero_grad()
         if prepared is not None:
             recipes.append(prepared.recipe)
+        after_step()
     if prepared is not None:
         assert prepared.state == "following"
         assert prepared.plan.chosen.recipe == prepared.recipe
@@ -187,8 +189,38 @@ def test_weights_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipes == [ON_HOST] * STEPS
 
 
+def test_weights_on_the_host_and_gradients_consumed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_CONSUMED,))
+    found, recipes = train(lab, 1 << 30, accumulate=2, step_in_backward=True)
+    assert_same(train(lab, None, accumulate=2)[0], found)
+    assert recipes == [ALL_CONSUMED] * STEPS
+
+
+def test_weights_on_the_host_and_gradients_clipped_there(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_STREAMED,))
+    found, recipes = train(lab, 1 << 30, clip=True, accumulate=2)
+    assert_trained(train(lab, None, clip=True, accumulate=2)[0], found, lab)  # a GPU sums norms otherwise
+    assert recipes == [ALL_STREAMED] * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [RESIDENT, CONSUMED, ALL_CONSUMED])
+def test_from_weights_on_the_host_to_less_on_the_host(last: Recipe, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that is pinned already remains where it is."""
+    first = ALL_STREAMED if last is ALL_CONSUMED else ALL_CONSUMED
+    monkeypatch.setattr(PREPARE, "RECIPES", (last, first))
+    monkeypatch.setattr(PREPARE, "_first_recipe", lambda plan: first)
+    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
+    pinned: list[int] = []
+    found, recipes = train(lab, 1 << 30, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes))
+    assert_same(train(lab, None)[0], found)
+    assert (recipes[0], recipes[-1]) == (first, last)
+    assert pinned[-1] <= pinned[0] + weight_bytes()  # the state has twice as many
+
+
 @pytest.mark.slow
 def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (RESIDENT, ON_HOST))
     monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)
     found, recipes = train(lab, 1 << 30)
     assert_trained(train(lab, None)[0], found, lab)
@@ -313,8 +345,11 @@ def test_sizes_of_recipes() -> None:
     assert held[RESIDENT] == (90, 0)
     assert held[STREAMED] == (31, 60)
     assert held[CONSUMED] == (17, 60)
-    device, host = held[ON_HOST]
     layer = 13 / 32
+    # Two layers' weights, and gradients: here the largest of one parameter is larger.
+    assert held[ALL_CONSUMED] == pytest.approx((2 + 2 * layer + 1 + 1, 13 + 60))
+    assert held[ALL_STREAMED] == pytest.approx((2 + 2 * layer + 1 + 2 + 2 * layer, 26 + 60))
+    device, host = held[ON_HOST]
     assert device == pytest.approx(2 + 2 * layer + 8 + 2 + 2 * layer)
     assert host == pytest.approx(26 + 52)
 
@@ -326,10 +361,23 @@ def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPl
 def test_what_fits() -> None:
     fits = lambda plan: [one.recipe for one in plan.recipes if not one.reason]  # noqa: E731
     assert fits(_without(140)) == [*RECIPES]
-    assert fits(_without(80)) == [STREAMED, CONSUMED, ON_HOST]
-    assert fits(_without(24)) == [CONSUMED, ON_HOST]
+    assert fits(_without(80)) == [STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(24)) == [CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(14, 100)) == [ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(24, 85)) == [CONSUMED, ALL_CONSUMED, ON_HOST]
     assert fits(_without(24, 70)) == [CONSUMED]
     assert fits(_without(80, 50)) == []
+
+
+def test_seconds_of_the_link() -> None:
+    """In forward, in backward and in the step, both directions at once at half of both directions' speed."""
+    link = offload.Link(60e9, 60e9, 100e9)
+    layers_s, both_s = 13 * GIB / 60e9, GIB / 50e9
+    assert LLAMA.link_s(CONSUMED, link) == pytest.approx((0, 60 * both_s, 0))
+    # Loads of weights and state; copies of state and new weights.
+    assert LLAMA.link_s(ALL_CONSUMED, link) == pytest.approx((layers_s, 73 * both_s, 0))
+    assert LLAMA.link_s(ALL_STREAMED, link) == pytest.approx((layers_s, 13 * both_s, 86 * both_s))
+    assert LLAMA.link_s(ON_HOST, link)[:2] == pytest.approx((layers_s, 13 * both_s))
 
 
 def test_the_shortest_recipe_is_chosen() -> None:

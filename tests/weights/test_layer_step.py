@@ -1,4 +1,4 @@
-"""Layers stepped in backward by a streamed optimizer: the bits of the resident run, no gradient on the host, or an error."""
+"""Layers stepped in backward by a streamed optimizer: the bits of the resident run, or an error."""
 
 from __future__ import annotations
 
