@@ -19,7 +19,6 @@ import gc
 import os
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +154,7 @@ def streamed_rows(
                 extra["host_ratio"] = extra["host_bytes"] / accounted
                 extra["staging_waits"] = stats.staging_waits
             else:
-                extra |= optimizer_steps(handle, step, device, arguments.slots)
+                extra |= optimizer_steps(step, device)
             step.zero_grad()
         extra["stats"] = vars(handle.stats())
     return rows, extra
@@ -166,18 +165,17 @@ def accumulating_s(step: Step, device: torch.device) -> float:
     return statistics.median(timed(step, device) for _ in range(3))
 
 
-def optimizer_steps(handle: offload.StreamedWeights, step: Step, device: torch.device, slots: int) -> dict[str, float]:
-    """Seconds of a step with an SGD step after backward, and beside it; removes the handle."""
-    make = partial(torch.optim.SGD, lr=2.0**-20)
+def optimizer_steps(step: Step, device: torch.device) -> dict[str, float]:
+    """Seconds of a step with an SGD step on the host after backward, and with one on the device in backward."""
+    optimizer = torch.optim.SGD(step.model.parameters(), lr=2.0**-20)
 
-    def run(optimizer: torch.optim.Optimizer | None) -> float:
+    def run() -> float:
         step.zero_grad()
-        return timed(lambda: (step(), optimizer and optimizer.step()), device)
+        return timed(lambda: (step(), optimizer.step()), device)
 
-    after_s = min(run(make(step.model.parameters())) for _ in range(2))
-    handle.remove()
-    with offload.stream_weights(step.model.layers, device, num_slots=slots, step_in_backward=make):
-        return {"optimizer_after_s": after_s, "optimizer_beside_s": min(run(None) for _ in range(2))}
+    after_s = min(run() for _ in range(2))
+    with offload.stream_optimizer(optimizer, in_backward=True):
+        return {"optimizer_after_s": after_s, "optimizer_in_backward_s": min(run() for _ in range(2))}
 
 
 def activation_bytes(model: Stack) -> tuple[int, int]:

@@ -23,7 +23,7 @@ assert fits != on_gpu, "where the limit is in force, the weights cannot fit"
 assert rows[-1]["loss"] < rows[0]["loss"]
 
 # %% after stream-32
-assert len(timeline.lane("d2h")) > LAYERS  # gradients of all blocks, inputs of most
+assert len(timeline.lane("d2h")) > LAYERS  # stepped weights of all blocks, inputs of most
 
 # %% after stream-34
 if on_gpu:

@@ -6,6 +6,7 @@ Run as ``python data_parallel_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leav
 import contextlib
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from offload import stream_weights
+from offload import stream_optimizer, stream_weights
 from offload.device.select import get_backend
 
 LAYERS = 4
@@ -97,12 +98,15 @@ class Setting:
         microbatches=1,
         syncs="last",
         make=make_sgd,
-        in_backward=False,
+        stream_state=False,
         told=lambda step, rank, number: {},
     ):
         """The losses, the gradients that each step leaves, and what the parameters are in the end, all on the CPU."""
-        stepped = set(model.module.layers.parameters()) if in_backward and streamed is not None else set()
-        optimizer = make([p for p in model.parameters() if p not in stepped])
+        optimizer = make(model.parameters())
+        if stream_state and streamed is not None:
+            with pytest.raises(ValueError, match="in_backward must be False if the layers' gradients are averaged"):
+                stream_optimizer(optimizer, in_backward=True)
+            handle = stream_optimizer(optimizer, chunk_bytes="8KiB")
         dtype = next(model.parameters()).dtype
         found = []
         for step in range(STEPS):
@@ -111,15 +115,14 @@ class Setting:
                 with contextlib.ExitStack() as stack:
                     if not last and syncs == "last":
                         stack.enter_context(model.no_sync())
-                    if not last and stepped:
-                        stack.enter_context(streamed.no_step())
                     loss = model(x, **told(step, self.rank, number)).float().square().mean() / microbatches
                     loss.backward()
                 found.append(loss.item())
-            if not in_backward:
-                found += gradients_of(model)
+            found += gradients_of(model)
             optimizer.step()
             optimizer.zero_grad()
+        if stream_state and streamed is not None:
+            handle.remove()
         return found + [p.detach().cpu().clone() for p in model.parameters()]
 
     def compare(self, *, stream=None, build=None, **options):
@@ -127,8 +130,6 @@ class Setting:
         stream, build = stream or {}, build or {}
         plain = self.wrap(self.build(**build), static=stream.get("static", False))
         expected = self.train(plain, **options)
-        if options.get("in_backward"):
-            stream = {**stream, "step_in_backward": options.get("make", make_sgd)}
         streamed, model = self.stream(self.build(**build), **stream)
         with streamed:
             found = self.train(model, streamed, **options)
@@ -154,13 +155,13 @@ CASES = {
     "no_sync": {"microbatches": 3},
     "no_sync in bfloat16": {"microbatches": 3, "build": {"dtype": torch.bfloat16}},
     "every microbatch": {"microbatches": 3, "syncs": "each", "stream": {"num_slots": 3}},
-    "step in backward": {"microbatches": 2, "in_backward": True, "make": make_momentum},
+    "streamed state": {"microbatches": 2, "stream_state": True, "make": make_momentum},
     "experts": {"build": {"experts": 3}, "make": make_momentum, "told": other_experts},
-    "experts stepped in backward": {
+    "experts with streamed state": {
         "build": {"experts": 3},
         "make": make_momentum,
         "told": other_experts,
-        "in_backward": True,
+        "stream_state": True,
     },
     "experts of each microbatch": {"build": {"experts": 3}, "microbatches": 2, "told": expert_of_the_microbatch},
     "skipped layers": {"told": skipping, "microbatches": 2, "stream": {"own_group": True}},

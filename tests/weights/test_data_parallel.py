@@ -58,7 +58,6 @@ def test_sums_come_up_once_per_step_and_are_not_added_on_the_host(ranks: Found) 
         # Two microbatches of three go as ever: the first lands, the second is added.
         weights = sum(p.nbytes for p in Model().layers.parameters() if len(p) != 3)
         assert sums.added_bytes == STEPS * weights
-        assert rank["step in backward"]["stats"].early_steps == STEPS * LAYERS
 
 
 def test_layers_without_a_wrapper(ranks: Found) -> None:
@@ -91,7 +90,7 @@ def test_a_gradient_that_does_not_come_from_its_layer(ranks: Found) -> None:
     errors, gradients = zip(*(rank["from_outside"] for rank in ranks), strict=True)
     assert [len(each) for each in errors] == [len(errors[0])] * 2 != [0, 0]
     for error in [error for each in errors for error in each]:
-        assert "layer 1's out.weight must get its gradient from its layer alone if process_group or" in error
+        assert "layer 1's out.weight must get its gradient from its layer alone if process_group is" in error
     assert not differing(*gradients)
 
 

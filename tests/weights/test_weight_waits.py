@@ -250,6 +250,11 @@ SCENARIOS: dict[WeightWait, Scenario] = {
 }
 
 
+def test_every_wait_has_a_scenario() -> None:
+    """That of steps in backward is in ``test_layer_step_waits.py``."""
+    assert {*SCENARIOS, WeightWait.UPDATED} == set(WeightWait)
+
+
 def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: WeightWait) -> None:
     lab.drop(dropped)  # type: ignore[arg-type]
     wait_on_host = lab.backend.wait_on_host
@@ -263,7 +268,7 @@ def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: WeightWait) -> None
 
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
-@pytest.mark.parametrize("wait", WeightWait, ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCENARIOS[wait](lab, monkeypatch), "wrong with all waits"
     drop(lab, monkeypatch, wait)

@@ -178,7 +178,9 @@ WAYS = {
     "all on the device": INK,
     "optimizer state streamed": COLORS["offload"],
     "optimizer state streamed, step in backward": COLORS["forward"],
-    "weights, gradients and state on the host": COLORS["reload"],
+    "weights and state streamed, step in backward": COLORS["backward"],
+    "weights, gradients and state streamed": COLORS["recompute"],
+    "weights, gradients and state on the host, stepped there": COLORS["reload"],
 }
 SIZES = ("intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256")
 MEMORIES_GIB = (*range(16, 48, 2), *range(48, 96, 4), 96, 104, 112, 120, 128, 132, 136, 141, 180)
@@ -199,7 +201,7 @@ def ways_steps() -> dict[str, dict[int, float]]:
 
 def ways_figure(*, narrow: bool) -> Figure:
     """A bar for each recipe, from the smallest device that it fits on, and its step there."""
-    figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, 3.4))
+    figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, 4.6))
     ax = figure.subplots()
     style_axes(ax)
     ax.spines["left"].set_visible(False)

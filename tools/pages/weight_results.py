@@ -101,8 +101,9 @@ def weight_seconds_table(record: Row) -> str:
             ("a later microbatch: its gradients are added on the host", few, record["accumulating_s"]),
             ("a step", many, many["step_s"]),
             ("a step and then SGD on the host", many, record["optimizer_after_s"]),
-            ("a step with SGD on the host while backward runs", many, record["optimizer_beside_s"]),
+            ("a step with SGD on the device in backward", many, record.get("optimizer_in_backward_s")),
         )
+        if seconds is not None
     ]
     return markdown_table(shown, left=1) + "\n"
 
