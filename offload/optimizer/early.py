@@ -259,6 +259,8 @@ class BackwardSteps:
 
     def end_run(self, run: object, *, failed: bool) -> None:
         """A run is over: at the end of the last, which is the outermost, compute waits for all steps."""
+        if run not in self._runs:
+            return  # it has given no gradient, or a checkpoint was loaded since
         self._runs.discard(run)
         if failed:
             self._drop()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import interrupt
 from lab import Lab
 from models import WIDTH, loss_of
 from streaming import forward
@@ -19,6 +20,7 @@ from offload import StreamedOptimizer, StreamedWeights, stream_optimizer, stream
 
 LAYERS = 4
 STEPS = 10
+TIMES = 60
 CHUNK = "8KiB"
 """A layer has several, and a weight is split."""
 
@@ -422,6 +424,10 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     for use in (loop.optimizer.step, loop.optimizer.state_dict, lambda: loop.loss(2).backward()):
         with pytest.raises(RuntimeError, match=message):
             use()
+    with loop.handle.no_step():
+        loop.loss(2).backward()
+    with pytest.raises(RuntimeError, match=message):
+        loop.optimizer.step()
     for module, values in zip((loop.layers, loop.embed, loop.head), saved, strict=True):
         module.load_state_dict(values)
     loop.optimizer.load_state_dict(state)
@@ -442,6 +448,51 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
             loop.step(loop.loss(number))
 
     both(lab, run)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_interrupts(lab: Lab) -> None:
+    """Ctrl-C anywhere in the library: the step is made, or it is not, or the next use says so."""
+    numbers = ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3])
+    expected = []
+    for steps in numbers:
+        plain = Loop(torch.device("cpu"), streamed=False)
+        for number in steps:
+            plain.step(plain.loss(number))
+        expected.append(plain.values)
+    told, places = 0, 1
+    for place in (None, *range(TIMES)):
+        loop = Loop(torch.device("cpu"))
+        for number in range(2):
+            loop.step(loop.loss(number))
+        modules = (loop.embed, loop.layers, loop.head)
+        saved = copy.deepcopy(([module.state_dict() for module in modules], loop.optimizer.state_dict()))
+        try:
+            with interrupt(lab, None if place is None else place * places // TIMES) as countdown:
+                loop.step(loop.loss(2))
+        except KeyboardInterrupt:
+            loop.streamed.synchronize()
+        places = max(places, len(countdown.places))
+        loop.optimizer.zero_grad()
+        try:
+            loop.step(loop.loss(2))
+            found = loop.values
+        except RuntimeError as error:
+            assert "belong to one step" in str(error) or "got another after its step" in str(error)  # noqa: PT017
+            told += 1
+        else:
+            assert any(all(map(torch.equal, one, found)) for one in expected[:2]), countdown.places[-1]
+        for module, state in zip(modules, saved[0], strict=True):
+            module.load_state_dict(state)
+        loop.optimizer.load_state_dict(saved[1])
+        loop.optimizer.zero_grad()
+        for number in (2, 3):
+            loop.step(loop.loss(number))
+        assert all(map(torch.equal, expected[2], loop.values)), countdown.places[-1]
+        loop.handle.remove()
+        loop.streamed.remove()
+    assert told > TIMES / 4
 
 
 def test_what_cannot_be_stepped_in_backward_is_refused_before_anything_is_changed(lab: Lab) -> None:
