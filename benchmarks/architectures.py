@@ -142,26 +142,36 @@ class DiffusionBlock(nn.Module):
         return x + gate_mlp * self.down(F.gelu(self.up(y), approximate="tanh"))
 
 
-class DiffusionStack(nn.Module):
-    """Blocks of a diffusion transformer, one after the other."""
+class DiffusionTransformer(nn.Module):
+    """Patches in, patches out, and blocks in between.
 
-    def __init__(self, hidden: int, heads: int, depth: int) -> None:
+    Args:
+        hidden: Width.
+        heads: Number of attention heads.
+        depth: Number of blocks.
+        patch: Numbers in a patch of the latent image.
+    """
+
+    def __init__(self, hidden: int, heads: int, depth: int, patch: int = 16) -> None:
         super().__init__()
+        self.embed = nn.Linear(patch, hidden)
         self.blocks = nn.ModuleList(DiffusionBlock(hidden, heads) for _ in range(depth))
+        self.head = nn.Linear(hidden, patch)
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """As the blocks have it."""
+    def forward(self, patches: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        """``patches``: ``[batch, tokens, patch]``; ``condition``: ``[batch, hidden]``."""
+        x = self.embed(patches)
         for block in self.blocks:
             x = block(x, condition)
-        return x
+        return self.head(F.layer_norm(x, x.shape[-1:]))
 
 
 def _diffusion(small: bool, dtype: torch.dtype) -> Architecture:
     """DiT-XL/2, 28 blocks, 64 images of 256 tokens."""
-    model = DiffusionStack(*((64, 4, 4) if small else (1152, 16, 28))).to(dtype).train()
+    model = DiffusionTransformer(*((64, 4, 4) if small else (1152, 16, 28))).to(dtype).train()
     batch, tokens, hidden = (2, 16, 64) if small else (64, 256, 1152)
-    x, condition = torch.randn(batch, tokens, hidden, dtype=dtype), torch.randn(batch, hidden, dtype=dtype)
-    return Architecture(model, model.blocks, lambda: model(x, condition).float().square().mean())
+    patches, condition = torch.randn(batch, tokens, 16, dtype=dtype), torch.randn(batch, hidden, dtype=dtype)
+    return Architecture(model, model.blocks, lambda: model(patches, condition).float().square().mean())
 
 
 def _convolution(small: bool, dtype: torch.dtype) -> Architecture:

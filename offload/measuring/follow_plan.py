@@ -54,6 +54,10 @@ RESERVE = 0.02
 """Part of the budget that a plan leaves free that does not recompute as the measured steps do: those do not show all
 that is used."""
 
+SLACK = 0.005
+"""By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
+what is predicted is up to so much too high. If that is not so, the plan is made again."""
+
 TOLERANCE = 0.02
 """By what part of the budget a peak may be above it without a warning."""
 
@@ -169,9 +173,8 @@ class FollowPlan(HookedLayers):
         timed, and for which the plan was made."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
-        self._input_bytes = 0
-        """Of what there was when the microbatch began, what counts to the budget: inputs that its step had allocated by
-        then, and gradients where they do."""
+        self._gradient_bytes = 0
+        """Gradients that there were when the microbatch began, where they count to the budget."""
         self._held_bytes = 0
         """What the device held at that time, as far as an accelerator tells."""
         self._policies = learning_policies(layers)
@@ -258,13 +261,12 @@ class FollowPlan(HookedLayers):
                 one.numbered is None or one.proven for one in self._policies
             )
             self._follow(self._compare.begin_microbatch(elements, ready=ready))
-        self._input_bytes = sum(one.nbytes() for one in allocated_for(inputs, self._backend.device))
-        if self._left is not None:
-            self._input_bytes += self._left.gradient_bytes()
+        self._gradient_bytes = 0 if self._left is None else self._left.gradient_bytes()
         if not self.measures:
             self._peak.stop()
             if self._watches:
                 self._peak.start()
+        self._peak.count(allocated_for(inputs, self._backend.device))
 
     def end_backward(self) -> None:
         """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
@@ -275,7 +277,7 @@ class FollowPlan(HookedLayers):
         if not self._watches:
             return
         most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
-        self._peak_bytes = most_bytes + self._input_bytes
+        self._peak_bytes = most_bytes + self._gradient_bytes
         self._peak.stop()
 
     def _follow(self, plan: Plan | None) -> None:
@@ -371,9 +373,11 @@ class FollowPlan(HookedLayers):
         link = self._link if self._left is None else self._left.link(self._link)
 
         def plan_among(among: Among) -> Plan:
-            reserve = 0 if among is Among.CHECKPOINTS else round(RESERVE * self._budget)
-            left = max(0, most_bytes - reserve)
-            return make_plan(profile, left, link, max_host_bytes=self._max_host_bytes, among=among)
+            share = SLACK if among is Among.CHECKPOINTS else -RESERVE
+            left = max(0, most_bytes + round(share * self._budget))
+            known = profile if among is Among.CHECKPOINTS else _with_larger_workspace(profile)
+            made = make_plan(known, left, link, max_host_bytes=self._max_host_bytes, among=among)
+            return replace(made, memory_budget=min(left, most_bytes))
 
         try:
             plans = {Among.REGIONS: plan_among(Among.REGIONS)}
@@ -397,6 +401,15 @@ class FollowPlan(HookedLayers):
             *(format_bytes(made.peak_bytes), missing),
         )
         return made
+
+
+def _with_larger_workspace(profile: Profile) -> Profile:
+    """Each layer with the larger of its workspaces in both passes: what keeps regions needs more than was measured."""
+    layers = []
+    for layer in profile.layers:
+        larger = max(layer.workspace_bytes, layer.forward_workspace_bytes or 0)
+        layers.append(replace(layer, workspace_bytes=larger, forward_workspace_bytes=larger))
+    return replace(profile, layers=tuple(layers))
 
 
 def _allocated_bytes(device: torch.device) -> int:

@@ -29,6 +29,10 @@ class MemoryPeak:
         torch.accelerator.reset_peak_memory_stats(self._device)  # what was before may have needed more
         self._start_bytes = torch.accelerator.memory_allocated(self._device)
 
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count storages that were allocated before the start, too, until they are freed."""
+        self._start_bytes -= sum(storage.nbytes() for storage in storages)
+
     def most_bytes(self) -> int:
         """The most since the start, or since :meth:`begin_part`."""
         return torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
@@ -57,7 +61,6 @@ class CpuMemoryPeak(MemoryPeak):
         set_modes([self._counted, *dispatch_modes()])
 
     def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Count storages that were allocated before the start, too, until they are freed."""
         if self._counted is not None:
             for storage in storages:
                 self._counted.count(storage)

@@ -170,6 +170,7 @@ def with_regions(
             layer.forward_s,
             layer.backward_s,
             workspace_bytes=layer.workspace_bytes,
+            forward_workspace_bytes=layer.forward_workspace_bytes,
         )
         for layer, of_layer in zip(layers, regions, strict=True)
     )

@@ -99,8 +99,8 @@ class CostsBySize:
             forward_s, backward_s = (field(name, layer, before) for name in ("forward_s", "backward_s"))
             longer = forward_s / layer.forward_s if layer.forward_s > 0 else ratio
             regions = self._grown(number, layer.regions, ratio, longer)
-            workspace_bytes = round(field("workspace_bytes", layer, before))
-            layers.append(LayerProfile.from_regions(regions, forward_s, backward_s, workspace_bytes=workspace_bytes))
+            grown = {name: round(field(name, layer, before)) for name in ("workspace_bytes", "forward_workspace_bytes")}
+            layers.append(LayerProfile.from_regions(regions, forward_s, backward_s, **grown))
         loss_s, other_s, loss_bytes = (field(name, profile, earlier) for name in ("loss_s", "other_s", "loss_bytes"))
         missing_bytes = math.ceil(field("missing_bytes", last, other))
         return Profile(tuple(layers), loss_s, other_s, round(loss_bytes)), missing_bytes

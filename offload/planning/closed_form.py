@@ -100,7 +100,11 @@ def with_workspace(
     return replace(
         profile,
         layers=tuple(
-            replace(layer, workspace_bytes=max(0, forward - held_forward, backward - held_backward))
+            replace(
+                layer,
+                workspace_bytes=max(0, backward - held_backward),
+                forward_workspace_bytes=max(0, forward - held_forward),
+            )
             for layer, forward, backward, held_forward, held_backward in layers
         ),
         loss_bytes=max(0, measured.between - expected.between),

@@ -167,7 +167,7 @@ def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, 
         backward_after_s,
         held,
         sum(offloaded),
-        layer.workspace_bytes + _peak_bytes(forward),
+        (layer.forward_workspace_bytes or 0) + _peak_bytes(forward),
         layer.workspace_bytes + _peak_bytes(backward, held),
     )
 

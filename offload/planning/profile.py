@@ -79,10 +79,10 @@ class LayerProfile:
         backward_s: Compute seconds of its backward.
         saved_bytes: Size of the layer's activation set, as far as it can be offloaded.
         tensors: The bytes of each tensor of the set in the order of saving; equal pieces if left out.
-        workspace_bytes: What else is on the device while the layer runs forward or backward: temporary tensors,
-            gradients.
+        workspace_bytes: What else is on the device while the layer runs backward: temporary tensors, gradients.
         regions: The results of the layer's operations, and its inputs, in the order of forward; the layer is one region
             if left out. The saved regions are its activation set, and its tensors.
+        forward_workspace_bytes: The same in forward; as much as in backward if left out.
 
     Raises:
         TypeError: A value is no number, or ``tensors`` is no sequence.
@@ -96,10 +96,16 @@ class LayerProfile:
     tensors: tuple[int, ...] = ()
     workspace_bytes: int = 0
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
+    forward_workspace_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
             check_number(name, getattr(self, name))
+        if self.forward_workspace_bytes is None:
+            object.__setattr__(
+                self, "forward_workspace_bytes", self.workspace_bytes
+            )  # the way to fill a frozen dataclass
+        check_number("forward_workspace_bytes", self.forward_workspace_bytes)
         if self.regions:
             self._check_regions()
         if not isinstance(self.tensors, list | tuple):
@@ -114,12 +120,25 @@ class LayerProfile:
 
     @classmethod
     def from_regions(
-        cls, regions: Iterable[RegionProfile], forward_s: float, backward_s: float, *, workspace_bytes: int = 0
+        cls,
+        regions: Iterable[RegionProfile],
+        forward_s: float,
+        backward_s: float,
+        *,
+        workspace_bytes: int = 0,
+        forward_workspace_bytes: int | None = None,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
         regions = tuple(regions)
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(forward_s, backward_s, saved_bytes, workspace_bytes=workspace_bytes, regions=regions)
+        return cls(
+            forward_s,
+            backward_s,
+            saved_bytes,
+            workspace_bytes=workspace_bytes,
+            regions=regions,
+            forward_workspace_bytes=forward_workspace_bytes,
+        )
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):

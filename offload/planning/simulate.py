@@ -171,8 +171,10 @@ def _tasks(
             ]
             yield from reversed(copies[layer])
         layer = step.layer
-        yield hold(layers[layer].workspace_bytes)
-        for piece in pieces[layer].forward if step.phase == "F" else pieces[layer].backward:
+        forward = step.phase == "F"
+        workspace_bytes = (layers[layer].forward_workspace_bytes or 0) if forward else layers[layer].workspace_bytes
+        yield hold(workspace_bytes)
+        for piece in pieces[layer].forward if forward else pieces[layer].backward:
             label = f"R{layer}" if piece.kind == "recompute" else repr(step)
             after = None if piece.awaits is None else copies[layer][piece.awaits]
             taken, freed = piece.taken_bytes, piece.freed_bytes
@@ -180,7 +182,7 @@ def _tasks(
             if piece.offloads:
                 copies[layer].append(_Task("d2h", "offload", taken, f"offload {layer}", layer, task))
                 yield copies[layer][-1]
-        yield hold(-layers[layer].workspace_bytes)
+        yield hold(-workspace_bytes)
 
 
 def _run(queues: dict[Lane, list[_Task]], link: Link) -> None:

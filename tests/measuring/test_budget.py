@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.base.checks import format_bytes
@@ -56,6 +58,34 @@ def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: 
         assert handle.schedule == plan.schedule
         assert (plan.recompute_s > 0 or plan.num_layers > 0) == (share < 1)
     assert "layers are offloaded" in caplog.text
+
+
+def test_the_peak_of_checkpointing_is_a_budget_that_is_met(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """With what the first layer is given made in the step, and the loss small."""
+    caplog.set_level(logging.INFO, "offload.planning.plan")
+    layers, _ = build("decoder", LAYERS, lab.device)
+    given = torch.rand(64, 64, WIDTH, device=lab.device)
+    scale = torch.ones(WIDTH, device=lab.device, requires_grad=True)
+
+    def peak_bytes(call: Any) -> int:
+        for layer in layers:
+            layer.zero_grad(set_to_none=False)
+        with offload.memory_meter(lab.device) as meter:
+            y = given * scale
+            for layer in layers:
+                y = call(layer, y)
+            y.square().mean().backward()
+        return meter.peak_bytes
+
+    plain = partial(checkpoint, use_reentrant=False)
+    peak_bytes(plain)
+    budget = peak_bytes(plain)
+    with budgeted(layers, lab, budget) as handle:
+        peaks = [peak_bytes(lambda layer, y: layer(y)) for _ in range(6)]
+        assert handle.state == "following"
+    assert max(peaks[3:]) <= budget
+    planned = [line for line in caplog.messages if line.startswith("planned for")]
+    assert len(planned) == 3  # by region, by layer, and by checkpoint: none of them failed
 
 
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
