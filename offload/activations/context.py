@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from offload.activations import selective
 from offload.activations.activation_set import ActivationSet
 from offload.activations.copies import Transfers
 from offload.activations.round import Round
-from offload.activations.saved_storage import give_up_resized
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import given_tensors
@@ -40,10 +40,6 @@ measured by ``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5
 
 UNSYNCED = 2
 """The context warns of so many outputs in a row that were not passed to the sync function: one may be a loop's last."""
-
-
-running: list[ActivationSet] = []
-"""The sets of the layers whose forward runs now, innermost last; for :func:`start_offload`."""
 
 
 class _Closed(NamedTuple):
@@ -83,7 +79,7 @@ class OffloadContext(ContextDecorator):
         host: HostMemory | None = None,
         policies: Sequence[LayerPolicies | None] = (),
     ) -> None:
-        torch_private.patch_once(give_up_resized)
+        selective.patch_pytorch()
         torch_private.leave_to_interpreter()
         backend = get_backend(device)
         self._follow(schedule, policies)
@@ -181,7 +177,7 @@ class OffloadContext(ContextDecorator):
             self._give_up_round()
             raise
         self.skipped = False
-        running.append(opened)
+        selective.opened.append(opened)
         if takes_all:
             opened.enter(inputs)
 
@@ -197,8 +193,8 @@ class OffloadContext(ContextDecorator):
             del self._entered[-1:]
             return
         try:
-            if opened in running:
-                running.remove(opened)  # first: to leave may run the layer again
+            if opened in selective.opened:
+                selective.opened.remove(opened)  # first: to leave may run the layer again
             opened.leave(failed=failed)
             self._entered.pop()
             trace.point("other")
@@ -391,5 +387,5 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         TypeError: An argument is neither a tensor nor ``None``.
     """
     for tensor in given_tensors("start_offload", tensors):
-        if running:
-            running[-1].start_early(tensor)
+        if selective.opened:
+            selective.opened[-1].start_early(tensor)

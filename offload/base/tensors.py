@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import counting_versions, negated
+from offload.base.torch_private import negated
 
 ALIGNMENT_BYTES = 256
 """Where a tensor may start in flat memory: what CUDA's own allocator guarantees, at least."""
@@ -102,11 +102,7 @@ def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that shares the version counter of a plain ``tensor`` and all its views."""
-    if tensor.grad_fn is None:
-        with counting_versions():  # PyTorch's selective checkpointing packs from inside of a dispatch mode
-            counter = tensor.detach()
-    else:
-        counter = tensor.detach()
+    counter = tensor.detach()
     counter.data = _without_memory(tensor.dtype, tensor.device)
     return counter
 

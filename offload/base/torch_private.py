@@ -13,11 +13,11 @@ import importlib.util
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -351,14 +351,30 @@ class _WhenRulesAreImported:
         return spec
 
 
-# The one change to PyTorch.
+# Changes to PyTorch.
 
 
-def patch_once(before_resize: Callable[[torch.UntypedStorage], None]) -> None:
-    """Have ``before_resize`` called before a storage is resized; the second call and later ones do nothing.
+class CheckpointListener(Protocol):
+    """What is told of selective activation checkpointing, whose storage is below autograd and its hooks."""
 
-    Some programs free a saved tensor's memory themselves, by ``storage.resize_(0)``, and fill it before backward.
-    PyTorch frees it at once, while a copy may still read it, and has no hooks for that.
+    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Take a result that the checkpoint keeps; returns what gives it back, or ``None`` to leave it there."""
+
+    def see(self, arguments: Sequence[object]) -> None:
+        """An operation runs in a checkpoint, with these arguments."""
+
+    def takes(self) -> bool:
+        """Whether what checkpoints keep here is offloaded, as their policy may ask."""
+
+    def owns(self, pack: object) -> bool:
+        """Whether a hook on saved tensors is the listener's own."""
+
+
+def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: CheckpointListener) -> None:
+    """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
+
+    ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory themselves, by
+    ``storage.resize_(0)``, and fill it before backward. PyTorch frees it at once, while a copy may still read it.
     """
     with _patching:
         resize: Any = torch.UntypedStorage.resize_
@@ -370,6 +386,65 @@ def patch_once(before_resize: Callable[[torch.UntypedStorage], None]) -> None:
             before_resize(storage)
             resize(storage, nbytes)
 
+        _patch_checkpoint(listener)
         patched: Any = resize_
         patched.before = before_resize
         torch.UntypedStorage.resize_ = patched  # type: ignore[method-assign]
+
+
+def _patch_checkpoint(listener: CheckpointListener) -> None:
+    module: Any = torch.utils.checkpoint
+    wrapper: Any = _take("utils.checkpoint._VersionWrapper")
+    caching, cached = module._CachingTorchDispatchMode, module._CachedTorchDispatchMode
+    cache, look_up = caching.__torch_dispatch__, cached.__torch_dispatch__
+    user_hooks = getattr(module, "_current_user_saved_tensors_hooks", lambda: None)  # since torch 2.14
+
+    class Kept(wrapper):  # type: ignore[misc]  # private in PyTorch, and without types
+        """A result that is kept, or something beside it that is no tensor."""
+
+        def __init__(self, value: Any, **packed: Any) -> None:
+            super().__init__(value, **packed)
+            self.again = listener.keep(value) if isinstance(value, torch.Tensor) and not packed else None
+            if self.again is not None:
+                self.val = None
+
+        def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+            if self.again is not None:
+                return self.again()  # compares versions itself: a changed tensor cannot be had from the host
+            return super().get_val(allow_cache_entry_mutation)
+
+    @functools.wraps(cache)
+    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        listener.see(args)
+        if _HONOURS not in mode.storage:  # the checkpoint's first operation
+            mode.storage[_HONOURS] = listener.takes()
+            if mode.storage[_HONOURS]:
+                mode.policy_fn = _offload_is_save(mode.policy_fn)
+        hooks = user_hooks()
+        if hooks is not None and listener.owns(hooks[0]):
+            mode.respect_saved_tensors_hooks = False  # the listener takes the tensor, with what counts its changes
+        return cache(mode, function, types, args, kwargs)
+
+    @functools.wraps(look_up)
+    def recompute(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if mode.storage.get(_HONOURS) and hasattr(mode, "policy_fn"):  # up to torch 2.12, which asks once more
+            mode.policy_fn, mode.storage[_HONOURS] = _offload_is_save(mode.policy_fn), False
+        return look_up(mode, function, types, args, kwargs)
+
+    caching.__torch_dispatch__, cached.__torch_dispatch__ = dispatch, recompute
+    module._VersionWrapper = Kept
+
+
+_HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
+
+
+def _offload_is_save(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Save what a policy wants offloaded: eager PyTorch would recompute it, and says nothing."""
+    choices = torch.utils.checkpoint.CheckpointPolicy
+    offloaded = (choices.MUST_CPU_OFFLOAD, choices.PREFER_CPU_OFFLOAD)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        choice = policy(*args, **kwargs)
+        return choices.MUST_SAVE if choice in offloaded else choice
+
+    return chosen

@@ -144,6 +144,9 @@ class LayerTimes(Attachment):
             self._most_bytes = max(self._most_bytes, most_bytes)
         return self.backend.mark(), most_bytes
 
+    def start_early(self, tensor: torch.Tensor) -> None:
+        """Nothing is copied."""
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A pack hook that counts what each layer saves."""
         layer = self.running

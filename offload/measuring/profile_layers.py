@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
@@ -98,7 +99,7 @@ def _measure(
 ) -> Profile:
     """A profile of layers as they are."""
     with LayerTimes(modules, backend, min_bytes) as times:
-        with torch.autograd.graph.saved_tensors_hooks(times.pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(times.pack, lambda tensor: tensor), selective.sees(times):
             step()
         times.start(memory_peak(backend.device))
         step()  # without hooks, under which some tensors live longer

@@ -1,15 +1,17 @@
-"""Layers that use PyTorch's selective checkpointing: right gradients, and what PyTorch hands to hooks is offloaded."""
+"""What PyTorch's selective checkpointing keeps inside of layers is offloaded with them, and reloaded exactly."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lab import Lab
-from models import DecoderBlock, assert_same, build, step_gradients
+from models import WIDTH, DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -22,73 +24,213 @@ POLICIES = {
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
     "products are offloaded": {"mm": "offload", "*": "recompute"},
+    "products are recomputed": {"input": "offload", "mm": "recompute"},
 }
+
+
+def selective(function: Callable[..., torch.Tensor], kept: Any = PRODUCTS, **options: Any) -> Any:
+    context = functools.partial(create_selective_checkpoint_contexts, kept, **options)
+    return functools.partial(checkpoint, function, use_reentrant=False, context_fn=context)
 
 
 class Selective(nn.Module):
     """Checkpoints what is in it, and keeps the results of its products."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, inner: Callable[..., nn.Module] = DecoderBlock, kept: Any = PRODUCTS) -> None:
         super().__init__()
-        self.inner = DecoderBlock()
-        self.options = options
+        self.inner = inner()
+        self.kept = kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
-        result: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts, **self.options)
+        result: torch.Tensor = selective(self.inner, self.kept)(x)
         return result
 
 
-# PyTorch 2.14 and later say that hooks around do not see what is kept, and that they will.
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+def offloaded(layers: Any, lab: Lab, num_layers: int = 2, **options: Any) -> Any:
+    return offload.offload_layers(layers, num_layers, device=lab.device, **{"min_bytes": 0, **options})
+
+
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
-def test_the_input_is_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
+def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
     layers, x = build(Selective, LAYERS, lab.device)
     expected = step_gradients(layers, x)
+    tokens = x.numel() // WIDTH
+    products = 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
     lab.adverse()
-    with offload.offload_layers(layers, 2, device=lab.device, min_bytes=0, policies=policies) as handle:
+    with offloaded(layers, lab, policies=policies) as handle:
+        moved = 0
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().offloaded_bytes > 0
+            moved, before = handle.stats().offloaded_bytes, moved
+        inputs = 4 * x.numel()  # that of the first layer is a leaf
+        # What the user's own checkpointing keeps is offloaded with its layer, whatever the policies of regions say.
+        assert moved - before == inputs + 2 * products
+        assert handle.stats().reloaded_bytes == moved
         assert not handle.stats().late_reloads
 
 
-@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="torch 2.14")
-def test_what_pytorch_hands_to_hooks_is_offloaded(lab: Lab) -> None:
-    moved = []
-    for respects in (False, True):
-        layers, x = build(lambda respects=respects: Selective(respect_saved_tensors_hooks=respects), LAYERS, lab.device)
-        expected = step_gradients(layers, x)
-        with offload.offload_layers(layers, 2, device=lab.device, min_bytes=0) as handle:
-            assert_same(expected, step_gradients(layers, x))
-            moved.append(handle.stats().offloaded_bytes)
-    assert moved[1] > moved[0]
+class Chain(nn.Module):
+    """Products one after the other, whose results are all that is there between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(256) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x @ self.weight
+        return x
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_changes_are_seen_of_what_was_packed_inside_of_a_dispatch_mode(kept: bool, lab: Lab) -> None:
-    """As PyTorch's selective checkpointing packs, from version 2.14 on."""
-    packed = []
+def test_device_memory(lab: Lab) -> None:
+    """Between forward and backward, what was kept of offloaded layers is not on the device."""
+    layers, _ = build(lambda: Selective(Chain), 6, lab.device)
+    x = torch.rand(1024, 256, device=lab.device, requires_grad=True)
+    one = 4 * x.numel()
 
-    class Packs(torch.utils._python_dispatch.TorchDispatchMode):
+    def peak_bytes() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = x
+            for layer in layers:
+                y = layer(y)
+        return meter.peak_bytes
+
+    assert peak_bytes() > 6 * 7 * one
+    with offloaded(layers, lab, 4, min_bytes="1MiB"):
+        assert peak_bytes() < 4 * 9 * one  # of two layers that stay, and of two whose copies may be on their way
+
+
+def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = selective(layer)(y)
+        loss_of(y).backward()
+
+    lab.adverse()
+    for policies in POLICIES.values():
+        with offloaded(layers, lab, policies=policies) as handle:
+            for _ in range(3):
+                assert_same(expected, gradients(leaves_of(layers, x), step))
+            assert handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_policy_that_asks_for_offloading(inside: bool, lab: Lab) -> None:
+    """Eager PyTorch recomputes what is to be offloaded; inside of layers that are offloaded it is offloaded."""
+    choices = torch.utils.checkpoint.CheckpointPolicy
+    counted = 0
+
+    def policy(context: Any, operation: Any, *_: object, **__: object) -> Any:
+        return choices.MUST_CPU_OFFLOAD if operation in PRODUCTS else choices.PREFER_RECOMPUTE
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            if function in PRODUCTS:
-                with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                    alias = result.detach()
-                pack = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
-                packed.append(pack(alias))
+            nonlocal counted
+            counted += function in PRODUCTS
+            return function(*args, **(kwargs or {}))
+
+    def products(step: Callable[[], list[torch.Tensor]]) -> int:
+        nonlocal counted
+        counted = 0
+        with Count():
+            assert_same(expected, step())
+        return counted
+
+    plain, x = build(DecoderBlock, LAYERS, lab.device)
+    expected = step_gradients(plain, x)
+    without = products(lambda: step_gradients(plain, x))
+    layers, x = build(lambda: Selective(kept=policy), LAYERS, lab.device)
+    recomputing = products(lambda: step_gradients(layers, x))
+    assert recomputing > without
+    lab.adverse()
+    if inside:
+        with offloaded(layers, lab) as handle:
+            assert products(lambda: step_gradients(layers, x)) == without
+            assert handle.stats().offloaded_bytes > 2 * x.nbytes
+    else:
+        assert products(lambda: step_gradients(layers, x)) == recomputing
+
+
+@pytest.mark.skipif("respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="torch 2.14")
+@pytest.mark.parametrize("respects", [None, False, True])
+def test_hooks_that_pytorch_would_call_itself(respects: bool | None, lab: Lab) -> None:
+    """The open layer takes what is kept, whatever PyTorch is told to do with hooks on saved tensors; no warning."""
+
+    class Respects(Selective):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = selective(self.inner)(x, respect_saved_tensors_hooks=respects)
             return result
 
-    weight = torch.randn(8, 8, device=lab.device, requires_grad=True)
-    context, sync = offload.get_cpu_offload_context(True, 1, 3, min_bytes="1MiB" if kept else 0, device=lab.device)
-    with context:
-        with Packs():
-            product = torch.randn(4, 8, device=lab.device) @ weight
-        y = product * 2
-    sync(y)
-    assert torch.equal(packed[0].unpack(), product)
-    with torch.no_grad():
-        product.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        packed[0].unpack()
+    layers, x = build(Respects, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    moved = []
+    lab.adverse()
+    for one in (build(Selective, LAYERS, lab.device)[0], layers):
+        with offloaded(one, lab) as handle:
+            assert_same(expected, step_gradients(one, x))
+            moved.append(handle.stats().offloaded_bytes)
+    assert moved[0] == moved[1] > 2 * x.nbytes
+
+
+@pytest.mark.slow
+def test_everything_is_kept(lab: Lab) -> None:
+    """Views, numbers and several results of one operation among it."""
+
+    def keep_all(*_: object, **__: object) -> torch.utils.checkpoint.CheckpointPolicy:
+        return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+    layers, x = build(lambda: Selective(functools.partial(GptBlock, 0.0), keep_all), LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    lab.adverse()
+    for policies in POLICIES.values():
+        with offloaded(layers, lab, policies=policies):
+            for _ in range(3):
+                assert_same(expected, step_gradients(layers, x))
+
+
+def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
+    layers, x = build(Selective, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with offloaded(layers, lab) as handle:
+        for _ in range(2):
+            with torch.no_grad():
+                layers[0](x)
+            y = layers[0](x)
+            del y
+            handle._hooks.context.reset()
+            assert_same(expected, step_gradients(layers, x))
+    assert lab.pool.used_bytes == 0
+
+
+class Changing(nn.Module):
+    """Changes what was kept after it was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.bmm(x, x.mT)
+        z = y.sin()
+        with torch.no_grad():
+            y.add_(1)
+        return F.pad(z, (0, x.shape[-1] - z.shape[-1])) * x
+
+
+@pytest.mark.parametrize("mutation", [False, True])
+def test_what_is_kept_must_not_change(mutation: bool, lab: Lab) -> None:
+    """Also where PyTorch would give back whatever is in its memory by then: that may be on the host."""
+    layers, x = build(Changing, LAYERS, lab.device)
+    run = selective(layers[0], [torch.ops.aten.bmm.default], allow_cache_entry_mutation=mutation)
+    with offloaded(layers, lab):
+        loss = loss_of(run(x))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_profile_knows_what_is_kept(lab: Lab) -> None:
+    layers, x = build(Selective, LAYERS, lab.device)
+    profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device)
+    tokens = x.numel() // WIDTH
+    inputs, products = 4 * x.numel(), 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
+    assert profile.layers[1].saved_bytes == inputs + products

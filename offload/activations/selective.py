@@ -1,0 +1,61 @@
+"""Hand what PyTorch's selective activation checkpointing keeps inside of a layer to the layer's activation set.
+
+PyTorch keeps these tensors in a storage of its own, below autograd, where hooks on saved tensors do not see them.
+:func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.activations.handles import SavedHandle
+from offload.activations.saved_storage import give_up_resized
+from offload.activations.what_moves import exclude
+from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once
+
+opened: list[Any] = []
+"""Of the layers whose forward runs now, innermost last: the activation set, or what measures the layer. Each has
+``pack``, a pack hook, and ``start_early``, which begins the copy of a tensor before it is saved."""
+
+
+@contextmanager
+def sees(one: Any) -> Iterator[None]:
+    """Let ``one``, which measures layers, take what checkpoints keep meanwhile."""
+    patch_pytorch()
+    opened.append(one)
+    try:
+        yield
+    finally:
+        opened.remove(one)
+
+
+class _Listener:
+    """Hands the open layer what a selective checkpoint inside of the layer keeps."""
+
+    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        if not self.takes():
+            return None
+        with counting_versions():
+            packed = opened[-1].pack(result)
+        return packed.unpack if isinstance(packed, SavedHandle) else None
+
+    def see(self, arguments: Sequence[object]) -> None:
+        if opened:
+            for given in arguments:
+                if isinstance(given, torch.nn.Parameter):
+                    exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
+
+    def takes(self) -> bool:
+        return bool(opened) and not (in_backward() or is_traced())
+
+    def owns(self, pack: object) -> bool:
+        return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
+
+
+def patch_pytorch() -> None:
+    """Let PyTorch tell of storages that are resized and of results that checkpoints keep; called by every context."""
+    patch_once(give_up_resized, _Listener())
