@@ -217,8 +217,7 @@ def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerPolicies | No
     found = list(getattr(plan, "policies", ()))
     if not any(found):
         return []
-    names = [[region.name for region in layer.regions] for layer in plan.profile.layers]
     return [
-        None if one is None else LayerPolicies({"*": Policy.OFFLOAD}, layer, planned=(one, names[number]))
-        for number, (layer, one) in enumerate(zip(modules, found, strict=True))
+        None if one is None else LayerPolicies({"*": Policy.OFFLOAD}, layer, planned=(one, planned.regions))
+        for layer, one, planned in zip(modules, found, plan.profile.layers, strict=True)
     ]

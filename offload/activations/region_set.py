@@ -342,7 +342,7 @@ class RegionSet(ActivationSet):
             return way
         if way.reason is not None:
             self._say(f"layer {self.layer} ({type(frame.layer).__name__}) is never recomputed: {way.reason}")
-        if policies.are_timed or policies.planned is not None:  # else a plan has the numbers of other regions
+        if policies.measures or policies.planned is not None:
             policies.costs = list_regions(way, seconds, forward_s)
             policies.follow_plan()
         way.settle(policies)

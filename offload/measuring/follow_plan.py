@@ -286,9 +286,9 @@ class FollowPlan(HookedLayers):
             return
         self.plan = plan
         followed: list[LayerPolicies | None] = []
-        for learned, policy in zip(self._policies, plan.policies, strict=True):
+        for learned, policy, layer in zip(self._policies, plan.policies, plan.profile.layers, strict=True):
             if policy is not None:
-                learned.follow(policy)
+                learned.follow(policy, layer.regions)
             followed.append(None if policy is None else learned)
         self.context.follow(plan.schedule, followed)
 

@@ -48,7 +48,7 @@ class LayerPolicies:
         patterns: Of regions' names; the first that matches decides.
         layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
         measures: Whether learning also measures what each region costs.
-        planned: What happens to the regions by their numbers, in place of patterns, and the names that they have there.
+        planned: What happens to the regions by their numbers, in place of patterns, and the regions of the plan.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LayerPolicies:
         layer: nn.Module | None = None,
         *,
         measures: bool = False,
-        planned: tuple[Numbered, Sequence[str]] | None = None,
+        planned: tuple[Numbered, Sequence[RegionProfile]] | None = None,
     ) -> None:
         # Weakly, as what the layer's hooks hold must not keep the layer.
         self._layer = None if layer is None else weakref.ref(layer)
@@ -79,6 +79,8 @@ class LayerPolicies:
         """The way that was learned last."""
         self.patterns = patterns
         self._known: dict[str, Policy] = {}
+        self._unplanned: Policy = KEEP
+        """What happens to regions that a plan does not name, as inputs of another kind may have them."""
         self._parameters: list[nn.Parameter] | None = None
         self.source = _held(policy_of(SOURCE, patterns))
         """What happens to the layer's inputs, which cannot be recomputed."""
@@ -116,7 +118,7 @@ class LayerPolicies:
         """The policy of a region."""
         known = self._known.get(name)
         if known is None:
-            known = self._known[name] = KEEP if self.numbered is not None else policy_of(name, self.patterns)
+            known = self._known[name] = policy_of(name, self.patterns) if self.numbered is None else self._unplanned
         return known
 
     def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
@@ -194,15 +196,17 @@ class LayerPolicies:
         self.source = _held(policy_of(SOURCE, self.patterns))
         self._settle_ways()
 
-    def follow(self, numbered: Numbered) -> None:
-        """Follow a plan for the regions by their numbers from now on."""
+    def follow(self, numbered: Numbered, regions: Iterable[RegionProfile]) -> None:
+        """Follow a plan for these regions by their numbers from now on."""
         self.numbered, self._known, self.source = numbered, {}, KEEP
-        for number, cost in enumerate(self.costs):
+        for number, cost in enumerate(regions):
             held = OFFLOAD if number in numbered.offloaded else KEEP
             if cost.name == SOURCE:
                 self.source = OFFLOAD if held is OFFLOAD else self.source
             else:
                 self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
+        # Rather slower than planned than in more memory than planned.
+        self._unplanned = RECOMPUTE if RECOMPUTE in self._known.values() else KEEP
         self._settle_ways()
 
     def _settle_ways(self) -> None:
@@ -211,22 +215,22 @@ class LayerPolicies:
             way.settle(self)
 
     def follow_plan(self) -> None:
-        """Follow what was planned.
+        """Follow what was planned; the first forward was learned, or one with inputs of another kind.
 
         Raises:
-            ValueError: The regions are not those that were planned for.
+            ValueError: The regions are mostly others than those that were planned for.
         """
-        if self.planned is None:
+        if self.planned is None or self.numbered is not None:
             return
-        numbered, names = self.planned
-        found = [cost.name for cost in self.costs]
-        if found != list(names):
+        numbered, regions = self.planned
+        names, found = ([region.name for region in one] for one in (regions, self.costs))
+        if 2 * len({*names} & {*found}) < len({*names} | {*found}):
             odd = next((pair for pair in zip_longest(names, found) if pair[0] != pair[1]), None)
             raise ValueError(
                 f"the plan must be for these layers, but it has {len(names)} regions and the layer {len(found)}; the "
                 f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
             )
-        self.follow(numbered)
+        self.follow(numbered, regions)
 
 
 def _held(policy: Policy) -> Policy:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, build, step_gradients
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
 
 import offload
 from benchmarks.workloads import DecoderBlock
@@ -108,6 +108,52 @@ def test_a_plan_for_other_layers_is_refused(lab: Lab) -> None:
     with handle, pytest.raises(ValueError, match="the plan must be for these layers"):
         others[0](x)
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+class Branching(torch.nn.Module):
+    """Without ``scale``, other regions, as batches without a mask have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 64), torch.nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.up(x).sin()
+        return x + self.down(y.exp().tanh() if scale is None else (y * scale).tanh())
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_plan_is_followed_by_name_where_inputs_are_of_another_kind(first: bool, lab: Lab) -> None:
+    layers, x = build(Branching, LAYERS, lab.device)
+    scale = torch.rand(64, device=lab.device)
+
+    def step(scale: torch.Tensor | None) -> list[torch.Tensor]:
+        def run() -> None:
+            y = x
+            for layer in layers:
+                y = layer(y, scale)
+            loss_of(y).backward()
+
+        return gradients(leaves_of(layers, x), run)
+
+    kinds = [None, scale] if first else [scale, None]
+    expected = [step(kind) for kind in kinds]
+    profile = measure_recomputed(layers, lambda: step(scale), min_bytes=0, device=lab.device)
+    kept = [
+        frozenset(n for n, one in enumerate(layer.regions) if one.saved and one.name in ("input", "up: addmm"))
+        for layer in profile.layers
+    ]
+    plan = Plan(
+        Schedule.default(0, LAYERS), profile, LINK, 1 << 30, tuple(LayerPolicy(one, frozenset()) for one in kept)
+    )
+    with offload.offload_layers(layers, plan=plan, min_bytes=0, device=lab.device) as handle:
+        for _ in range(3):
+            for kind, wanted in zip(kinds, expected, strict=True):
+                assert_same(wanted, step(kind))
+        found = handle.regions(1)
+        assert found["up: addmm"] == "keep"
+        assert found["tanh"] == "recompute"
+        assert first or found["exp"] == "recompute"  # the plan does not name it
 
 
 def is_offloaded(layer: torch.nn.Module) -> bool:
