@@ -152,6 +152,13 @@ def offloading(num_layers: int, model_layers: int, device: torch.device, **optio
         return Offloading(*get_cpu_offload_context(True, num_layers, model_layers, **options))
 
 
+def through(layers: Iterable[Callable[[Any], Any]], x: Any) -> Any:
+    """What layers make of ``x``, one after the other."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lab import Lab
 from llama import LAYERS, enable_checkpointing, llama
-from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -442,9 +442,7 @@ def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
 
     def step(remove: Callable[[], object] = lambda: None) -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         remove()
         loss_of(y).backward()
 

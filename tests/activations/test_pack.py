@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from models import build, loss_of
+from models import build, loss_of, through
 
 import offload
 
@@ -45,10 +45,7 @@ def test_a_saved_tensor_takes_few_calls_and_files() -> None:
                 taken[id(handle)] += files
 
     def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss_of(y).backward()
+        loss_of(through(layers, x)).backward()
 
     with offload.offload_layers(layers, 2, policies=policies, min_bytes=1, device="cpu"):
         for _ in range(3):

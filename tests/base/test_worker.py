@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from lab import late_copies
-from models import build, loss_of, offloading, step_gradients
+from models import build, loss_of, offloading, step_gradients, through
 from ranks import true_in_a_child
 
 from offload import stream_weights
@@ -104,10 +104,7 @@ class TestFork:
 
         def forward() -> torch.Tensor:
             torch.manual_seed(1)
-            y = x
-            for layer in layers:
-                y = layer(y)
-            return y
+            return through(layers, x)
 
         def step() -> list[torch.Tensor]:
             layers.zero_grad()

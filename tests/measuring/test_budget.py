@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients
+from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,9 +99,7 @@ def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
         for _ in range(4):
             assert_same(expected, step_gradients(layers, x))
             with torch.no_grad():
-                y = x
-                for layer in layers:
-                    y = layer(y)
+                through(layers, x)
         assert handle.plan is not None
 
 
@@ -263,9 +261,7 @@ def test_microbatches_before_the_first_backward(lab: Lab) -> None:
         for _ in range(3):
             outputs = []
             for _ in range(2):
-                y = x
-                for layer in layers:
-                    y = layer(y)
+                y = through(layers, x)
                 outputs.append(y.square().mean())
             for output in outputs:
                 output.backward()
@@ -332,9 +328,7 @@ def test_what_enters_the_first_layer_counts_if_the_step_has_made_it(
     budget = 2 * saved_bytes(layers, x, lab)
 
     def step() -> None:
-        y = x * 1 if made else x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x * 1 if made else x)
         y.square().mean().backward()
 
     with budgeted(layers, lab, budget) as handle:
@@ -395,9 +389,7 @@ def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bo
 
     def step() -> int:
         with offload.memory_meter(lab.device) as meter:
-            y = x * 1
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x * 1)
             temporary = torch.empty(outside[0], dtype=torch.uint8)
             y.square().mean().backward()
             del temporary
@@ -431,9 +423,7 @@ def test_auto_and_the_measured_peak() -> None:
     def step() -> int:
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         y.float().square().mean().backward()
         return torch.cuda.max_memory_allocated() - start
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 
 import offload
 from benchmarks.workloads import DecoderBlock
@@ -194,9 +194,7 @@ def test_predicted_peaks_are_those_of_the_allocator() -> None:
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         y.float().square().mean().backward()
 
     profile = offload.profile_layers(layers, step, regions=True)

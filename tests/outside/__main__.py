@@ -1,4 +1,4 @@
-"""The complete runs: all operations, architectures, random programs, budgets, the long soak.
+"""The complete runs: all operations, architectures, random programs, budgets.
 
 Each writes its record into ``results/``.
 """
@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 
-from offload.device.select import resolve_device
-
-from . import soak
 from .architectures import architectures as find_architectures
 from .budgets import TOLERANCE as BUDGET_TOLERANCE
 from .budgets import check as check_budget
@@ -59,11 +56,6 @@ def main() -> None:
     budgets.add_argument("--number", type=int, default=40, help="how many models")
     budgets.add_argument("--record", type=Path, default=RESULTS / "outside_budgets.json")
     budgets.set_defaults(run=run_budgets)
-    soaked = commands.add_parser("soak", help="many small steps")
-    soaked.add_argument("--device", default="cpu")
-    soaked.add_argument("--steps", type=int, help="by default 10,000 on the CPU and 2,000 on another device")
-    soaked.add_argument("--record", type=Path, help="by default results/soak_DEVICE.json")
-    soaked.set_defaults(run=run_soak)
     for command in (operations, architectures):
         command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many run at a time")
     options = parser.parse_args()
@@ -150,17 +142,6 @@ def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:
     for key in ("different", "unrepeatable", "lost", "skipped"):
         counts[key] = sum(key in report for report in found.values())
     return counts
-
-
-def run_soak(options: argparse.Namespace) -> None:
-    """Many small steps: what they hold at fifty moments, and how it grows."""
-    device = resolve_device(options.device)
-    steps = options.steps or (10_000 if device.type == "cpu" else 2_000)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    origin = origin_now(device=name)
-    result = soak.record(soak.soak(device, steps, 50, lambda now: print(now, flush=True)))
-    print(f"growth per 1000 steps: {result['growth_per_1000_steps']}")
-    write(origin | result, options.record or RESULTS / f"soak_{device.type}.json")
 
 
 def summarise(results: Any, what: str) -> dict[str, Any]:

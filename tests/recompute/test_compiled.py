@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from models import WIDTH, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
 
 import offload
@@ -131,9 +131,7 @@ def test_memory_is_let_go_and_each_layer_runs_once_more(lab: Lab) -> None:
 
     def peak_bytes() -> int:
         with offload.memory_meter(lab.device) as meter:
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         runs = [RUNS[id(layer._orig_mod)] for layer in layers]
         y.sum().backward()
         after.extend(RUNS[id(layer._orig_mod)] - before for layer, before in zip(layers, runs, strict=True))
@@ -178,9 +176,7 @@ def test_autocast_and_random_numbers(lab: Lab) -> None:
 
     def step() -> None:
         with torch.autocast(lab.device.type, torch.bfloat16):
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         loss_of(y).backward()  # outside of it, as in training
 
     def state() -> torch.Tensor:
@@ -221,9 +217,7 @@ def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
     with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(2):
             step_gradients(layers, x)
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         way[0] = True
         with pytest.raises(RuntimeError, match="cannot be recomputed: run again in backward"):
             loss_of(y).backward()

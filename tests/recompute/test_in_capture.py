@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, build, step_gradients
+from models import assert_same, build, step_gradients, through
 from test_policies import Seen, loss_of, offloaded
 
 import offload
@@ -57,9 +57,7 @@ def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytes
         assert_same(expected, step_gradients(layers, x))
         captured = handle.stats() - before
         assert captured.offloaded_bytes <= warm_up.offloaded_bytes  # no more host memory than the warm-up has pinned
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         with Seen() as seen:
             loss_of(y).backward()
         assert not seen.times["bernoulli_"]

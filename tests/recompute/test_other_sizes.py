@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
 from test_policies import ALL, Function, offloaded
 from torch import nn
 
@@ -24,10 +24,7 @@ def step(layers: nn.ModuleList, shape: tuple[int, ...], lab: Lab) -> list[torch.
     x = torch.randn(*shape, WIDTH).to(lab.device).requires_grad_()
 
     def run() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss_of(y).backward()
+        loss_of(through(layers, x)).backward()
 
     return gradients(leaves_of(layers, x), run)
 

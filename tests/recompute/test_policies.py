@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,9 +106,7 @@ def test_below_autocast(lab: Lab) -> None:
 
     def gradients_of_step() -> list[torch.Tensor]:
         with torch.autocast(lab.device.type, torch.bfloat16):
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         return gradients(leaves_of(layers, x), lambda: loss_of(y).backward())
 
     expected = gradients_of_step()
@@ -232,10 +230,7 @@ def test_what_travels_frees_its_memory_in_every_step(policies: dict[str, str], l
 
 
 def count_in_backward(layers: nn.ModuleList, x: torch.Tensor) -> Counter[str]:
-    y = x
-    for layer in layers:
-        y = layer(y)
-    loss = loss_of(y)
+    loss = loss_of(through(layers, x))
     with Seen() as seen:
         loss.backward()
     return seen.times
@@ -309,10 +304,7 @@ def test_graph_is_retained(lab: Lab) -> None:
 
 
 def _backward_twice(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    y = x
-    for layer in layers:
-        y = layer(y)
-    loss = loss_of(y)
+    loss = loss_of(through(layers, x))
     loss.backward(retain_graph=True)
     loss.backward()
 
@@ -321,9 +313,7 @@ def test_second_derivative(lab: Lab) -> None:
     layers, x = functions(lambda x, w: (x @ w).tanh() * x.sigmoid(), lab)
 
     def second() -> list[torch.Tensor]:
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         (first,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
         return [first.detach(), *torch.autograd.grad(first.square().sum(), list(layers.parameters()))]
 
@@ -348,10 +338,9 @@ def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
     with offloaded(layers, lab, {"add": "keep", "*": "recompute"}):
         step_gradients(layers, x)
         normed.clear()
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         assert [storage.expired() for storage in normed] == [True] * LAYERS
+        loss_of(y).backward()
 
 
 def test_what_a_layer_was_given_travels_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +381,7 @@ def test_inference_tensors(lab: Lab) -> None:
     def step() -> None:
         with torch.inference_mode():
             mask.fill_(0.5)
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         with torch.inference_mode():
             mask.fill_(7)
         loss_of(y).backward()
@@ -450,9 +437,7 @@ def test_microbatches_in_flight(lab: Lab) -> None:
     def step() -> None:
         losses = []
         for given in inputs:
-            y = given
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, given)
             losses.append(loss_of(y))
         for loss in losses:
             loss.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, build, gradients, leaves_of, loss_of, step_gradients
+from models import assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 
 import offload
 from offload.activations.activation_set import ActivationSet
@@ -49,9 +49,7 @@ def test_gradients(schedule: str, policies: str, order: str, lab: Lab) -> None:
         losses: dict[str, torch.Tensor] = {}
         for phase, number in actions:
             if phase == "F":
-                y = inputs[int(number)]
-                for layer in layers:
-                    y = layer(y)
+                y = through(layers, inputs[int(number)])
                 losses[number] = loss_of(y)
             else:
                 losses.pop(number).backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
 from test_policies import ALL, Function, Seen, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,10 +46,7 @@ def step(
 
     def run() -> None:
         torch.manual_seed(seed)
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss = loss_of(y)
+        loss = loss_of(through(layers, x))
         between()
         loss.backward()
 
@@ -372,10 +369,7 @@ def test_attributes_are_those_of_the_forward(change: Callable[[Any], object], la
 
     def run(between: Callable[[], object]) -> list[torch.Tensor]:
         torch.manual_seed(3)
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss = loss_of(y)
+        loss = loss_of(through(layers, x))
         between()
         return gradients(leaves, loss.backward)
 
@@ -437,9 +431,7 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         def both() -> None:
             losses = []
             for given in (x, other):
-                y = given
-                for layer in layers:
-                    y = layer(y)
+                y = through(layers, given)
                 losses.append(loss_of(y))
             for loss in losses:
                 loss.backward()
@@ -478,9 +470,7 @@ def test_what_forward_leaves_behind(lab: Lab) -> None:
 
     def run(layers: nn.ModuleList) -> list[torch.Tensor]:
         def forward_and_backward() -> None:
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
             left = [layer.balance for layer in layers]
             (loss_of(y) + sum(left)).backward()
             assert all(layer.balance is one for layer, one in zip(layers, left, strict=True))
@@ -583,9 +573,7 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
 
     def run() -> list[torch.Tensor]:
         with contextlib.nullcontext() if around_backward else setting():
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         loss = loss_of(y)
         with setting() if around_backward else contextlib.nullcontext():
             before = _settings()
@@ -656,10 +644,7 @@ def test_generators(given: bool, policies: dict[str, str], lab: Lab) -> None:
         generator.manual_seed(7)
         found = []
         for _ in range(3):
-            y = x
-            for layer in layers:
-                y = layer(y)
-            loss = loss_of(y)
+            loss = loss_of(through(layers, x))
             torch.rand(5, generator=generator, device=lab.device)  # others draw, too
             before = generator.get_state()
             found += torch.autograd.grad(loss, leaves_of(layers, x))
@@ -1171,9 +1156,7 @@ def test_an_exception_in_the_second_run(error: type[BaseException], lab: Lab) ->
         for _ in range(2):
             assert_same(expected, step(layers, x))
         with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         loss = loss_of(y)
         layers.eval()
         torch.manual_seed(5)
@@ -1254,9 +1237,7 @@ def test_what_is_dropped_is_freed(lab: Lab) -> None:
 
     def held_bytes() -> int:
         with offload.memory_meter(lab.device) as meter:
-            y = x
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, x)
         del y
         return meter.peak_bytes
 
@@ -1285,9 +1266,7 @@ def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
         with offloaded(layers, lab, {**dict.fromkeys(("add", "tanh"), "keep"), "*": "recompute"}):
             for time in range(4):
                 made.clear()
-                y = given
-                for layer in layers:
-                    y = layer(y)
+                y = through(layers, given)
                 if time == 2:  # one that may go through backward again
                     loss_of(y).backward(retain_graph=True)
                 del y
@@ -1385,9 +1364,7 @@ def test_a_hook_that_collects_results_is_refused(inner: bool, lab: Lab) -> None:
 
     def run() -> None:
         features.clear()
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         (loss_of(y) + sum(loss_of(feature) for feature in features)).backward()
 
     expected = gradients(leaves_of(layers, x), run)
@@ -1413,9 +1390,7 @@ def test_a_hook_that_collects_results_for_the_caller_alone(lab: Lab) -> None:
     def run() -> None:
         found: list[torch.Tensor] = [x]
         token = COLLECTED.set(found)
-        y = x
-        for layer in layers:
-            y = layer(y)
+        through(layers, x)
         COLLECTED.reset(token)
         assert len(found) == 1 + LAYERS
         sum(loss_of(one) for one in found).backward()

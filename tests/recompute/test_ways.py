@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
 from torch import nn
 
 import offload
@@ -196,7 +196,5 @@ def test_a_dropped_tensor_that_is_changed_afterwards(lab: Lab) -> None:
         assert handle.regions(0)["tanh"] == "recompute"
         for layer in layers:
             layer.step = 3
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         assert_same(expected, gradients(leaves_of(layers, x), lambda: loss_of(y).backward()))
