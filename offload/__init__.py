@@ -7,7 +7,7 @@ from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
 from offload.base.layer_events import remove
 from offload.device.capture import CaptureError
-from offload.host.limits import HostMemory, empty_host_cache, reserve_host_memory
+from offload.host.limits import empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
 from offload.long_context import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
 from offload.measuring.measure_link import measure_link, plan
@@ -34,7 +34,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
-    "HostMemory",
     "HostMemoryError",
     "LayerPolicy",
     "LayerProfile",

@@ -13,7 +13,6 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes, parse_bytes
 from offload.base.layer_events import Handle, check_layers, compute_device
-from offload.host.limits import HostMemory
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
@@ -145,14 +144,14 @@ def offload_layers(
         schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
-    host = HostMemory(max_host_bytes)
+    given: dict[str, Any] = {"min_bytes": min_bytes, "device": device, "max_host_bytes": max_host_bytes}
     if measured:
-        return OffloadedLayers(FollowPlan(modules, memory_budget, min_bytes=min_bytes, device=device, host=host))
+        return OffloadedLayers(FollowPlan(modules, memory_budget, **given))
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
     if policies is not None:
         patterns = parse_policies(policies)
         regions = [LayerPolicies(patterns, layer) for layer in modules]
-    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=device, host=host, policies=regions)
+    context = OffloadContext(schedule, len(modules), policies=regions, **given)
     if isinstance(plan, Plan) and context.backend.device.type == "cpu":
         return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
     return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)

@@ -22,7 +22,6 @@ from offload.base.checks import check_type, describe, format_bytes, parse_bytes
 from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle, check_layers
 from offload.device.select import resolve_device
-from offload.host.limits import HostMemory
 from offload.measuring.follow_plan import AUTO_SHARE, FollowPlan, bytes_of_gradients
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
@@ -68,7 +67,6 @@ class PreparedTraining(Handle):
         """Where weights, gradients and optimizer state are now."""
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
-        self._host = HostMemory()
         self._activations: FollowPlan | None = None
         self._decided = False
         self._link_left: Link | None = None
@@ -169,11 +167,10 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
-            self._host = HostMemory(most)
             self._activations = FollowPlan(
-                self._layers, self, min_bytes=self._min_bytes, device=self._device, host=self._host
+                self._layers, self, min_bytes=self._min_bytes, device=self._device, max_host_bytes=most
             )
-        self._host.max_bytes = most
+        self._activations.context.limit_host(most)
 
     def _most_pooled(self) -> int | None:
         """Pinned memory that the pool may have: for activations, and for state that is streamed."""
@@ -230,7 +227,7 @@ class PreparedTraining(Handle):
         if self._state is not None and chosen[::2] == self.recipe[::2]:  # only gradients differ: the state is in place
             self._state.consume_gradients(chosen.gradients == "consumed")
             self.recipe = chosen
-            self._host.max_bytes = self._most_pooled()
+            activations.context.limit_host(self._most_pooled())
             activations.plan_again()
             return
         if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more

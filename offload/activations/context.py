@@ -16,7 +16,7 @@ import torch
 
 from offload.activations import selective
 from offload.activations.activation_set import ActivationSet
-from offload.activations.copies import Transfers
+from offload.activations.copies import NO_HOST_MEMORY, Transfers
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
 from offload.activations.stats import OffloadStats
@@ -27,7 +27,6 @@ from offload.base.tensors import tensors_in
 from offload.base.torch_private import interpreted
 from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.host.limits import NO_HOST_MEMORY, HostMemory
 from offload.host.pool import get_host_pool
 from offload.recompute.layer_policies import LayerPolicies, warn_of_unmatched
 from offload.schedule.schedule import Schedule
@@ -65,7 +64,7 @@ class OffloadContext(ContextDecorator):
         model_layers: Number of layers in a round.
         min_bytes: Storages below this size are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move.
-        host: How much host memory the context may take; see :class:`HostMemory`.
+        max_host_bytes: The most pinned host memory to use; bytes, or a text such as ``"40GiB"``. No limit by default.
         policies: What happens to the regions of each layer; where there is none, the same to all.
     """
 
@@ -76,7 +75,7 @@ class OffloadContext(ContextDecorator):
         *,
         min_bytes: int | str = DEFAULT_MIN_BYTES,
         device: torch.device | str | int | None = None,
-        host: HostMemory | None = None,
+        max_host_bytes: int | str | None = None,
         policies: Sequence[LayerPolicies | None] = (),
     ) -> None:
         selective.patch_pytorch()
@@ -89,7 +88,8 @@ class OffloadContext(ContextDecorator):
         self.skipped = False
         """Whether the context did nothing when it was entered last."""
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
-        self._transfers = Transfers(backend, get_host_pool(backend), host)
+        most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+        self._transfers = Transfers(backend, get_host_pool(backend), most)
         self._round = self._new_round()
         self._first_node = 0
         """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
@@ -104,47 +104,43 @@ class OffloadContext(ContextDecorator):
         """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         self._warned: set[str] = set()
 
+    @interpreted
     def __enter__(self) -> Self:
         depth = len(self._entered)
         try:
-            self.enter()
+            if self.has_nothing_to_do():
+                self._closed = None
+                self._entered.append(None)
+                self.skipped = True
+                return self
+            self.check_thread()
+            if self._open is not None:
+                raise OffloadStateError(
+                    f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
+                    "or use one context per level of nesting. After an interrupt that kept the block from leaving it, "
+                    "call reset()."
+                )
+            self.begin_layer()
             return self
         except BaseException:
             self.abort(depth)  # nobody else will: an interrupt can come between here and the first line of the block
             raise
 
+    @interpreted
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self.exit(failed=kind is not None)
+            self.end_layer(failed=kind is not None)
         except BaseException:
             self.abort()
             raise
 
-    @interpreted
-    def enter(self, layer: int | None = None, inputs: object = None) -> None:
+    def begin_layer(self, layer: int | None = None, inputs: object = None) -> None:
         """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
 
-        Its ``inputs`` are the positional arguments and the keyword arguments that it is called with.
-
-        Where PyTorch allows no hooks on saved tensors, the error leaves the context as it was before.
+        Its ``inputs`` are the positional arguments and the keyword arguments that it is called with. Where PyTorch
+        allows no hooks on saved tensors, the error leaves the context as it was before.
         """
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
-        if self.has_nothing_to_do():
-            self._entered.append(None)
-            self.skipped = True
-            return
-        self.check_thread(layer)
-        if self._open is not None:
-            raise OffloadStateError(
-                f"the offload context was entered inside the forward of layer {self._open.layer}; leave it first, "
-                "or use one context per level of nesting. After an interrupt that kept the block from leaving it, call "
-                "reset()."
-            )
-        self.begin_layer(layer, inputs)
-
-    def begin_layer(self, layer: int | None, inputs: object) -> None:
-        """As :meth:`enter`, where there is something to do and no layer is open."""
-        self._closed = None
         if not self.in_this_thread:
             self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
         if self._unsynced >= UNSYNCED:
@@ -181,13 +177,8 @@ class OffloadContext(ContextDecorator):
         if takes_all:
             opened.enter(inputs)
 
-    @interpreted
-    def exit(self, *, failed: bool = False) -> None:
-        """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
-        self.end_layer(failed=failed)
-
     def end_layer(self, *, failed: bool) -> None:
-        """As :meth:`exit`."""
+        """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
         opened = self._entered[-1] if self._entered else None
         if opened is None:
             del self._entered[-1:]
@@ -235,7 +226,7 @@ class OffloadContext(ContextDecorator):
     def abort(self, depth: int = 0) -> None:
         """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""
         while len(self._entered) > depth:
-            self.exit(failed=True)
+            self.end_layer(failed=True)
 
     def has_nothing_to_do(self) -> bool:
         """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
@@ -292,6 +283,10 @@ class OffloadContext(ContextDecorator):
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
         return self._transfers.stats()
+
+    def limit_host(self, max_host_bytes: int | None) -> None:
+        """Use at most so much pinned host memory from now on."""
+        self._transfers.max_host_bytes = max_host_bytes
 
     def sets_of(self, layer: int) -> dict[int, ActivationSet]:
         """The activation sets of one layer, unless they have gone with their graph, by round, the oldest first."""

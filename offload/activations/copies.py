@@ -19,11 +19,13 @@ from offload.base.checks import format_bytes, warn_caller
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
 from offload.host.buffers import HostBuffer
-from offload.host.limits import HostMemory
+from offload.host.page_locked import HostMemoryError
 from offload.host.pool import HostPool
 
 WORTH_A_WARNING = 0.5
 """The warning comes when this part of the copied bytes has freed nothing: the first layer's input is often less."""
+NO_HOST_MEMORY = "no host memory"
+"""Why a storage that did not fit on the host is kept on the device, in ``stats().skipped``."""
 NAMED = 3
 """Operations in the warning."""
 MOST_PENDING = 4096
@@ -63,9 +65,11 @@ class Reload:
 class Transfers:
     """The two copy streams of a context, the memory that they copy to, and the counts of :class:`OffloadStats`."""
 
-    def __init__(self, backend: Backend, pool: HostPool, host: HostMemory | None = None) -> None:
+    def __init__(self, backend: Backend, pool: HostPool, max_host_bytes: int | None = None) -> None:
         self.backend = backend
         self.pool = pool
+        self.max_host_bytes = max_host_bytes
+        """The most pinned memory that the device's pool may have when this context asks for more."""
         self.d2h_stream, self.h2d_stream = backend.copy_streams
         self.lock = threading.RLock()
         """Held while storages are reloaded: several threads may read what was saved."""
@@ -74,7 +78,6 @@ class Transfers:
         self.skipped: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()
         self.stall_s = 0.0
-        self._host = host or HostMemory()
         self._ready: Event | None = None
         """What the d2h stream has waited for last."""
         self._batch: CopyBatch | None = None
@@ -84,7 +87,7 @@ class Transfers:
         """Of each stall whose time is not known yet, the events at which it begins and ends."""
         self._last_copied: Event | None = None
         self._collecting = threading.Lock()
-        self._warned = False
+        self._warned_of_waste = self._warned_of_host = False
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what was offloaded so far."""
@@ -96,8 +99,8 @@ class Transfers:
     def begin_round(self) -> None:
         """A round of layers begins: look back at the earlier ones."""
         self._collect_stalls()
-        if not self._warned and self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes:
-            self._warned = True
+        if not self._warned_of_waste and self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes:
+            self._warned_of_waste = True
             self._warn_of_waste()
 
     def hold(self, nbytes: int) -> None:
@@ -143,11 +146,15 @@ class Transfers:
     ) -> tuple[CopyBatch, HostBuffer] | None:
         """Queue the copy of device ``memory``, written when ``ready`` is reached; ``None`` where it is kept."""
         try:
-            host = self._host.take(self.pool, nbytes)
+            host = self.pool.take(nbytes, self.max_host_bytes)
         except CaptureError:
             self.join()  # else ending the capture fails as well, and hides what this error says
             raise
-        if host is None:
+        except HostMemoryError as error:
+            # Pinning can fail: containers have limits, and machines are full. A step that has begun should still end.
+            if not self._warned_of_host:
+                self._warned_of_host = True
+                warn_caller(f"{error} Tensors that do not fit are kept on the device.")
             return None
         wait, stream = self.backend.wait, self.d2h_stream
         if ready is not self._ready:

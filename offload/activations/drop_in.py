@@ -17,7 +17,6 @@ from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, is_int
 from offload.device.backend import Stream
-from offload.host.limits import HostMemory
 from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
 
 
@@ -149,7 +148,7 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         model_layers if schedule is None else schedule.model_layers,
         min_bytes=min_bytes,
         device=device,
-        host=HostMemory(max_host_bytes),
+        max_host_bytes=max_host_bytes,
     )
     if manual_synchronization:
         return context, context.sync, ManualOffloadSynchronizer(context)

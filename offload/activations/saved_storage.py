@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from offload.activations.copies import CopyBatch, Reload, Transfers
+from offload.activations.copies import NO_HOST_MEMORY, CopyBatch, Reload, Transfers
 from offload.base import tensors, trace
 from offload.base.torch_private import (
     TorchDispatchMode,
@@ -39,7 +39,6 @@ from offload.base.torch_private import (
 )
 from offload.device.backend import Event, Wait
 from offload.host.buffers import HostBuffer
-from offload.host.limits import NO_HOST_MEMORY
 
 RESIZED = "resized"
 """Why a storage that the program has resized is kept on the device, in ``stats().skipped``."""

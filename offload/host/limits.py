@@ -1,44 +1,13 @@
-"""Limits on host memory: how much activations may take, and memory pinned in advance.
-
-Pinning can fail: locked memory and containers have limits, and machines are full. A training step that has begun should
-still end. So a storage that does not fit is kept on the device, with one warning.
-"""
+"""Host memory that users pin in advance, and give back."""
 
 from __future__ import annotations
 
 import torch
 
-from offload.base.checks import parse_bytes, warn_caller
+from offload.base.checks import parse_bytes
 from offload.device.select import get_backend
-from offload.host.buffers import HostBuffer
-from offload.host.page_locked import HostMemoryError, check_room
-from offload.host.pool import HostPool, get_host_pool
-
-NO_HOST_MEMORY = "no host memory"
-"""Why a storage that did not fit is kept on the device, in ``stats().skipped``."""
-
-
-class HostMemory:
-    """A context's share of the pinned memory.
-
-    Args:
-        max_bytes: The most pinned memory that the device's pool may have when this context asks for more: bytes, or a
-            text such as ``"40GiB"``; no limit by default.
-    """
-
-    def __init__(self, max_bytes: int | str | None = None) -> None:
-        self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_host_bytes")
-        self._warned = False
-
-    def take(self, pool: HostPool, nbytes: int) -> HostBuffer | None:
-        """A buffer; ``None`` where there is no room."""
-        try:
-            return pool.take(nbytes, self.max_bytes)
-        except HostMemoryError as error:
-            if not self._warned:
-                self._warned = True
-                warn_caller(f"{error} Tensors that do not fit are kept on the device.")
-            return None
+from offload.host.page_locked import check_room
+from offload.host.pool import get_host_pool
 
 
 def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | None = None) -> None:

@@ -23,7 +23,6 @@ from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment
 from offload.device.capture import CaptureError
-from offload.host.limits import HostMemory
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
@@ -120,7 +119,7 @@ class FollowPlan(HookedLayers):
             ``None`` offloads as many whole layers as make the step no longer.
         min_bytes: Storages below this size are no regions of their own.
         device: Where the layers compute.
-        host: How much host memory there is; a capacity of the plan.
+        max_host_bytes: The most pinned host memory to use; a capacity of the plan.
     """
 
     def __init__(
@@ -130,21 +129,22 @@ class FollowPlan(HookedLayers):
         *,
         min_bytes: int | str,
         device: torch.device | str | int | None,
-        host: HostMemory,
+        max_host_bytes: int | str | None,
     ) -> None:
-        context = OffloadContext(Schedule(len(layers)), len(layers), min_bytes=min_bytes, device=device, host=host)
+        self._max_host_bytes = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+        nothing, most = Schedule(len(layers)), self._max_host_bytes
+        context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend = context.backend
         self._peak = memory_peak(self._backend.device)
         if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._compare = None if memory_budget is None else ComparePlans(self._backend)
-        self._max_host_bytes = host.max_bytes
         self._left: MemoryLeft | None = None
         """Says the budget when a plan is made; ``None`` where the budget is given."""
         self._budget = 0
         """Bytes; 0 if there is none, or until :attr:`_left` has said it."""
         if memory_budget == "auto":
-            self._left = _DeviceLeft(self._backend.device, layers, host.max_bytes)
+            self._left = _DeviceLeft(self._backend.device, layers, self._max_host_bytes)
         elif isinstance(memory_budget, int | str):
             self._budget = parse_bytes(memory_budget, "memory_budget")
         else:

@@ -321,8 +321,8 @@ def test_no_warning_where_nothing_was_to_move() -> None:
     with torch.no_grad():
         run_round(context, sync, x)
     context.reset()
-    context.enter(2)  # the round's last layer: the others were skipped
-    context.exit()
+    context.begin_layer(2)  # the round's last layer: the others were skipped
+    context.end_layer(failed=False)
     run_round(*make(), x)
 
 

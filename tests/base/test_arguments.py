@@ -144,7 +144,6 @@ def planned(budget: str) -> PipelinePlan:
         planned,
         lambda size: offload.measure_link("cpu", piece_bytes="1MB", repeats=1),
         lambda size: offload.reserve_host_memory("1MB", "cpu"),
-        offload.HostMemory,
         lambda size: offload.get_cpu_offload_context(True, 1, 4, min_bytes=size, max_host_bytes=size, device="cpu"),
         lambda size: offload.offload_layers(layers(), 2, min_bytes=size, max_host_bytes=size).remove(),
         lambda size: budget_of(size).remove(),
