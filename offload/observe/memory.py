@@ -62,6 +62,8 @@ class CpuAllocations(TorchDispatchMode):
         on_change: Called with the bytes alive after each change.
     """
 
+    supports_higher_order_operators = True  # compiled layers with dropout run some
+
     def __init__(self, on_change: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
         self._on_change = on_change
