@@ -43,13 +43,15 @@ from offload.base.torch_private import (
 class Turn(IntEnum):
     """The order in which the listeners on a layer learn that a forward begins; they learn of its end in reverse.
 
-    Weights are loaded before anything else happens. Measuring comes last, so that it measures the layer and not the
-    other two. The order in which listeners were attached makes no difference.
+    Weights are loaded before anything else happens. Compiled layers are tried before hooks see what autograd saves.
+    Measuring comes last, so that it measures the layer and not the others. The order in which listeners were attached
+    makes no difference.
     """
 
     WEIGHTS = 0
-    ACTIVATIONS = 1
-    MEASURING = 2
+    COMPILING = 1
+    ACTIVATIONS = 2
+    MEASURING = 3
 
 
 class LayerCall:
@@ -150,7 +152,6 @@ class Attachment(Handle):
             listener.handle = handle
             events = _events_of(layer) or _LayerEvents(layer)
             events.listeners = sorted([*events.listeners, listener], key=lambda listener: listener.turn)
-        forget_compiled()
 
     def remove(self) -> None:
         attached, self._attached = self._attached, []
@@ -159,8 +160,6 @@ class Attachment(Handle):
             events = _events_of(layer) if layer is not None else None
             if layer is not None and listener is not None and events is not None:
                 events.drop(layer, listener)
-        if attached:
-            forget_compiled()
 
     def __bool__(self) -> bool:
         """Whether the listeners are still there."""
@@ -199,6 +198,7 @@ class _LayerEvents:
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
         ]
         _wrap_checkpoint(layer, self)
+        forget_compiled()
 
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
         """Tell this listener nothing more; the hooks are removed with the last listener."""
@@ -207,6 +207,7 @@ class _LayerEvents:
             for hook in self._hooks:
                 hook.remove()
             _unwrap_checkpoint(layer)
+            forget_compiled()
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
         call = LayerCall(training=training, in_checkpoint=in_checkpoint)

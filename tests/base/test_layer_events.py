@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.base import torch_private
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, listeners_on
 
-WEIGHTS, ACTIVATIONS, MEASURING = Turn
+WEIGHTS, ACTIVATIONS, MEASURING = Turn.WEIGHTS, Turn.ACTIVATIONS, Turn.MEASURING
 
 
 class Notes(LayerListener):
@@ -66,12 +66,12 @@ def test_turns(turns: tuple[Turn, ...]) -> None:
         Attachment([layer], [Notes(turn, notes)])
     y = layer(inputs())
     assert notes == [
-        *("weights begins", "activations begins", "measuring begins"),
-        *("measuring ends", "activations ends", "weights ends"),
+        *("weights begins", "compiling begins", "activations begins", "measuring begins"),
+        *("measuring ends", "activations ends", "compiling ends", "weights ends"),
     ]
     notes.clear()
     y.sum().backward()
-    assert notes == ["weights goes back", "activations goes back", "measuring goes back"]
+    assert notes == [f"{turn.name.lower()} goes back" for turn in Turn]
 
 
 @pytest.mark.parametrize("turn", Turn)
