@@ -13,6 +13,7 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes, parse_bytes
 from offload.base.layer_events import Handle, check_layers, compute_device
+from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
@@ -62,7 +63,7 @@ class OffloadedLayers(Handle):
 
     def regions(self, layer: int = 0) -> dict[str, str]:
         """The policy of each region of a layer, by the region's name, once the layer has run forward."""
-        policies = self._hooks.context.policies
+        policies = self._hooks.policies
         found = policies[layer] if policies else None
         return {} if found is None else found.by_name()
 
@@ -87,6 +88,7 @@ def offload_layers(
     max_host_bytes: int | str | None = None,
     policies: Mapping[str, Policy | str] | None = None,
     memory_budget: int | str | None = None,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> OffloadedLayers:
     """Offload activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
 
@@ -124,6 +126,10 @@ def offload_layers(
             bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
             everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
             ``max_host_bytes`` is a capacity of it.
+        compile: With ``memory_budget``, compile each layer; or arguments of ``torch.compile`` for that, such as
+            ``{"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}``. The plan then decides for each layer
+            whether its graph saves all, products and attention, attention, or the layer's inputs alone. So it does for
+            layers that the program has compiled.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -136,6 +142,8 @@ def offload_layers(
     """
     modules = check_layers(layers, OffloadListener, "offloaded", "cannot be offloaded")
     schedule = check_choice(num_layers, schedule, plan, policies, memory_budget)
+    if compile is not False and memory_budget is None:
+        raise ValueError("compile must be given with memory_budget; without one, call layer.compile() on each layer.")
     measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
     if device is None:
         device = _device_of(modules)
@@ -146,7 +154,7 @@ def offload_layers(
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
     given: dict[str, Any] = {"min_bytes": min_bytes, "device": device, "max_host_bytes": max_host_bytes}
     if measured:
-        return OffloadedLayers(FollowPlan(modules, memory_budget, **given))
+        return OffloadedLayers(follow_plan(modules, memory_budget, compile, **given))
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
     if policies is not None:
         patterns = parse_policies(policies)

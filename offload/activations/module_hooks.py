@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from offload.activations.context import OffloadContext
 from offload.activations.what_moves import exclude_parameters
 from offload.base.layer_events import Attachment, Handle, LayerCall, LayerListener, Turn
+from offload.recompute.layer_policies import LayerPolicies
 
 
 class HookedLayers(Handle):
@@ -27,6 +30,11 @@ class HookedLayers(Handle):
     def remove(self) -> None:
         self.context.abort()  # an interrupt in a layer has kept it from leaving the context
         self._attachment.remove()
+
+    @property
+    def policies(self) -> Sequence[LayerPolicies | None]:
+        """What happens to the regions of each layer; where there is none, the same to all."""
+        return self.context.policies
 
     @property
     def active(self) -> bool:

@@ -64,10 +64,9 @@ dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack"
 _pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils._python_dispatch._push_mode")
 _exclude, _set_excluded = _find("_C._ExcludeDispatchKeyGuard"), _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
-_uses = _find("_C._storage_Use_Count")
-_set_eval_frame = _find("_C._dynamo.eval_frame.set_eval_frame")
-_RULES = "torch._dynamo.trace_rules"
-_HIGHEST_NODE = 2**64 - 1
+_uses, _set_eval_frame = _find("_C._storage_Use_Count"), _find("_C._dynamo.eval_frame.set_eval_frame")
+_RULES, _HIGHEST_NODE = "torch._dynamo.trace_rules", 2**64 - 1
+COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
 _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
@@ -147,10 +146,9 @@ def is_captured(node: Any) -> bool:
     return False
 
 
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the program has put hooks on a parameter's gradient."""
-    hooked: Any = parameter
-    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
+    """Whether the program has put hooks on a parameter's gradient, the ``accumulated`` one included or not."""
+    return bool(parameter._backward_hooks or (accumulated and parameter._post_accumulate_grad_hooks))
 
 
 # Tracing, transforms and dispatch.
@@ -310,9 +308,9 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     return call
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether a module's whole forward is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return getattr(module, COMPILED_CALL) is not None or ORIGINAL in module._modules
 
 
 @functools.cache

@@ -177,8 +177,8 @@ class FollowPlan(HookedLayers):
         """Gradients that there were when the microbatch began, where they count to the budget."""
         self._held_bytes = 0
         """What the device held at that time, as far as an accelerator tells."""
-        self._policies = learning_policies(layers)
-        self.context.follow(learning_schedule(len(layers)), self._policies)
+        self._policies = self._learning_policies()
+        self._recompute_all()
 
     @property
     def profile(self) -> Profile | None:
@@ -206,6 +206,12 @@ class FollowPlan(HookedLayers):
         self._times.remove()
         self._peak.stop()
 
+    def _learning_policies(self) -> list[LayerPolicies]:
+        return learning_policies(self._layers)
+
+    def _recompute_all(self) -> None:
+        self.context.follow(learning_schedule(len(self._layers)), self._policies)
+
     def _time(self, elements: int) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
         self._stage, self._timed_elements, self.plan = "timing", elements, None
@@ -219,7 +225,7 @@ class FollowPlan(HookedLayers):
         _logger.info("inputs of %.2g times the elements that were timed: this microbatch is timed, too", times)
         for one in self._policies:
             one.measure_again()
-        self.context.follow(learning_schedule(len(self._layers)), self._policies)
+        self._recompute_all()
         self._watches = True
         self._time(elements)
 
@@ -285,11 +291,8 @@ class FollowPlan(HookedLayers):
         if plan is None:
             return
         self.plan = plan
-        followed: list[LayerPolicies | None] = []
-        for learned, policy, layer in zip(self._policies, plan.policies, plan.profile.layers, strict=True):
-            if policy is not None:
-                learned.follow(policy, layer.regions)
-            followed.append(None if policy is None else learned)
+        triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
+        followed = [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
         self.context.follow(plan.schedule, followed)
 
     def _keep_to_budget(self, plan: Plan) -> None:

@@ -217,12 +217,18 @@ def learned_profile(
     The regions' seconds are those of the second runs in these steps, as each region would share them. An operation that
     is timed alone, behind a pause, takes another time than in a row.
     """
-    again_s = [_second_run_s(one, times.backend) for one in policies]
     alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for costs in regions]
-    ratio = math.fsum(again_s) / math.fsum(alone_s) if min(math.fsum(again_s), math.fsum(alone_s)) > 0 else 1.0
+    # The backward of a compiled layer recomputes without a second run, and was timed as a whole at each level.
+    again_s = [
+        _second_run_s(one, times.backend) if one.runs_again else recompute_s
+        for one, recompute_s in zip(policies, alone_s, strict=True)
+    ]
+    run_again = [number for number, one in enumerate(policies) if one.runs_again]
+    again, alone = (math.fsum(seconds[number] for number in run_again) for seconds in (again_s, alone_s))
+    ratio = again / alone if min(again, alone) > 0 else 1.0
     layers = []
-    for costs, (forward_s, backward_s), run_s in zip(regions, times.seconds(), again_s, strict=True):
-        timed = [replace(region, seconds=ratio * region.seconds) for region in costs]
+    for one, costs, (forward_s, backward_s), run_s in zip(policies, regions, times.seconds(), again_s, strict=True):
+        timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
         layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s)))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len(learning_schedule(len(layers)).offloaded_layers)

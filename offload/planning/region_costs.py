@@ -109,7 +109,8 @@ def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
         last = found[-1]
         results: defaultdict[int, set[int]] = defaultdict(set)
         for number in sorted(last.dropped):  # of equally good operations the first is taken
-            results[operation_of(regions, number)].add(number)
+            if regions[number].only_with not in last.dropped:
+                results[operation_of(regions, number)].add(number)
         more = [region_costs(regions, last.kept | made) for made in results.values()]
         found.append(max(more, key=partial(gain, last)))
     best: list[RegionCosts] = []

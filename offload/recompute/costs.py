@@ -18,6 +18,7 @@ class RegionProfile:
         recomputable: Whether the operation gives the same bits when it runs again. The layer's inputs are no
             operations, and never recomputable.
         another_of: Where an operation has several results, the number of the first; ``None`` for the first itself.
+        only_with: The region without which this one is never kept; ``None`` if there is none.
     """
 
     name: str
@@ -27,3 +28,4 @@ class RegionProfile:
     saved: bool = True
     recomputable: bool = True
     another_of: int | None = None
+    only_with: int | None = None

@@ -51,6 +51,9 @@ class LayerPolicies:
         planned: What happens to the regions by their numbers, in place of patterns, and the regions of the plan.
     """
 
+    runs_again = True
+    """Whether the layer's forward runs a second time to recompute."""
+
     def __init__(
         self,
         patterns: Mapping[str, Policy],
@@ -213,6 +216,13 @@ class LayerPolicies:
         for way in self.ways.values():
             way.captured = None
             way.settle(self)
+
+    def follows(self, numbered: Numbered | None, regions: Sequence[RegionProfile]) -> LayerPolicies | None:
+        """Follow what a plan says of the layer; the policies of what the layer saves, if not all has the same."""
+        if numbered is None:
+            return None
+        self.follow(numbered, regions)
+        return self
 
     def follow_plan(self) -> None:
         """Follow what was planned; the first forward was learned, or one with inputs of another kind.

@@ -1,0 +1,169 @@
+"""Layers that run compiled and follow a plan: each at the level that the plan has for it.
+
+In the first microbatch each layer is tried at each level. A layer that does not compile, or not as one graph, has the
+policies of layers that are not compiled from then on, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from offload.activations.what_moves import Rules
+from offload.base.checks import parse_bytes
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.torch_private import COMPILED_CALL, is_compiled
+from offload.measuring.follow_plan import FollowPlan, MemoryLeft
+from offload.measuring.profile_layers import learning_policies, learning_schedule
+from offload.measuring.try_levels import NotCompiledError, try_levels
+from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
+from offload.recompute.layer_policies import LayerPolicies
+
+_logger = logging.getLogger(__name__)
+
+
+class FollowCompiledPlan(FollowPlan):
+    """Layers of which some run compiled, and that follow a plan as soon as there is one; undone by ``remove()``.
+
+    Args:
+        layers: The layers, in call order.
+        memory_budget: As :class:`FollowPlan` takes it.
+        options: Arguments of ``torch.compile`` for all layers; ``None`` leaves it to each layer how it is compiled.
+        others: Further arguments of :class:`FollowPlan`.
+    """
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        memory_budget: int | str | MemoryLeft | None,
+        options: Mapping[str, Any] | None,
+        **others: Any,
+    ) -> None:
+        self._options = options
+        self._forwards: list[CompiledForward | None] = []
+        """Of each layer, what runs it at a level; ``None`` for a layer that has no levels."""
+        self._compiled: list[nn.Module] = []
+        """Layers that were compiled here, and have no levels."""
+        self._logged: set[str] = set()
+        runs = Runs()
+        try:
+            for layer in layers:
+                self._forwards.append(_compiled(layer, runs, options))
+            super().__init__(layers, memory_budget, **others)
+        except BaseException:
+            self._put_back()
+            raise
+        self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
+        self._tries = Attachment(layers, [_TryLevels(self, number) for number in range(len(layers))], self)
+
+    def remove(self) -> None:
+        super().remove()
+        self._tries.remove()
+        self._put_back()
+
+    @property
+    def policies(self) -> Sequence[LayerPolicies | None]:
+        pairs = zip(self._policies, self.context.policies, strict=True)
+        return [one if isinstance(one, CompiledPolicies) and one.numbered else other for one, other in pairs]
+
+    def try_levels(self, number: int, inputs: Any) -> None:
+        """A layer's forward begins: try the layer at each level, unless that has been done."""
+        policies = self._policies[number]
+        layer = policies.layer
+        if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
+            return
+        try:
+            levels, costs, said = try_levels(layer, policies.forward, inputs, self._rules, self._backend)
+        except NotCompiledError as error:
+            self._give_up(number, layer, error)
+            return
+        policies.learn(inputs, levels, costs)
+        for line in said:
+            self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
+
+    def _give_up(self, number: int, layer: nn.Module, error: NotCompiledError) -> None:
+        """A layer has no levels: it has the policies of other layers, and is compiled as a whole if it can be."""
+        forward = self._forwards[number]
+        if forward is None:
+            raise AssertionError("only a layer with levels can lose them")
+        eager = forward.asked and not error.compiles
+        forward.remove(None if eager else Level.ALL)
+        self._forwards[number] = None
+        instead = "it is recomputed as a whole"
+        if eager:
+            instead = "it is not compiled"
+        elif forward.asked:
+            layer.compile(**(self._options or {}))
+            self._compiled.append(layer)
+        level = logging.WARNING if forward.asked else logging.INFO
+        self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
+        self._policies[number] = self._followed[number] = learning_policies([layer])[0]
+
+    def _log(self, level: int, number: int, line: str) -> None:
+        """Say of the first layer what others may share."""
+        if line not in self._logged:
+            self._logged.add(line)
+            _logger.log(level, "layer %d %s", number, line)
+
+    def _learning_policies(self) -> list[LayerPolicies]:
+        pairs = zip(self._layers, self._forwards, strict=True)
+        return [
+            learning_policies([layer])[0] if forward is None else CompiledPolicies(layer, forward)
+            for layer, forward in pairs
+        ]
+
+    def _recompute_all(self) -> None:
+        self._followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
+        self.context.follow(learning_schedule(len(self._layers)), self._followed)
+
+    def _put_back(self) -> None:
+        for forward in self._forwards:
+            if forward is not None:
+                forward.remove()
+        for layer in self._compiled:
+            delattr(layer, COMPILED_CALL)
+        self._compiled.clear()
+
+
+class _TryLevels(LayerListener):
+    """Lets a layer be tried before the hooks see what autograd saves in its forward."""
+
+    turn = Turn.COMPILING
+
+    def __init__(self, plan: FollowCompiledPlan, number: int) -> None:
+        self._plan = plan
+        self._number = number
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if not (call.recomputes or self._plan.context.has_nothing_to_do()):
+            self._plan.try_levels(self._number, inputs)
+
+
+def _compiled(layer: nn.Module, runs: Runs, options: Mapping[str, Any] | None) -> CompiledForward | None:
+    """What runs a layer at a level, if it is or shall be compiled."""
+    if options is None and not is_compiled(layer):
+        return None
+    try:
+        return CompiledForward(layer, runs, options)
+    except LookupError:
+        return None
+
+
+def follow_plan(
+    layers: list[nn.Module], memory_budget: int | str | MemoryLeft | None, compiles: object = False, **others: Any
+) -> FollowPlan:
+    """Layers that follow a plan, compiled ones among them.
+
+    Args:
+        layers: The layers, in call order.
+        memory_budget: As :class:`FollowPlan` takes it.
+        compiles: Whether to compile the layers, or arguments of ``torch.compile``.
+        others: Further arguments of :class:`FollowPlan`.
+    """
+    options = parse_compile(compiles)
+    if options is None and not any(map(is_compiled, layers)):
+        return FollowPlan(layers, memory_budget, **others)
+    return FollowCompiledPlan(layers, memory_budget, options, **others)

@@ -1,0 +1,289 @@
+"""Budgets for compiled layers: what their graphs save is planned, and the gradients are those of layers left alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import WIDTH, DecoderBlock, GptBlock, assert_same, build, step_gradients
+from torch import nn
+
+import offload
+from offload.base.torch_private import is_compiled
+from offload.recompute import compiled_levels
+from offload.recompute.compiled_levels import Level
+
+# The compiler's own imports, its advice on float32, and what it does to inputs that are no leaves.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+LAYERS = 6
+EAGER = {"backend": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "offload")
+    return caplog
+
+
+def built(block: Any, lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
+    """Layers, and an input of which they save more than the parameters have."""
+    layers, _ = build(block, LAYERS, lab.device)
+    torch.manual_seed(1)
+    return layers, torch.randn(4, 64, WIDTH, device=lab.device).requires_grad_()
+
+
+def seeded(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    found = step_gradients(layers, x)
+    return [*found, torch.rand(1)]  # what the generator goes on with
+
+
+def budgeted(layers: Any, budget: int | str, **options: Any) -> offload.OffloadedLayers:
+    return offload.offload_layers(layers, memory_budget=budget, min_bytes=4096, **options)
+
+
+def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
+    """Of each layer that does not save all, the regions that are not recomputed."""
+    found = (handle.regions(number) for number in range(LAYERS))
+    return [tuple(name for name, policy in one.items() if policy != "recompute") for one in found if one]
+
+
+@pytest.mark.parametrize("block", ["gpt", "decoder"])
+def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
+    """The GPT block draws random numbers in attention and behind it."""
+    layers, x = built(block, lab)
+    expected = seeded(layers, x)
+    lab.adverse()
+    with budgeted(layers, "1GiB", compile=EAGER) as handle:
+        for _ in range(2):
+            assert_same(expected, seeded(layers, x))
+        assert handle.state == "measuring"
+        assert_same(expected, seeded(layers, x))
+        plan = handle.plan
+        assert plan is not None
+        names = [region.name for region in plan.profile.layers[0].regions]
+        assert names[0] == "input"
+        assert names[-1] == "other operations"
+        assert "products" in names
+        whole = plan.without.peak_bytes
+    for share, host in ((0.7, 0), (0.5, "1GiB")):
+        with budgeted(layers, int(share * whole), compile=EAGER, max_host_bytes=host) as handle:
+            for _ in range(5):
+                assert_same(expected, seeded(layers, x))
+            assert handle.state == "following"
+            assert handle.plan is not None
+            assert handle.plan.peak_bytes <= share * whole
+            assert (handle.plan.host_bytes > 0) == (host != 0)
+            assert host or kept(handle)
+    assert "forward" not in vars(layers[0])
+    assert_same(expected, seeded(layers, x))
+
+
+def test_inputs_of_other_sizes(lab: Lab) -> None:
+    """Larger ones are timed, too, and tried once more, for which the compiler makes code for any size."""
+    layers, _ = built("decoder", lab)
+    inputs = {tokens: torch.randn(4, tokens, WIDTH, device=lab.device).requires_grad_() for tokens in (32, 16, 64, 96)}
+    expected = {tokens: seeded(layers, x) for tokens, x in inputs.items()}
+    with budgeted(layers, "1MiB", compile=EAGER) as handle:
+        for tokens in (32, 32, 16, 32, 64, 64, 16, 96, 96, 64):
+            assert_same(expected[tokens], seeded(layers, inputs[tokens]))
+        assert handle.state == "following"
+
+
+def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
+    layers, x = built("decoder", lab)
+    expected = seeded(layers, x)
+    runs = compiled_levels.Runs()
+    forwards = [compiled_levels.CompiledForward(layer, runs, EAGER) for layer in layers]
+    saved = []
+    for level in compiled_levels.Level:
+        for forward in forwards:
+            forward.level = level
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            assert_same(expected, seeded(layers, x))
+        saved.append(sum(sizes.values()))
+    for forward in forwards:
+        forward.remove()
+    assert saved == sorted(set(saved))
+
+
+def in_place(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def wrapped(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("how", [in_place, wrapped])
+def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
+    layers, x = built("gpt", lab)
+    layers = nn.ModuleList(how(layer) for layer in layers)
+    expected = seeded(layers, x)
+    forward, call = vars(layers[0]).get("forward"), layers[0]._compiled_call_impl
+    with budgeted(layers, "1MiB", max_host_bytes=0) as handle:
+        for _ in range(4):
+            assert_same(expected, seeded(layers, x))
+        assert isinstance(handle._hooks._policies[0], compiled_levels.CompiledPolicies)  # type: ignore[attr-defined]
+    assert vars(layers[0]).get("forward") is forward
+    assert layers[0]._compiled_call_impl is call
+    assert_same(expected, seeded(layers, x))
+
+
+def test_copies_of_a_layer_run_without_the_library(lab: Lab) -> None:
+    layers, x = built("decoder", lab)
+    keys = list(layers.state_dict())
+    with budgeted(layers, "1GiB", compile=EAGER):
+        y = layers[0](x)
+        assert list(layers.state_dict()) == keys
+        for twin in (copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))):
+            assert twin.forward.__self__ is twin
+            with torch.no_grad():
+                twin.down.weight.zero_()
+                assert not torch.equal(y, twin(x))
+        assert torch.equal(y, layers[0](x))
+
+
+class Breaks(GptBlock):
+    """Its way depends on data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum().item() < 1e9 else x
+
+
+def test_a_layer_that_is_not_one_graph_has_the_policies_of_eager_layers(
+    lab: Lab, log: pytest.LogCaptureFixture
+) -> None:
+    layers, x = built(Breaks, lab)
+    expected = seeded(layers, x)
+    with budgeted(layers, "1MiB", compile=EAGER, max_host_bytes=0) as handle:
+        for _ in range(4):
+            assert_same(expected, seeded(layers, x))
+        assert any("mlp.0: addmm" in handle.regions(number) for number in range(LAYERS))
+    assert log.text.count("layer 0 (Breaks) has no compiled regions, so that it is not compiled") == 1
+    assert log.text.count("has no compiled regions") == 1
+
+
+def test_a_layer_that_changes_its_buffers_is_compiled_as_a_whole(lab: Lab, log: pytest.LogCaptureFixture) -> None:
+    def run(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
+        return [*seeded(layers, x), *layers.buffers()]
+
+    layers, x = build("conv", LAYERS, lab.device)
+    expected = run(nn.ModuleList(map(in_place, layers)), x)
+    layers, x = build("conv", LAYERS, lab.device)
+    with budgeted(layers, "1GiB", compile=EAGER):
+        assert_same(expected, run(layers, x))
+        assert is_compiled(layers[0])
+    assert not is_compiled(layers[0])
+    assert "so that it is recomputed as a whole: forward changes its buffers" in log.text
+
+
+@torch.library.custom_op("outside::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """An operation that draws and does not say so."""
+    return x * torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward_of_noisy(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+    x, result = context.saved_tensors
+    return gradient * result / x
+
+
+noisy.register_autograd(
+    _backward_of_noisy, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output)
+)
+
+
+class Noisy(DecoderBlock):
+    """Draws where nobody sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return noisy(super().forward(x).sin()).sin()
+
+
+def test_random_numbers_that_would_be_others_are_found(lab: Lab, log: pytest.LogCaptureFixture) -> None:
+    """Backward of the compiled layer would draw them anew."""
+    layers, x = built(Noisy, lab)
+    expected = seeded(layers, x)
+    with budgeted(layers, "1MiB", compile=EAGER, max_host_bytes=0):
+        for _ in range(4):
+            assert_same(expected, seeded(layers, x))
+    assert "never saves its inputs alone, since the gradients are wrong then" in log.text
+
+
+def test_operations_that_draw_are_never_kept() -> None:
+    aten, level_of = torch.ops.aten, compiled_levels._level_of
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    x = torch.ones(1)
+    assert level_of(attention, (x, x, x), {}) is Level.ATTENTION
+    assert level_of(attention, (x, x, x, 0.0, True), {}) is Level.ATTENTION
+    assert level_of(attention, (x, x, x, 0.1), {}) is Level.ALL
+    assert level_of(attention, (x, x, x), {"dropout_p": 0.1}) is Level.ALL
+    assert level_of(aten.mm.default, (x, x), {}) is Level.PRODUCTS
+    assert level_of(aten.native_dropout.default, (x, 0.1, True), {}) is Level.ALL
+
+
+class Mlp(nn.Module):
+    """Little for the compiler to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFixture) -> None:
+    """Inductor fuses what it recomputes with other operations."""
+    layers, x = built(Mlp, lab)
+    layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
+    layers = nn.ModuleList(torch.compile(layer) for layer in layers)  # type: ignore[misc]
+    expected = seeded(layers, x)
+    with budgeted(layers, "1MiB", max_host_bytes=0):
+        for _ in range(4):
+            assert_same(expected, seeded(layers, x))
+    assert "never saves its inputs alone: gradients round otherwise, which compile=True accepts" in log.text
+    with budgeted(layers, "100KiB", max_host_bytes=0, compile=True):
+        for _ in range(4):
+            found = seeded(layers, x)
+    assert "rounds gradients otherwise where it saves its inputs alone" in log.text
+    for one, other in zip(expected, found, strict=True):
+        assert (one - other).norm() <= 0.02 * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "text"),
+    [
+        (ValueError, {"num_layers": 2, "compile": True}, "compile must be given with memory_budget"),
+        (TypeError, {"memory_budget": "1GiB", "compile": "inductor"}, "compile must be True, or arguments of"),
+        (ValueError, {"memory_budget": "1GiB", "compile": {"fullgraph": True}}, "compile must hold some of backend"),
+        (ValueError, {"memory_budget": "1GiB", "compile": {"mode": "reduce-overhead"}}, "must not capture CUDA graphs"),
+    ],
+)
+def test_arguments(error: type[Exception], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(error, match=text):
+        offload.offload_layers([nn.Linear(2, 2), nn.Linear(2, 2)], **options)
