@@ -2,11 +2,15 @@
 
     python -m benchmarks.never_slower
     python -m benchmarks.never_slower --only vit gpt2 --merge
+    python -m benchmarks.never_slower --only vit gpt2 --compiled
 
 For each budget, a share of what the step adds when everything is kept: ``memory_budget=``, and beside it in the same
 run PyTorch's checkpointing of as few layers as fit, and whole-layer offloading of as few layers as fit. Checkpointing
 of all layers, and PyTorch's selective checkpointing with products and attention kept, are rows for every budget that
 they fit. The ways take turns, and every time is the mean of some steps in a row.
+
+With ``--compiled``, each layer compiled, too: alone, with PyTorch's checkpointing in the compiled graphs, and by
+``memory_budget=, compile=``. Shares are those of the step of compiled layers then.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ TURNS, TIMES, STEPS = 2, 2, 3
 """How often each way has its turn, how many times are taken in it, and of how many steps each is the mean."""
 SETTLES = 15
 """Steps until plans were compared: not timed, as a training run has thousands after them."""
+COMPILED_SHARES = (0.75, 0.5, 0.35)
+"""The same of compiled layers; another default."""
 MOST_LINK_SHARE = 0.5
 """Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""
 
@@ -70,6 +76,28 @@ def checkpointed(layers: Sequence[nn.Module], **options: Any) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
+@contextmanager
+def compiled(layers: Sequence[nn.Module], backend: str, checkpoints: int = 0, context_fn: Any = None) -> Iterator[None]:
+    """Each layer's forward compiled, the first ones with checkpointing in their graphs."""
+    options = {"use_reentrant": False} | ({} if context_fn is None else {"context_fn": context_fn})
+
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    def run_in_checkpoint(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    plain, checkpointing = (torch.compile(one, backend=backend) for one in (run, run_in_checkpoint))
+    for number, layer in enumerate(layers):
+        vars(layer)["forward"] = partial(checkpointing if number < checkpoints else plain, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+        torch.compiler.reset()  # few kinds of layers have code at once
+
+
 class Way:
     """One way to train, and its row."""
 
@@ -90,13 +118,17 @@ class Case:
         small: bool,
         shares: Sequence[float] = SHARES,
         turns: int = TURNS,
+        compiles: str | None = None,
     ) -> None:
         self.model: Model = build(name, device, small=small)
         self.name, self.device, self.link = name, device, link
         self.shares, self.turns = shares, turns
         self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
+        self.compiles = compiles
+        """The backend by which layers are compiled; ``None`` compiles nothing."""
         self.ways: list[Way] = []
-        self._expected: list[torch.Tensor] = []
+        self._expected: dict[bool, list[torch.Tensor]] = {}
+        """The gradients of layers that are left alone, and of layers that are compiled."""
 
     def measure(self) -> list[Row]:
         """All rows."""
@@ -116,14 +148,42 @@ class Case:
                 self._add_offload(budget, most, nothing["step_s"])
             around = partial(offload.offload_layers, layers, memory_budget=budget, min_bytes=self.min_bytes)
             self._add("budget", around, budget_bytes=budget)
+        if self.compiles is not None:
+            self._add_compiled(self.compiles)
         for turn in range(1, self.turns):
             for way in reversed(self.ways) if turn % 2 else self.ways:
                 attempt(way.row, lambda way=way: self._turn(way))
         for way in self.ways:
             if "error" not in way.row:
                 way.row["step_s"] = statistics.median(way.row["times_s"])
-                way.row["ratio"] = way.row["step_s"] / statistics.median(self.ways[0].row["times_s"])
+                base = next(one for one in self.ways if _is_compiled(one.row) == _is_compiled(way.row))
+                way.row["ratio"] = way.row["step_s"] / statistics.median(base.row.get("times_s", [math.nan]))
         return [{"model": self.name, **way.row} for way in self.ways]
+
+    def _add_compiled(self, backend: str) -> None:
+        """The ways of compiled layers."""
+        layers = self.model.layers
+        nothing = self._add("compiled nothing", lambda: compiled(layers, backend))
+        count = len(layers)
+        everything = self._add("compiled checkpoint all", lambda: compiled(layers, backend, count), layers=count)
+        if "error" in nothing or "error" in everything:
+            return
+        if not _drops(self.model.module):
+            selective = partial(create_selective_checkpoint_contexts, _selective)
+            self._add("compiled selective", lambda: compiled(layers, backend, count, selective))
+        most, least = nothing["peak_bytes"], everything["peak_bytes"]
+        shares = COMPILED_SHARES if self.shares is SHARES else self.shares
+        for budget in [round(share * most) for share in shares if share * most > least] + [least]:
+            if budget != least:
+                first = math.ceil(count * (most - budget) / max(1, most - least))
+                for some in range(max(1, first), count):
+                    around = partial(compiled, layers, backend, some)
+                    row = self._add("compiled checkpoint some", around, layers=some, for_bytes=budget)
+                    if row.get("peak_bytes", math.inf) <= budget:
+                        break
+            options = {"memory_budget": budget, "min_bytes": self.min_bytes, "compile": {"backend": backend}}
+            around = partial(offload.offload_layers, layers, **options)
+            self._add("compiled budget", around, budget_bytes=budget)
 
     def _add(self, what: str, around: Callable[[], AbstractContextManager[Any]], **row: Any) -> Row:
         way = Way(what, around, **row)
@@ -147,7 +207,7 @@ class Case:
             way.row |= {"peak_bytes": max(peaks), "host_s": self._host_s()}
             way.row["times_s"] = self._times_s()
             way.row["step_s"] = statistics.median(way.row["times_s"])
-            way.row["bit_identical"] = self._same_bits()
+            way.row |= self._same_bits(_is_compiled(way.row))
             if handle is not None:
                 way.row |= {"measuring_steps": measuring}
                 plan = handle.plan
@@ -178,7 +238,9 @@ class Case:
         loss.backward()
         return took_s
 
-    def _same_bits(self) -> bool | None:
+    def _same_bits(self, compiled: bool) -> Row:
+        """Whether gradients are those of layers left alone, or compiled; and how far they are from those at most."""
+
         def step() -> None:
             torch.manual_seed(1)
             self.model.step()
@@ -187,10 +249,15 @@ class Case:
             found = self.model.gradients(step)
         except RuntimeError as error:
             print(f"no deterministic kernels: {str(error)[:80]}")
-            return None
-        if not self._expected:
-            self._expected = [gradient.clone() for gradient in found]
-        return all(map(torch.equal, self._expected, found))
+            return {"bit_identical": None}
+        expected = self._expected.setdefault(compiled, [])
+        if not expected:
+            expected += [gradient.clone() for gradient in found]
+        pairs = list(zip(expected, found, strict=True))
+        distance = sum(float((one - other).float().square().sum()) for one, other in pairs)
+        length = sum(float(one.float().square().sum()) for one in expected)
+        same = all(torch.equal(*pair) for pair in pairs)
+        return {"bit_identical": same, "gradients_apart": math.sqrt(distance / length) if length else 0.0}
 
     def _add_checkpoint(self, budget: int, most: int, least: int) -> None:
         """Of as few layers as fit."""
@@ -211,16 +278,23 @@ class Case:
             self._add("offload some", around, layers=count, for_bytes=budget)
 
 
+def _is_compiled(row: Row) -> bool:
+    return str(row["what"]).startswith("compiled")
+
+
 def _drops(module: nn.Module) -> bool:
     return any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
 
 
 def beside(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The fastest of the other ways of a model that fits the budget of a row."""
+    """The fastest of the other ways of a model that fits the budget of a row, compiled if the row is."""
     others = (
         one
         for one in rows
-        if one["model"] == row["model"] and one["what"] not in ("budget", "compiled budget") and "error" not in one
+        if one["model"] == row["model"]
+        and not one["what"].endswith("budget")
+        and _is_compiled(one) <= _is_compiled(row)
+        and "error" not in one
     )
     fitting = [one for one in others if one["peak_bytes"] <= row["budget_bytes"]]
     return min(fitting, key=lambda one: one["step_s"], default=None)
@@ -243,7 +317,8 @@ def shown(row: Row, rows: Sequence[Row]) -> Row:
         found["best other"] = "" if best is None else f"{best['what']} {best.get('layers', '')}"
         if "predicted_s" in row:
             found["predicted ms, %"] = 100 * (row["predicted_s"] / row["step_s"] - 1)
-    return found | {"bits": {True: "same", False: "DIFFER", None: "-"}[row["bit_identical"]]}
+    apart = f"{row['gradients_apart']:.1e} apart" if row.get("gradients_apart") else "DIFFER"
+    return found | {"bits": {True: "same", False: apart, None: "-"}[row["bit_identical"]]}
 
 
 def main() -> None:
@@ -252,6 +327,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--turns", type=int, default=TURNS)
+    backends = {"nargs": "?", "const": "inductor", "metavar": "BACKEND"}
+    parser.add_argument("--compiled", help="also compile the layers, by Inductor or this backend", **backends)
     parser.add_argument("--merge", action="store_true", help="keep what the record says about other models")
     arguments, device = asked(parser, "results/never_slower.json")
     link = offload.measure_link(device)
@@ -267,7 +344,13 @@ def main() -> None:
         rows += [
             row | here
             for row in Case(
-                name, device, link, small=arguments.small, shares=arguments.shares, turns=arguments.turns
+                name,
+                device,
+                link,
+                small=arguments.small,
+                shares=arguments.shares,
+                turns=arguments.turns,
+                compiles=arguments.compiled,
             ).measure()
         ]
         write(arguments.out, record)

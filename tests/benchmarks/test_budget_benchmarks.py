@@ -50,6 +50,19 @@ def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureF
     assert "x plan by hand" in capsys.readouterr().out
 
 
+def test_budgets_of_compiled_layers(tmp_path: Path) -> None:
+    record = record_of(
+        never_slower, tmp_path, "--only", "diffusion", "--turns", "1", "--shares", "0.6", "--compiled", "aot_eager"
+    )
+    rows = [row for row in record["rows"] if row["what"].startswith("compiled")]
+    ways = {"nothing", "checkpoint all", "checkpoint some", "selective", "budget"}
+    assert {row["what"].removeprefix("compiled ") for row in rows} == ways
+    assert all("error" not in row and row["bit_identical"] for row in rows)
+    budgets = [row for row in rows if row["what"] == "compiled budget"]
+    assert len(budgets) == 2
+    assert all(row["measuring_steps"] in (2, 3) for row in budgets)
+
+
 @pytest.mark.nightly
 def test_recipes_within_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resident, row = record_of(recipe, tmp_path, "--tokens", "64", "--budgets", "8")["rows"]
