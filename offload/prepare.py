@@ -7,7 +7,7 @@ the end of the step after that, the recipe with the shortest predicted step is p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -22,6 +22,7 @@ from offload.base.checks import check_type, describe, format_bytes, parse_bytes
 from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle, check_layers
 from offload.device.select import resolve_device
+from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import AUTO_SHARE, FollowPlan, bytes_of_gradients
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
@@ -29,6 +30,7 @@ from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimi
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
 from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
+from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class PreparedTraining(Handle):
         self._state_dtype: torch.dtype | None = options["state_dtype"]
         self._min_bytes: int | str = options["min_bytes"]
         self._chunk_bytes: int = options["chunk_bytes"]
+        self._compile: object = options["compile"]
         self.plan: TrainingPlan = plan
         """Every recipe: the predicted seconds of its step, its memory, or why it does not fit."""
         self.recipe: Recipe = _first_recipe(plan)
@@ -167,8 +170,8 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
-            self._activations = FollowPlan(
-                self._layers, self, min_bytes=self._min_bytes, device=self._device, max_host_bytes=most
+            self._activations = follow_plan(
+                self._layers, self, self._compile, min_bytes=self._min_bytes, device=self._device, max_host_bytes=most
             )
         self._activations.context.limit_host(most)
 
@@ -250,6 +253,7 @@ def prepare(
     state_dtype: torch.dtype | None = None,
     step_in_backward: bool = False,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> PreparedTraining:
     """Train ``model`` with ``optimizer`` in so much device memory: weights, gradients, optimizer state, activations.
 
@@ -281,6 +285,7 @@ def prepare(
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
         min_bytes: Activations below this size are kept on the device.
+        compile: Whether to compile the layers, as :func:`offload_layers` does it; or arguments of ``torch.compile``.
 
     Returns:
         A handle with ``plan``, ``recipe``, ``stats()`` and ``remove()``, which is also a context manager.
@@ -295,6 +300,7 @@ def prepare(
     budget = parse_bytes(memory_budget, "memory_budget")
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     parse_bytes(min_bytes, "min_bytes")
+    parse_compile(compile)
     found = find_layers(model, layers) if layers is None or isinstance(layers, str) else layers
     modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
     own = set(model.parameters())
@@ -319,7 +325,7 @@ def prepare(
             f"and {'no limit of' if host is None else format_bytes(host) + ' of'} host memory. {needs}. Give more, or "
             "train fewer parameters (LoRA)."
         )
-    options = {"state_dtype": state_dtype, "min_bytes": min_bytes, "chunk_bytes": chunk_bytes}
+    options = {"state_dtype": state_dtype, "min_bytes": min_bytes, "chunk_bytes": chunk_bytes, "compile": compile}
     return PreparedTraining(model, modules, optimizer, training, plan, target, **options)
 
 

@@ -245,6 +245,26 @@ def test_operations_that_draw_are_never_kept() -> None:
     assert level_of(aten.native_dropout.default, (x, 0.1, True), {}) is Level.ALL
 
 
+def test_through_prepare(lab: Lab) -> None:
+    layers, x = built("gpt", lab)
+    found = []
+    for options in ({}, {"compile": EAGER}):
+        model = nn.Sequential(*copy.deepcopy(layers))
+        optimizer = torch.optim.AdamW(model.parameters())
+        options["layers"] = list(model)
+        with offload.prepare(model, optimizer, "1GiB", device=lab.device, min_bytes=4096, **options) as prepared:
+            for _ in range(5):
+                torch.manual_seed(3)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert prepared.activations is not None
+            names = [region.name for region in prepared.activations.profile.layers[1].regions]
+            assert ("products" in names) is ("compile" in options)
+        found.append([parameter.detach().cpu().clone() for parameter in model.parameters()])
+    assert_same(*found)
+
+
 class Mlp(nn.Module):
     """Little for the compiler to do."""
 
