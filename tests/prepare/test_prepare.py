@@ -196,6 +196,26 @@ def test_weights_on_the_host_and_gradients_consumed(lab: Lab, monkeypatch: pytes
     assert recipes == [ALL_CONSUMED] * STEPS
 
 
+def test_what_the_parts_hold_is_what_the_table_says(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the gaps between tensors in flat memory, of at most 256 bytes each."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_CONSUMED,))
+    model = Model()
+    optimizer = adamw(model)
+    gaps = 256 * len(list(model.parameters()))
+    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, step_in_backward=True, min_bytes=0) as prepared:
+        for _ in range(2):
+            model(torch.ones(2, 4, dtype=torch.long, device=lab.device)).backward()
+            optimizer.step()
+        [planned], stats = prepared.plan.recipes, prepared.stats()
+        weights, state = stats["weights"], stats["optimizer"]
+        assert isinstance(weights, offload.WeightStats)
+        assert isinstance(state, offload.OptimizerStats)
+        outside = weight_bytes() - sum(parameter.nbytes for parameter in model.layers.parameters())
+        pinned = weights.weight_bytes + weights.gradient_host_bytes + weights.staging_bytes + state.host_bytes
+        assert planned.host_bytes <= pinned <= planned.host_bytes + gaps
+        assert outside + weights.slot_bytes + state.slot_bytes <= planned.device_bytes + gaps
+
+
 def test_weights_on_the_host_and_gradients_clipped_there(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "RECIPES", (ALL_STREAMED,))
     found, recipes = train(lab, 1 << 30, clip=True, accumulate=2)

@@ -209,7 +209,7 @@ def test_all_microbatches_without_a_step(lab: Lab) -> None:
 def clipped(loop: Loop) -> None:
     for number in range(STEPS):
         loop.loss(number).backward()
-        nn.utils.clip_grad_norm_(loop.parameters, 0.01, foreach=False)
+        nn.utils.clip_grad_value_(loop.parameters, 1e-4, foreach=False)  # exact on the host and on the device
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -219,6 +219,36 @@ def test_without_in_backward_gradients_may_be_clipped(lab: Lab) -> None:
     loop = both(lab, clipped, in_backward=False, consume_gradients=False)
     assert loop.streamed.stats().early_steps == 0
     assert loop.handle.stats().backward_chunks == 0
+
+
+def test_gradients_that_the_program_sets_are_stepped_with(lab: Lab) -> None:
+    """Of other strides than the weights, and in ordinary memory."""
+
+    def run(loop: Loop) -> None:
+        for number in range(3):
+            for parameter in loop.layers[1].parameters():
+                parameter.grad = torch.full((), number + 0.5, device=parameter.device).expand_as(parameter)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.step(loop.loss(number))
+
+    both(lab, run)
+
+
+def test_pinned_gradients_are_freed_when_steps_in_backward_begin(lab: Lab) -> None:
+    loop = Loop(lab.device, in_backward=False, consume_gradients=False)
+    loop.step(loop.loss(0))
+    assert loop.streamed.stats().gradient_host_bytes > 0
+    loop.handle.consume_gradients(True)
+    loop.step(loop.loss(1))
+    assert loop.streamed.stats().gradient_host_bytes == 0
+    loop.handle.consume_gradients(False)
+    loop.step(loop.loss(2))
+    assert loop.streamed.stats().gradient_host_bytes > 0
+    plain = Loop(lab.device, streamed=False)
+    for number in range(3):
+        plain.step(plain.loss(number))
+    assert_same(plain, loop)
 
 
 def checkpointed(loop: Loop, *, reentrant: bool = False, group: int = 1) -> None:

@@ -178,16 +178,53 @@ def late_gradient(lab: Lab) -> bool:
     return all(map(torch.equal, expected, found))
 
 
+def late_reader(lab: Lab) -> bool:
+    """The step reads gradients only when compute could have used their memory for something else."""
+
+    class LateSGD(torch.optim.SGD):
+        late = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            if self.late:
+                torch.cuda._sleep(int(LATE_S * 2e9))
+            for weight in self.param_groups[0]["params"]:
+                weight.sub_(weight.grad)
+
+    found = []
+    lab.backend.poison = True  # overwrites gradients when they are let go
+    for streamed in (False, True):
+        layers, x = built()
+        weights = stream_weights(layers, lab.device) if streamed else layers.to(lab.device)
+        optimizer = LateSGD(layers.parameters(), lr=1.0)
+        handle = stream_optimizer(optimizer, in_backward=True) if streamed else None
+        optimizer.late = streamed
+        loss_of(forward(layers, x.to(lab.device))).backward()
+        optimizer.late = False
+        optimizer.step()
+        lab.drain()
+        found.append([weight.detach().to("cpu", copy=True) for weight in layers.parameters()])
+        if handle is not None:
+            handle.remove()
+            weights.remove()
+    return all(map(torch.equal, *found))
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_wait_for_a_gradient_is_needed(lab: Lab) -> None:
-    """On the CPU, steps run in the caller's thread, and cannot be early."""
+@pytest.mark.parametrize(
+    ("wait", "scenario"),
+    [(StepWait.GRADIENT, late_gradient), (StepWait.JOINED, late_reader)],
+    ids=["GRADIENT", "JOINED"],
+)
+def test_the_waits_beside_compute_are_needed(wait: Enum, scenario: Scenario, lab: Lab) -> None:
+    """On the CPU, steps run in the caller's thread, and cannot be early or late."""
     if lab.device.type == "cpu":
         return
-    assert late_gradient(lab), "wrong with all waits"
-    lab.drop(StepWait.GRADIENT)  # type: ignore[arg-type]
-    assert not late_gradient(lab), StepWait.GRADIENT.value
+    assert scenario(lab), "wrong with all waits"
+    lab.drop(wait)  # type: ignore[arg-type]
+    assert not scenario(lab), wait.value
 
 
 def test_nothing_blocks_the_host_before_the_end_of_backward_and_nothing_is_allocated(
