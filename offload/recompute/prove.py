@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from contextvars import Context
 
 import torch
 
-from offload.base.tensors import plain_memory, same_bits
+from offload.base.tensors import plain_memory, same_bits, whole
 from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, Trace
@@ -157,16 +158,38 @@ def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> bool:
 
 
 def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | None:
-    """The tensors that differ in a second run with copies of what was kept; ``None`` if the run changes the copies."""
+    """The tensors that differ in a second run with what was kept; ``None`` if the run changes that, or fails.
+
+    The run is given copies, as it may change what it is given. Where the device has no memory for copies, they are on
+    the host, and the run is given what was kept itself.
+    """
+    numbers = frame.replay.numbers
+    with suppress(torch.OutOfMemoryError):
+        return _run_with(frame, originals, {number: _copy(originals[number]) for number in numbers})
+    memories = {number: originals[number].untyped_storage() for number in numbers}
+    before = {number: torch.UntypedStorage(memory.nbytes()).copy_(memory) for number, memory in memories.items()}
+    found = None
+    with suppress(torch.OutOfMemoryError):
+        found = _run_with(frame, originals, {number: originals[number] for number in numbers})
+    for number, memory in memories.items():
+        if not torch.equal(whole(memory.cpu()), whole(before[number])):
+            memory.copy_(before[number])
+            found = None
+    return found
+
+
+def _run_with(frame: Frame, originals: Sequence[torch.Tensor], given: dict[int, torch.Tensor]) -> set[int] | None:
     proof = _Proof(frame, originals, frame.replay.run.dropped, hand_over=True)
-    frame.kept = {number: _Held(_copy(originals[number])) for number in frame.replay.numbers}
+    frame.kept = {number: _Held(tensor) for number, tensor in given.items()}
     try:
         Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
+    except torch.OutOfMemoryError:
+        raise
     except (AnotherWayError, RuntimeError):
         return None
     finally:
-        held, frame.kept, frame.dropped = frame.kept, {}, {}
-    same = all(same_bits(held[number].unpack(), originals[number]) for number in held)
+        frame.kept, frame.dropped = {}, {}
+    same = all(same_bits(given[number], originals[number]) for number in given)
     return proof.differing if same else None
 
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
+from offload.recompute import prove
 
 LAYERS = 3
 ADD = {"add": "keep", "*": "recompute"}
@@ -1399,3 +1400,45 @@ def test_a_hook_that_collects_results_for_the_caller_alone(lab: Lab) -> None:
     with offloaded(layers, lab, ALL):
         for _ in range(3):
             assert_same(expected, gradients(leaves_of(layers, x), run))
+
+
+@pytest.fixture
+def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without memory for copies of what is kept."""
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory is left for a copy")
+
+    monkeypatch.setattr(prove, "_copy", refuse)
+
+
+@pytest.mark.usefixtures("full_device")
+def test_what_is_kept_is_handed_over_where_the_device_has_no_memory_for_copies(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: (x + 1).sin() * w.mean(), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["add"] == "keep"
+        assert handle.regions(0)["sin"] == "recompute"
+
+
+@pytest.mark.usefixtures("full_device")
+def test_what_the_proof_changes_is_put_back_where_the_device_has_no_memory_for_copies(
+    lab: Lab, unplanned: set[str]
+) -> None:
+    """The second run is given what was kept itself, and adds to it once more, unseen."""
+    if lab.device.type != "cpu":
+        pytest.skip("NumPy writes into the memory of the CPU")
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        kept.detach().numpy()[...] += 1
+        return kept.sin() * w.mean()
+
+    unplanned.add("handing over gave other bits")
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD):
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
