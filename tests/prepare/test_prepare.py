@@ -124,7 +124,12 @@ def test_state_on_the_host(clip: bool, lab: Lab) -> None:
     """The budget holds weights and gradients, and not the state."""
     budget = 3 * weight_bytes()
     found, recipes = train(lab, budget, clip=clip, accumulate=2)
-    assert_same(train(lab, None, clip=clip, accumulate=2)[0], found)
+    # Where it begins with gradients on the host, a GPU sums norms otherwise.
+    expected = train(lab, None, clip=clip, accumulate=2)[0]
+    if clip:
+        assert_trained(expected, found, lab)
+    else:
+        assert_same(expected, found)
     assert RESIDENT not in recipes
     assert recipes[-1] == STREAMED
 
