@@ -57,8 +57,7 @@ _executes = _find("_C._will_engine_execute_node")
 _mode_of_kind, _PROXY = _find("_C._get_dispatch_mode"), _take("_C._TorchDispatchModeKey.PROXY")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
-_pre_dispatch_mode = _find("_ops._get_dispatch_mode_pre_dispatch")
-_count_modes = _find("_C._len_torch_dispatch_stack")
+_pre_dispatch_mode, _count_modes = _find("_ops._get_dispatch_mode_pre_dispatch"), _find("_C._len_torch_dispatch_stack")
 dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
 """The dispatch modes that this thread has entered, the outermost first."""
 _pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils._python_dispatch._push_mode")
@@ -204,9 +203,8 @@ def state_of(module: nn.Module) -> list[dict[str, Any]]:
 
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """What an operation, as a dispatch mode is given it, takes, returns and writes."""
-CAST = torch.ops.aten._to_copy.default
+CAST, OPERATOR = torch.ops.aten._to_copy.default, torch._ops.OpOverload
 MODULE_CALL = nn.Module._call_impl.__code__
-OPERATOR = torch._ops.OpOverload
 
 
 def without_wrapper(function: Any) -> Any:
@@ -222,7 +220,7 @@ def counting_versions() -> AbstractContextManager[object]:
 are_deterministic = _find("_C._get_deterministic_algorithms"), _find("_C._get_deterministic_algorithms_warn_only")
 attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", "mem_efficient", "math", "cudnn")]
 
-# Storages.
+# Storages and streams.
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
@@ -232,17 +230,14 @@ is_expired = _find("UntypedStorage._expired")
 free_weak_storage = _find("UntypedStorage._free_weak_ref")
 negated = _find("_neg_view")
 """A view whose elements are read with the other sign."""
+raw_stream = _find("_C._cuda_getCurrentRawStream")
+"""The handle of the current stream of a device, given by its index."""
 
 
 def owners_of(storage: torch.UntypedStorage) -> int:
     """How many tensors share a storage."""
     return int(_uses(address_of(storage))) - 1  # one more reference is the Python object itself
 
-
-# CUDA.
-
-raw_stream = _find("_C._cuda_getCurrentRawStream")
-"""The handle of the current stream of a device, given by its index."""
 
 # Modules, DistributedDataParallel, pipelines.
 
@@ -301,11 +296,19 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         finally:
             _set_eval_frame(compiling)
 
-    marked: Any = call
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = _COMPILE_REMEDY
-    marked._torchdynamo_orig_callable = function
+    marks = {"disable": True, "disable_msg": _COMPILE_REMEDY, "orig_callable": function}
+    vars(call).update({f"_torchdynamo_{name}": value for name, value in marks.items()})
     return call
+
+
+def with_default_generators(run: Callable[..., Result], *args: Any) -> Result:
+    """Run what may be compiled: what is recomputed draws from the default generators, and from none of its own."""
+    config = _take("_functorch.config")
+    before, config.graphsafe_rng_functionalization = config.graphsafe_rng_functionalization, False
+    try:
+        return run(*args)
+    finally:
+        config.graphsafe_rng_functionalization = before
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -385,9 +388,8 @@ def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: 
             resize(storage, nbytes)
 
         _patch_checkpoint(listener)
-        patched: Any = resize_
-        patched.before = before_resize
-        torch.UntypedStorage.resize_ = patched  # type: ignore[method-assign]
+        vars(resize_)["before"] = before_resize
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
 
 
 def _patch_checkpoint(listener: CheckpointListener) -> None:

@@ -149,6 +149,11 @@ class LayerProfile:
                     f"region {number}, {region.name!r}, must be another result of an operation whose first is before "
                     f"it, got another_of = {region.another_of}; list the regions in the order of forward."
                 )
+            if region.only_with is not None and not 0 <= region.only_with < number:
+                raise ValueError(
+                    f"region {number}, {region.name!r}, must be kept with a region before it, got only_with = "
+                    f"{region.only_with}; list the regions in the order of forward."
+                )
             if not all(0 <= read < number for read in region.reads):
                 raise ValueError(
                     f"region {number}, {region.name!r}, must read regions before it, got {region.reads}; list the "

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload.base.layer_events import replace_attribute
-from offload.base.torch_private import COMPILED_CALL, OPERATOR, ORIGINAL, is_traced, schema_of
+from offload.base.torch_private import COMPILED_CALL, OPERATOR, ORIGINAL, is_traced, schema_of, with_default_generators
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies, Numbered
@@ -190,7 +190,7 @@ class CompiledForward:
 
     def at(self, level: Level, args: Any, kwargs: Any) -> Any:
         """Run the layer at a level."""
-        return self._at[level](self._forward, tuple(args), dict(kwargs))
+        return with_default_generators(self._at[level], self._forward, tuple(args), dict(kwargs))
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Raise whatever the compiler raises where the layer is not one graph."""

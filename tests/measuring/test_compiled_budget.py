@@ -15,7 +15,7 @@ from models import WIDTH, DecoderBlock, GptBlock, assert_same, build, step_gradi
 from torch import nn
 
 import offload
-from offload.base.torch_private import is_compiled
+from offload.base.torch_private import is_compiled, with_default_generators
 from offload.recompute import compiled_levels
 from offload.recompute.compiled_levels import Level
 
@@ -45,7 +45,7 @@ def built(block: Any, lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
 def seeded(layers: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(2)
     found = step_gradients(layers, x)
-    return [*found, torch.rand(1)]  # what the generator goes on with
+    return [*found, torch.rand(1, device=x.device)]  # what the generator goes on with
 
 
 def budgeted(layers: Any, budget: int | str, **options: Any) -> offload.OffloadedLayers:
@@ -231,6 +231,14 @@ def test_random_numbers_that_would_be_others_are_found(lab: Lab, log: pytest.Log
         for _ in range(4):
             assert_same(expected, seeded(layers, x))
     assert "never saves its inputs alone, since the gradients are wrong then" in log.text
+
+
+def test_operations_that_are_recomputed_draw_from_the_default_generator() -> None:
+    """On a GPU, the compiler would give each a generator of its own, with other numbers than without recomputation."""
+    config: Any = torch._functorch.config
+    before = config.graphsafe_rng_functionalization
+    assert with_default_generators(lambda: config.graphsafe_rng_functionalization) is False
+    assert config.graphsafe_rng_functionalization is before
 
 
 def test_operations_that_draw_are_never_kept() -> None:

@@ -87,6 +87,16 @@ class TestRegions:
         with pytest.raises(ValueError, match="another_of = 1; list the regions in the order of forward"):
             LayerProfile.from_regions([self.INPUT, replace(self.SEVERAL[2], another_of=1)], 0.01, 0.02)
 
+    def test_a_region_that_is_kept_only_with_another(self):
+        """Without that, the products would be kept first: they save more seconds per byte."""
+        products = region("products", 10, 3.0, 0)
+        free = (self.INPUT, region("attention", 10, 1.0, 0), products)
+        assert [way.kept for way in ways_of(free)] == [frozenset({0}), frozenset({0, 2}), frozenset({0, 1, 2})]
+        bound = (*free[:2], replace(products, only_with=1))
+        assert [way.kept for way in ways_of(bound)] == [frozenset({0}), frozenset({0, 1}), frozenset({0, 1, 2})]
+        with pytest.raises(ValueError, match="only_with = 2; list the regions in the order of forward"):
+            LayerProfile.from_regions((*free[:2], replace(products, only_with=2)), 1.0, 1.0)
+
     def test_operations_that_no_dropped_region_depends_on_are_skipped(self):
         regions = (self.INPUT, *(region(f"r{n}", 1, 1.0, n) for n in range(4)))
         costs = region_costs(regions, frozenset({2}))
