@@ -101,20 +101,6 @@ def test_gradients_are_the_same_bits(block: str, policies: dict[str, str], num_l
         assert (handle.stats().offloaded_bytes > 0) == (num_layers > 0)
 
 
-def test_below_autocast(lab: Lab) -> None:
-    layers, x = functions(lambda x, w: (x @ w).softmax(-1) * F.layer_norm(x, (WIDTH,)), lab)
-
-    def gradients_of_step() -> list[torch.Tensor]:
-        with torch.autocast(lab.device.type, torch.bfloat16):
-            y = through(layers, x)
-        return gradients(leaves_of(layers, x), lambda: loss_of(y).backward())
-
-    expected = gradients_of_step()
-    with offloaded(layers, lab):
-        for _ in range(3):
-            assert_same(expected, gradients_of_step())
-
-
 @pytest.mark.parametrize("autocast", [True, False])
 def test_a_parameter_that_is_cast_makes_nothing_run_again(autocast: bool, lab: Lab) -> None:
     """The copy of the parameter is known, whoever has cast it: what comes before in the layer can be skipped."""
@@ -251,17 +237,6 @@ def test_only_what_backward_needs_is_computed_again(lab: Lab) -> None:
         assert count_in_backward(layers, x)["silu"] == LAYERS
 
 
-def test_what_no_pattern_names_is_kept(lab: Lab) -> None:
-    layers, x = build("decoder", LAYERS, lab.device)
-    without = count_in_backward(layers, x)
-    with offloaded(layers, lab, {"silu": "recompute"}) as handle:
-        step_gradients(layers, x)
-        found = count_in_backward(layers, x)
-        assert set(handle.regions(0).values()) == {"keep", "recompute"}
-    assert found["silu"] == LAYERS
-    assert found["mm"] == without["mm"]
-
-
 def test_patterns_that_match_no_region_are_named_once(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     with offloaded(layers, lab, {"*mlp*": "keep", "silu": "keep", "up_proj: mm": "offload", "*": "recompute"}):
@@ -292,21 +267,6 @@ def test_patterns_may_name_modules(lab: Lab) -> None:
     assert regions["gate: mm"] == "offload"
     assert regions["up: mm"] == "keep"
     assert {policy for name, policy in regions.items() if name.startswith("norm")} == {"recompute"}
-
-
-def test_graph_is_retained(lab: Lab) -> None:
-    layers, x = build("gpt", LAYERS, lab.device)
-    expected = gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x))
-    lab.adverse()
-    with offloaded(layers, lab):
-        for _ in range(2):
-            assert_same(expected, gradients(leaves_of(layers, x), lambda: _backward_twice(layers, x)))
-
-
-def _backward_twice(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    loss = loss_of(through(layers, x))
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 def test_second_derivative(lab: Lab) -> None:
@@ -428,25 +388,6 @@ def test_parts_of_one_storage_that_change_by_themselves(lab: Lab, unplanned: set
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
         assert handle.regions(0)["tanh"] == "recompute"
-
-
-def test_microbatches_in_flight(lab: Lab) -> None:
-    layers, x = build("gpt", LAYERS, lab.device)
-    inputs = [x, (x * 2).detach().requires_grad_(), (x[:1] - 1).detach().requires_grad_()]
-
-    def step() -> None:
-        losses = []
-        for given in inputs:
-            y = through(layers, given)
-            losses.append(loss_of(y))
-        for loss in losses:
-            loss.backward()
-
-    expected = gradients(leaves_of(layers, *inputs), step)
-    lab.adverse()
-    with offloaded(layers, lab, PRODUCTS, 2):
-        for _ in range(3):
-            assert_same(expected, gradients(leaves_of(layers, *inputs), step))
 
 
 def test_beside_other_checkpointing(lab: Lab) -> None:
