@@ -13,7 +13,7 @@ from lab import Lab
 from models import Offloading, assert_same, build, loss_of, offloading, save, step_gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload import OffloadState, get_cpu_offload_context, memory_meter
+from offload import OffloadState, get_cpu_offload_context
 from offload.activations.saved_storage import SavedStorage
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool
@@ -203,34 +203,6 @@ def test_graph_kept_at_every_stage_can_still_run_backward(stage: OffloadState, l
     del offloaded
     y.sum().backward()
     assert [value for value, _ in chain.received] == list(range(kept))[::-1]
-
-
-@pytest.mark.slow
-def test_forward_without_backward_again_and_again(lab: Lab) -> None:
-    layers, x = build("decoder", LAYERS, lab.device)
-    offloaded = offloading(3, LAYERS, lab.device)
-    loss_of(offloaded.forward(layers, x)).backward()
-    outputs = []
-
-    def abandon(times: int) -> int:
-        with memory_meter(lab.device) as meter:
-            for _ in range(times):
-                y = offloaded.forward(layers, x)
-                outputs.append(StorageWeakRef(y.untyped_storage()))
-                del y
-                lab.drain()
-        return meter.peak_bytes
-
-    abandon(1)  # what PyTorch imports the first time that a mode sees these operations holds frames, and so tensors
-    gc.collect()
-    outputs.clear()
-    once = abandon(1)
-    pinned_bytes = lab.pool.pinned_bytes
-    assert abandon(20) == once
-    assert lab.pool.pinned_bytes == pinned_bytes
-    assert all(map(expired, outputs))
-    assert_all_free(lab, offloaded)
-    assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
 
 
 def test_exception_in_backward(lab: Lab) -> None:

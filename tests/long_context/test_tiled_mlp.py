@@ -156,31 +156,6 @@ def test_random_numbers_are_drawn_again() -> None:
     assert torch.equal(after, step()[1])
 
 
-def test_frozen_parameters_inputs_and_unused_ones() -> None:
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.frozen, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-            self.frozen.requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.frozen(self.used(x).tanh())
-
-    layer = nn.Module()
-    layer.mlp = Mlp().double()
-    x = torch.rand(11, 3, dtype=torch.float64)
-    layer.mlp(x).sum().backward()
-    expected = gradients(layer)
-    with tile_mlp([layer], 4):
-        layer.zero_grad()
-        layer.mlp(x).sum().backward()
-        close(gradients(layer), expected)
-        assert layer.mlp.unused.weight.grad is None
-        assert layer.mlp.frozen.weight.grad is None
-        with torch.no_grad():
-            assert not layer.mlp(x).requires_grad
-
-
 def test_sums_are_in_float32_and_the_output_may_be_changed() -> None:
     """In bfloat16, 400 tiles would lose most of what the last ones add."""
     torch.manual_seed(0)
