@@ -125,16 +125,10 @@ class Plan:
         return f"<Plan: offload {layers}{again}, step {format_s(self.step_s)}, {peak}>"
 
     def __str__(self) -> str:
-        """A row per layer, or per region where they are known, and the prediction beside that of keeping everything."""
+        """A row per region, or kind of layer, and the prediction beside that of keeping everything."""
         step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
         peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
         budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
-        if not any(layer.regions for layer in self.profile.layers):
-            lines = self._layer_table()
-            lines.append(f"step {step}, without offloading {step_without}")
-            lines.append(f"peak {peak}, without offloading {peak_without}")
-            lines.append(f"budget {budget}, host memory {host}")
-            return "\n".join(lines)
         lines = [*self._region_table()]
         lines.append(
             f"step {step}, of which {format_s(self.recompute_s)} recomputing and {format_s(self.timeline.stall_s)} "
@@ -143,17 +137,6 @@ class Plan:
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
         lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
         return "\n".join(lines)
-
-    def _layer_table(self) -> list[str]:
-        offloaded = self.schedule.offloaded_layers
-        stalls = [span for span in self.timeline.lane("compute") if span.kind == "stall"]
-        lines = [f"{'layer':>5}{'saved':>12}  {'what':<8}{'waits for it':>14}"]
-        for index, layer in enumerate(self.profile.layers):
-            what = "offload" if index in offloaded else "keep"
-            stall_s = sum(span.duration_s for span in stalls if span.layer == index)
-            waits = format_s(stall_s) if index in offloaded else ""
-            lines.append(f"{index:>5}{format_bytes(layer.saved_bytes):>12}  {what:<8}{waits:>14}".rstrip())
-        return lines
 
     def _region_table(self) -> Iterator[str]:
         """For each kind of layer, the policy of each region in offloaded layers and in the others."""

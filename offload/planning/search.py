@@ -86,7 +86,8 @@ def layers_of_kinds(profile: Profile) -> list[list[int]]:
     """The layers of each kind, by their numbers."""
     found: defaultdict[object, list[int]] = defaultdict(list)
     for number, layer in enumerate(profile.layers):
-        found[tuple(replace(one, seconds=0.0) for one in layer.regions)].append(number)
+        regions = tuple(replace(one, seconds=0.0) for one in layer.regions)
+        found[layer.saved_bytes, regions].append(number)
     return list(found.values())
 
 

@@ -78,15 +78,10 @@ def test_measures_the_link_if_none_is_given(monkeypatch):
 def test_table():
     profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
     assert str(make_plan(profile, "2GiB", LINK)).splitlines() == [
-        "layer       saved  what      waits for it",
-        "    0    1.00 GiB  offload            0 s",
-        "    1    1.00 GiB  offload        7.04 ms",
-        "    2    1.00 GiB  offload        7.90 ms",
-        "    3    1.00 GiB  keep",
-        "    4    1.00 GiB  keep",
-        "step 164.9 ms, without offloading 150.0 ms",
-        "peak 2.00 GiB, without offloading 5.00 GiB",
-        "budget 2.00 GiB, host memory 3.00 GiB",
+        "region             size   compute  offloaded 0-2  resident 3-4",
+        "whole layer    1.00 GiB   10.0 ms  offload        keep",
+        "step 164.9 ms, of which 0 s recomputing and 14.9 ms waiting for copies; 150.0 ms if all is kept",
+        "peak 2.00 GiB of 2.00 GiB, 5.00 GiB if all is kept; host memory 3.00 GiB",
     ]
 
 
