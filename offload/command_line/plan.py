@@ -24,8 +24,8 @@ DUPLEX = 1.83
 """Both directions at once reach so much, in bandwidths of one: an H200's, too."""
 
 RATES = Rates(630e12, 4e12)
-"""Of an H200: products reach 785 TFLOP/s by themselves and 80% of that inside of layers, and memory, by its datasheet,
-4.8 TB/s."""
+"""Of an H200: 64% of the matrix products and 83% of the memory bandwidth in its datasheet, 989 TFLOP/s in bfloat16 and
+4.8 TB/s. Single operations reach more (``results/long_context.json``), whole layers do not."""
 
 USABLE = 0.92
 """Share of device memory; the rest is for the driver and for blocks that the allocator cannot split."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from functools import partial
 from pathlib import Path
 
-from page_text import Row, day_of, gib, link_of, markdown_table, ms, read, table, torch_of
+from page_text import ROOT, Row, day_of, gib, link_of, markdown_table, ms, percent, read, table, torch_of
 from suite_rows import WORKLOADS
 
 from benchmarks.verdicts import verdicts
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
 
+FREE = 5
+"""Of the decoder's layers, as :mod:`offload` simulates it on PCIe Gen5."""
 PACKAGES = ("transformers", "trl", "transformer-engine")
 
 
@@ -53,6 +56,17 @@ def _shown(row: Row, kept: Row | None) -> Row:
         "first step, s": "" if fails else f"{row['first_s']:.1f}",
         "gradients": "" if fails else same,
     }
+
+
+@table("free_layers")
+def free_layers(page: Path) -> str:
+    """How much longer the decoder's step is with its free layers offloaded."""
+    rows = [row for row in read("suite")["rows"] if row["workload"] == "decoder"]
+    [kept] = [row for row in rows if row["family"] == "nothing"]
+    [free] = [row for row in rows if row["contender"] == f"this library, k = {FREE}"]
+    benchmarks = Path(os.path.relpath(ROOT / "docs/benchmarks.md", page.parent)).as_posix()
+    longer = percent(free["step_s"] / kept["step_s"] - 1)
+    return f"With {FREE} of 20 layers offloaded, [the decoder's step]({benchmarks}#decoder) takes {longer} longer.\n"
 
 
 for block, workload in WORKLOADS.items():
