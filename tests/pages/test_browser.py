@@ -270,6 +270,42 @@ def test_page(reader, axe, name):
     assert not reader.faults, f"{name}:\n" + "\n".join(reader.faults)
 
 
+ANSWERS = {
+    "index.html": ["time of a step"],
+    "docs/benchmarks.html": ["against nothing", "ratio", "holds", "activation peak, GiB"],
+    "docs/howto/budget.html": ["against checkpointing"],
+    "docs/howto/long_context.html": ["against checkpointing", "this library"],
+    "docs/howto/optimizer_state.html": ["against resident", "peak, GiB"],
+    "docs/howto/pipeline.html": ["less", "longer"],
+    "docs/howto/recipe.html": ["needs"],
+    "docs/howto/weight_streaming.html": ["streamed", "over the limit", "losses"],
+    "docs/out_of_memory.html": ["longer by", "activation peak, GiB"],
+    "docs/reference/troubleshooting.html": ["stall_s, ms", "late_reloads"],
+    "docs/will_it_fit.html": ["planner"],
+}
+"""Columns with what a reader looks for, by page."""
+
+# The titles of columns that can be seen at the present width, of every table where they can and of none where not.
+SEEN = """() => {
+  const seen = new Map();
+  for (const head of document.querySelectorAll("article th")) {
+    const box = head.closest(".table-wrapper, .output_area") || head.closest("table").parentElement;
+    const whole = head.getBoundingClientRect().right <= box.getBoundingClientRect().left + box.clientWidth + 1;
+    const title = head.innerText.trim().replace(/\\s+/g, " ");
+    seen.set(title, whole && (seen.get(title) ?? true));
+  }
+  return [...seen].filter(([, whole]) => whole).map(([title]) => title);
+}"""
+
+
+@pytest.mark.parametrize(("name", "columns"), ANSWERS.items(), ids=ANSWERS)
+def test_a_phone_shows_the_column_with_the_answer(reader, name, columns):
+    reader.widen(390)
+    reader.open(name)
+    seen = reader.page.evaluate(SEEN)
+    assert not [column for column in columns if column not in seen], seen
+
+
 def test_a_fault_is_seen(reader, axe):
     """A page made worse: what the checks above look for, they find."""
     reader.widen(390)

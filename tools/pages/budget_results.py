@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, label_axes
-from page_text import GIB, Row, gib, measured_on, more, ms, picture, read, table, torch_of
-from tabulate import tabulate
+from page_text import GIB, Row, gib, markdown_table, measured_on, more, ms, picture, read, table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
@@ -20,10 +19,6 @@ MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
 
 def _where(record: Row, *rows: Row) -> str:
     return f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}."
-
-
-def _tabulated(rows: list[Row]) -> str:
-    return tabulate(rows, headers="keys", tablefmt="pipe", disable_numparse=True)
 
 
 def budgets(model: str, _page: Path, name: str = "budget") -> str:
@@ -45,7 +40,8 @@ def budgets(model: str, _page: Path, name: str = "budget") -> str:
     same = " Gradients are bit-identical in every row." if all(row["bit_identical"] for row in rows) else ""
     note = record.get("notes", {}).get(model)
     noted = "" if note is None else f" This run: {note}."
-    return f"{_where(record, *rows)}{same}{noted}\n\n{_tabulated(shown)}\n"
+    told = markdown_table(shown, left=1, answer=("peak, GiB", "against nothing"))
+    return f"{_where(record, *rows)}{same}{noted}\n\n{told}\n"
 
 
 def _percent(row: Row, predicted: str, measured: str) -> str:
@@ -86,12 +82,13 @@ def llama_8b(_page: Path) -> str:
             "step, s": f"{row['step_s']:.2f}",
             "against checkpointing": f"{row['step_s'] / first['step_s']:.2f}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
-            "peak with weights and optimizer, GiB": f"{(record['held_bytes'] + row['peak_bytes']) / GIB:.1f}",
+            "peak with all, GiB": f"{(record['held_bytes'] + row['peak_bytes']) / GIB:.1f}",
             "on the host, GiB": f"{row['pinned_bytes'] / GIB:.0f}" if "pinned_bytes" in row else "",
         }
         for row in record["rows"]
     ]
-    return f"{_where(record, record)} {record['tokens']:,} tokens.\n\n{_tabulated(shown)}\n"
+    told = markdown_table(shown, left=1, answer=("against checkpointing", "peak with all, GiB"))
+    return f"{_where(record, record)} {record['tokens']:,} tokens.\n\n{told}\n"
 
 
 @table("budget_host_cost")
@@ -105,7 +102,7 @@ def host_cost(_page: Path) -> str:
         if isinstance(found, dict)
     ]
     where = _where(record, cost)
-    return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{_tabulated(shown)}\n"
+    return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{markdown_table(shown, left=1)}\n"
 
 
 @table("budget_clock")

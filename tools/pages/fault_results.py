@@ -81,7 +81,7 @@ def _measured(row: Row) -> str:
     if row["name"] == "first_step":
         rows.append({"": "the first step", "step, ms": ms(row["recorded"]["duration_s"]), "peak, GiB": "", **empty})
     rows.append({"": "with", **_step(found["step_s"], found["peak_bytes"]), **counted})
-    return markdown_table(rows, left=1)
+    return markdown_table(rows, left=1, answer=("step, ms", "`stall_s`, ms", "`late_reloads`"))
 
 
 def _step(step_s: float, peak_bytes: float) -> Row:

@@ -119,4 +119,4 @@ def recipes(page: Path) -> str:
         for what, row in shown
     ]
     where = decoder_run(record)
-    return f"{where}.\n\n{markdown_table(table_rows, left=1)}\n"
+    return f"{where}.\n\n{markdown_table(table_rows, left=1, answer=('longer by', 'activation peak, GiB'))}\n"

@@ -64,7 +64,7 @@ def lengths_table(_page: Path) -> str:
                 "stall, s": f"{row['stall_s']:.1f}",
             }
         )
-    return f"{_where(rows)}\n\n{markdown_table(shown, left=2)}\n"
+    return f"{_where(rows)}\n\n{markdown_table(shown, left=2, answer=('against checkpointing',))}\n"
 
 
 @table("long_context_equal")
@@ -113,10 +113,11 @@ def longest_table(_page: Path) -> str:
 
     rows = longest()
     ways = [way for way in LIMITED if any(way in row for row in rows.values())]
+    where = _where([row for ways in rows.values() for row in ways.values()])
     shown = [
         {"device": f"{nbytes / GIB:.0f} GiB"} | {LIMITED[way]: cell(nbytes, way) for way in ways} for nbytes in rows
     ]
-    return f"{_where([row for ways in rows.values() for row in ways.values()])}\n\n{markdown_table(shown, left=1)}\n"
+    return f"{where}\n\n{markdown_table(shown, left=1, answer=(LIMITED['inputs'], LIMITED['streamed']))}\n"
 
 
 @table("lora_longest")

@@ -29,4 +29,4 @@ def optimizer_state_table(_page: Path) -> str:
         "fused AdamW with float32 moments, checkpointed. Parameters of a smaller model are bit-identical."
     )
     assert all(record["equal"].values())
-    return f"{said}\n\n{markdown_table(shown, left=1)}\n"
+    return f"{said}\n\n{markdown_table(shown, left=2, answer=('against resident', 'peak, GiB'))}\n"

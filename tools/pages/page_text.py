@@ -63,10 +63,23 @@ def full_record(path: Path) -> Row:
     return record
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0) -> str:
-    """Rows of equal keys, as they are; the first ``left`` columns flush left, the others right."""
-    align = ["left"] * left + ["right"] * (len(rows[0]) - left) if rows else []
-    return tabulate([dict(row) for row in rows], headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
+def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0, answer: Sequence[str] = ()) -> str:
+    """Rows of equal keys, as they are; the first ``left`` columns flush left, the others right.
+
+    The columns of the ``answer`` come right behind those: a phone shows no more without scrolling.
+    """
+    names = list(rows[0]) if rows else []
+    if not set(answer) <= set(names[left:]):
+        raise ValueError(f"answer must name columns behind the first {left}, got {list(answer)} of {names}")
+    names = [*names[:left], *answer, *(name for name in names[left:] if name not in answer)]
+    align = ["left"] * left + ["right"] * (len(names) - left)
+    return tabulate(
+        [{name: row[name] for name in names} for row in rows],
+        headers="keys",
+        tablefmt="pipe",
+        disable_numparse=True,
+        colalign=align,
+    )
 
 
 def image(alt: str, picture: Path, page: Path) -> str:

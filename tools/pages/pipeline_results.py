@@ -45,7 +45,7 @@ def job_table(records: list[Row]) -> str:
     said = (
         f"In {same} of {len(rows)} cases the job needs as much memory as before, because another rank is the largest."
     )
-    return f"{_where(records)}\n\n{markdown_table(rows, left=2)}\n\n{said}\n"
+    return f"{_where(records)}\n\n{markdown_table(rows, left=3, answer=('less', 'longer'))}\n\n{said}\n"
 
 
 HARDLY_LESS = 0.01
@@ -76,7 +76,7 @@ def half_table(records: list[Row]) -> str:
         if all(row["bit_identical"] for row in rows)
         else "Gradients differ from those without offloading."
     )
-    return f"{_setting(records)}\n\n{markdown_table(shown, left=2)}\n\n{same} {said}\n"
+    return f"{_setting(records)}\n\n{markdown_table(shown, left=3, answer=('longer', 'less'))}\n\n{same} {said}\n"
 
 
 def ways_table(records: list[Row]) -> str:
@@ -90,7 +90,7 @@ def ways_table(records: list[Row]) -> str:
         for record in records
         for found in measured(record, FREE, BOUND)
     ]
-    return f"{markdown_table(shown, left=4)}\n\n{_errors(records)}\n"
+    return f"{markdown_table(shown, left=4, answer=('longer', 'less'))}\n\n{_errors(records)}\n"
 
 
 def links_table(records: list[Row]) -> str:

@@ -45,21 +45,21 @@ def planner_speeds(_page: Path) -> str:
         "memory": f"{3 * residual.nbytes / residual.seconds / 1e12:.1f}",
         "link": f"{link.d2h_bytes_per_s / GB:.0f}",
     }
-    names = {"tflops": "matrix products, TFLOP/s", "memory": "memory, TB/s", "link": "link, GB/s each way"}
+    names = {"tflops": "products, TFLOP/s", "memory": "memory, TB/s", "link": "link, GB/s"}
     rows = [
         {
             "H200": names[key],
             "planner": f"{taken[key]:.3g}",
-            "of the datasheet": f"{taken[key] / DATASHEET[key]:.0%}",
             "datasheet": f"{DATASHEET[key]:.3g}",
+            "share": f"{taken[key] / DATASHEET[key]:.0%}",
             "measured": found[key],
         }
         for key in names
     ]
     return (
         f"{markdown_table(rows, left=1)}\n\n"
-        "Datasheet: [NVIDIA](https://www.nvidia.com/en-us/data-center/h200/), without sparsity; PCIe Gen5 x16. "
-        f"Measured: single operations of Llama-3.1-8B's layers on {record['profiled']:,} tokens, "
+        "Datasheet: [NVIDIA](https://www.nvidia.com/en-us/data-center/h200/), without sparsity; PCIe Gen5 x16 each way."
+        f" Measured: single operations of Llama-3.1-8B's layers on {record['profiled']:,} tokens, "
         f"{record['hardware']['gpu']}.\n"
     )
 

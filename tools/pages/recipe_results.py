@@ -78,7 +78,7 @@ def table_of(record: Row | None) -> str:
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
         shown = [cells_of(row, rows) for row in rows if row["tokens"] == tokens]
-        parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1)}")
+        parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -34,7 +34,7 @@ def workload_table(workload: str, _page: Path) -> str:
     shown = [_shown(row, kept) for row in rows if row in fails or "error" not in row]
     run = read("suite")["runs"][workload]
     where = f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}."
-    return f"{where}\n\n{markdown_table(shown, left=1)}\n{said}"
+    return f"{where}\n\n{markdown_table(shown, left=1, answer=('against nothing', 'activation peak, GiB'))}\n{said}"
 
 
 def _short(error: str) -> str:

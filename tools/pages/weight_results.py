@@ -66,10 +66,11 @@ def weight_streaming_table(record: Row) -> str:
         }
         for row in record["rows"]
     ]
+    told = markdown_table(shown, answer=("tokens", "streamed", "over the limit", "limit"))
     return (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {day_of(record)}: "
         f"{record['parameters'] / GB:.1f} billion parameters in bfloat16, {gb(record['weight_bytes'])}, on a device "
-        f"limited to {gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{markdown_table(shown)}\n"
+        f"limited to {gb(record['memory_limit_bytes'])}. Forward + backward, ms.\n\n{told}\n"
     )
 
 
@@ -86,7 +87,7 @@ def weight_memory_table(record: Row) -> str:
         "sum": gb(sum(counted.values())),
         "process grew by": f"{gb(record['host_bytes'])} ({record['host_ratio']:.3f} ×)",
     }
-    return markdown_table([shown]) + "\n"
+    return markdown_table([shown], answer=("sum", "process grew by")) + "\n"
 
 
 def weight_seconds_table(record: Row) -> str:
@@ -121,7 +122,7 @@ def weight_losses_table(record: Row) -> str:
         }
         for row in record["loss_curves"]
     ]
-    return markdown_table(shown, left=1) + "\n"
+    return markdown_table(shown, left=1, answer=("losses",)) + "\n"
 
 
 def weight_streaming_picture(record: Row, page: Path) -> str:
