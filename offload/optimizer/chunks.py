@@ -121,9 +121,14 @@ class ChunkStepper:
 
     def settle(self) -> None:
         """Block until no copy to the host runs."""
-        if self.last_copy is not None:
-            self.backend.wait_on_host(self.last_copy, StepWait.READ)
-            self.last_copy = None
+        copied = self.last_copy
+        if copied is not None:
+            try:
+                self.backend.wait_on_host(copied, StepWait.READ)
+            except Exception:
+                self.last_copy = None  # the program is told once, and may load a checkpoint
+                raise
+            self.last_copy = None  # after the wait: an interrupt leaves it to the next
 
     def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Step these parameters, each given with the number of its group."""
@@ -260,6 +265,9 @@ class ChunkStepper:
         for _, parameter in with_groups(self.optimizer):
             self.store.of(parameter).forget_step()
         self._changes.clear()
+        for slot in self._slots if self.torn else ():  # nothing runs any more, and copies may have failed
+            slot.held.clear()
+            slot.free = self.backend.compute_stream().record_event()
         self.torn = ""
 
     def _run(self, loaded: Loaded) -> list[tuple[torch.Tensor, dict[str, Any]]]:

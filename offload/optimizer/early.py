@@ -11,6 +11,7 @@ Layers whose weights are on the host give their gradients by themselves, layer b
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections import deque
@@ -29,6 +30,8 @@ from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
 from offload.optimizer.host_weights import WeightHolder, holders_of
 from offload.optimizer.stand_in import with_groups
 from offload.optimizer.state import local
+
+_logger = logging.getLogger(__name__)
 
 CUT_OFF = "backward was cut off when some parameters had made their step"
 
@@ -194,6 +197,10 @@ class BackwardSteps:
             self._land()
         return self._stepper.last_copy
 
+    def tear(self, what: str) -> None:
+        """Some parameters have not made the step that others have made."""
+        self._stepper.torn = what
+
     def settle(self) -> None:
         """Block until no copy to the host runs, also those of a step that an interrupt has cut off."""
         if self._stepper.torn and not self._runs:
@@ -254,8 +261,13 @@ class BackwardSteps:
         self._waiting.clear()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
-            self._stepper.backend.wait_on_host(self._flights[-1].stepped, StepWait.JOINED)
-            self._flights.clear()
+            last = self._flights[-1].stepped
+            try:
+                self._stepper.backend.wait_on_host(last, StepWait.JOINED)
+            except RuntimeError:  # the program has the error of its backward, and a finalizer may have called
+                _logger.exception("a copy has failed beside a backward that had failed")
+            finally:
+                self._flights.clear()
 
     def end_run(self, run: object, *, failed: bool) -> None:
         """A run is over: at the end of the last, which is the outermost, compute waits for all steps."""

@@ -210,10 +210,13 @@ class StreamedOptimizer(Handle):
 
     def _before_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         """Keep all tensors but counters from PyTorch, which would copy them to the device and round them."""
-        assert self._stepper is not None  # noqa: S101
-        self._stepper.settle()
-        if self._stepper.torn:
-            self._stepper.backend.synchronize()  # an interrupt may have left copies that no event is known of
+        stepper = self._stepper
+        assert stepper is not None  # noqa: S101
+        if stepper.torn:
+            stepper.last_copy = None  # it may have failed, which the program knows
+            stepper.backend.synchronize()  # an interrupt may have left copies that no event is known of
+        else:
+            stepper.settle()
         small = dict(given["state"])
         saved = [number for group in given["param_groups"] for number in group["params"]]
         self._loading = {}

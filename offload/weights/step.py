@@ -143,15 +143,23 @@ class LayerSteps:
         """Backward has ended: when this returns, all weights that it has stepped are on the host."""
         steps = self.steps
         self._left.clear()
-        self._stepped.clear()
+        stepped, self._stepped = self._stepped, set()
         try:
             if steps is not None:
-                steps.end_run(self, failed=failed)
-                if failed:
-                    steps.settle()
-            if self._updated is not None:
+                try:
+                    steps.end_run(self, failed=failed)
+                finally:
+                    if failed:
+                        for layer in stepped:  # nothing uses the slot after settle(); its copies may have failed
+                            layer.slot.used = self._backend.compute_stream().record_event()
+                        steps.settle()
+            if self._updated is not None and not failed:
                 # The program may read or change the weights next, and the next forward loads them.
                 self._backend.wait_on_host(self._updated, WeightWait.UPDATED)
+        except Exception:
+            if steps is not None:
+                steps.tear("a copy of weights or of state has failed")
+            raise
         finally:
             self._updated = None
             self._totals.clear()

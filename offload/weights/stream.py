@@ -278,7 +278,7 @@ class WeightStream(WeightHolder):
         except Exception:
             if not failed:
                 raise
-            logger.exception("a gradient could not be added after backward had failed")
+            logger.exception("a copy or an addition has failed, too, after backward had failed")
         if self.reducer is not None:
             self.reducer.reset()
         self.backward = None

@@ -468,6 +468,38 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     assert_same(plain, loop)
 
 
+def test_a_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lab.device.type != "cpu":
+        pytest.skip("a GPU's copies do not fail")
+    loop = Loop(lab.device)
+    train(loop, 2)
+    saved = copy.deepcopy((loop.layers.state_dict(), loop.embed.state_dict(), loop.head.state_dict()))
+    state = copy.deepcopy(loop.optimizer.state_dict())
+    copied = lab.backend.copy
+
+    def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        if stream is lab.d2h_stream:
+            stream.submit(lambda: 1 / 0)
+        else:
+            copied(stream, target, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.backend, "copy", failing)
+        with pytest.raises(RuntimeError, match="a copy has failed: ZeroDivision"):
+            loop.loss(2).backward()
+    with pytest.raises(RuntimeError, match="belong to one step"):
+        loop.optimizer.step()
+    for module, values in zip((loop.layers, loop.embed, loop.head), saved, strict=True):
+        module.load_state_dict(values)
+    loop.optimizer.load_state_dict(state)
+    loop.optimizer.zero_grad()
+    loop.step(loop.loss(3))
+    plain = Loop(lab.device, streamed=False)
+    train(plain, 2)
+    plain.step(plain.loss(3))
+    assert_same(plain, loop)
+
+
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
     def run(loop: Loop) -> None:
         for number in range(4):
