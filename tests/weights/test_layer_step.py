@@ -16,7 +16,7 @@ from streaming import forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import StreamedOptimizer, StreamedWeights, stream_optimizer, stream_weights
+from offload import StreamedOptimizer, StreamedWeights, offload_layers, stream_optimizer, stream_weights
 
 LAYERS = 4
 STEPS = 10
@@ -268,6 +268,29 @@ def test_layers_that_are_recomputed(reentrant: bool, group: int, lab: Lab) -> No
     """Groups of layers: recomputation passes through all of them before their backward."""
     loop = both(lab, functools.partial(checkpointed, reentrant=reentrant, group=group))
     assert loop.streamed.stats().early_steps == 4 * LAYERS
+    assert loop.streamed.stats().gradient_host_bytes == 0
+
+
+@pytest.mark.parametrize("policies", [{"*": "recompute"}, {"*": "offload"}, {"*linear*": "keep", "*": "recompute"}])
+def test_activations_that_are_recomputed_or_offloaded(policies: dict[str, str], lab: Lab) -> None:
+    """The library's own recomputation reads the weights before the layer is left."""
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += torch._C._current_graph_task_id() != -1
+
+    def run(loop: Loop) -> None:
+        nonlocal calls
+        loop.layers[0].linear.register_forward_pre_hook(count)
+        with offload_layers(loop.layers, LAYERS - 2, min_bytes=1, policies=policies) as offloaded:
+            train(loop, 5)
+        assert (calls > 0) == (policies["*"] == "recompute")
+        assert offloaded.stats().reloaded_bytes > 0
+        calls = 0
+
+    loop = both(lab, run)
+    assert loop.streamed.stats().early_steps == 5 * LAYERS
     assert loop.streamed.stats().gradient_host_bytes == 0
 
 
