@@ -198,6 +198,9 @@ def stream_weights(
                 optimizer.step()
                 optimizer.zero_grad()
 
+    The optimizer steps on the host. With :func:`stream_optimizer`, called after this, it steps on ``device``, also in
+    backward, where gradients never go to the host.
+
     Args:
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
             iterable of modules. Their parameters may be on any device, frozen, shared, tied or of different dtypes.
