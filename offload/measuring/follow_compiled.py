@@ -7,7 +7,9 @@ policies of layers that are not compiled from then on, and the log says so once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -20,9 +22,13 @@ from offload.measuring.follow_plan import FollowPlan, MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
 from offload.measuring.try_levels import NotCompiledError, try_levels
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
+from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies
 
 _logger = logging.getLogger(__name__)
+
+MOST_TIMED = 4
+"""So many layers of a kind are timed at each level; others are only proven."""
 
 
 class FollowCompiledPlan(FollowPlan):
@@ -48,6 +54,8 @@ class FollowCompiledPlan(FollowPlan):
         self._compiled: list[nn.Module] = []
         """Layers that were compiled here, and have no levels."""
         self._logged: set[str] = set()
+        self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
+        """What layers of each kind that were timed take at each level."""
         runs = Runs()
         try:
             for layer in layers:
@@ -69,19 +77,25 @@ class FollowCompiledPlan(FollowPlan):
         pairs = zip(self._policies, self.context.policies, strict=True)
         return [one if isinstance(one, CompiledPolicies) and one.numbered else other for one, other in pairs]
 
-    def try_levels(self, number: int, inputs: Any) -> None:
+    def try_levels(self, number: int, inputs: Any, *, in_checkpoint: bool) -> None:
         """A layer's forward begins: try the layer at each level, unless that has been done."""
         policies = self._policies[number]
         layer = policies.layer
         if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
             return
+        timed = self._seconds[_kind_of(layer, inputs)]
+        known = _mean(timed) if len(timed) >= MOST_TIMED else None
         try:
-            levels, costs, said = try_levels(layer, policies.forward, inputs, self._rules, self._backend)
+            if in_checkpoint:
+                raise NotCompiledError("the program checkpoints it")
+            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, known)
         except NotCompiledError as error:
             self._give_up(number, layer, error)
             return
-        policies.learn(inputs, levels, costs)
-        for line in said:
+        if known is None:
+            timed.append(found.seconds)
+        policies.learn(inputs, found.levels, found.costs)
+        for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 
     def _give_up(self, number: int, layer: nn.Module, error: NotCompiledError) -> None:
@@ -139,7 +153,17 @@ class _TryLevels(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         if not (call.recomputes or self._plan.context.has_nothing_to_do()):
-            self._plan.try_levels(self._number, inputs)
+            self._plan.try_levels(self._number, inputs, in_checkpoint=call.in_checkpoint)
+
+
+def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:
+    """What tells layers apart that take different times."""
+    shapes = tuple((parameter.shape, parameter.dtype, parameter.requires_grad) for parameter in layer.parameters())
+    return type(layer), shapes, tuple(LayerInputs(*inputs).sizes)
+
+
+def _mean(timed: Sequence[Mapping[Level, float]]) -> Mapping[Level, float]:
+    return {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
 
 
 def _compiled(layer: nn.Module, runs: Runs, options: Mapping[str, Any] | None) -> CompiledForward | None:

@@ -64,6 +64,8 @@ class Levels(NamedTuple):
     """Those that may be chosen, the one that saves the fewest bytes first."""
     costs: tuple[RegionProfile, ...]
     """The layer's inputs, and what each level keeps beside the one before."""
+    seconds: Mapping[Level, float]
+    """Of each level that was tried."""
     said: list[str]
     """Lines for the log."""
 
@@ -155,7 +157,12 @@ class _Trial:
 
 
 def try_levels(
-    layer: nn.Module, forward: CompiledForward, given: tuple[Any, Any], rules: Rules, backend: Backend
+    layer: nn.Module,
+    forward: CompiledForward,
+    given: tuple[Any, Any],
+    rules: Rules,
+    backend: Backend,
+    known: Mapping[Level, float] | None = None,
 ) -> Levels:
     """Run a layer at each level, on copies of what its forward is given.
 
@@ -165,6 +172,7 @@ def try_levels(
         given: Positional and keyword arguments.
         rules: What of a layer's saved tensors can be offloaded.
         backend: Takes the times.
+        known: The seconds of a layer like this at each level, which is not timed then.
 
     Raises:
         NotCompiledError: The layer does not compile, or no level recomputes what the layer computes.
@@ -179,7 +187,9 @@ def try_levels(
             expected = trial.run(Level.ALL)
             noisy: bool | None = None
             """Whether the same level gives other bits each time."""
-            for level in [one for one in reversed(Level) if one in (Level.ALL, Level.NOTHING) or forward.has(one)]:
+            for level in (Level.ALL, Level.NOTHING, Level.PRODUCTS, Level.ATTENTION):
+                if level in (Level.PRODUCTS, Level.ATTENTION) and not forward.has(level):
+                    continue
                 found = trial.run(level)
                 apart = _apart(expected, found)
                 if apart > 0 and noisy is None:
@@ -191,11 +201,13 @@ def try_levels(
                     said.append(f"never saves {_SAVES[level]}: gradients round otherwise, which compile=True accepts")
                 elif rounds:
                     said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
-                if apart > 1 or (rounds and not forward.asked):
-                    continue
-                saved[level] = found.saved_bytes
-                del found
-                seconds[level] = min(backend.seconds([trial.run(level).marks for _ in range(TIMES)]))
+                if apart <= 1 and (forward.asked or not rounds):
+                    saved[level] = found.saved_bytes
+                    del found
+                    times = () if known else [trial.run(level).marks for _ in range(TIMES)]
+                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(times))
+                elif level is Level.NOTHING:
+                    break  # then no other level will do
     except NotCompiledError:
         raise
     except Exception as error:  # whatever the compiler or the layer raises
@@ -222,7 +234,7 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int], said: li
         took_s = taken[number - 1] - taken[number]
         before = number - 1 if number > 1 else None
         costs.append(RegionProfile(NAMES[levels[number]], more, took_s, (0,), only_with=before))
-    return Levels(levels, tuple(costs), said)
+    return Levels(levels, tuple(costs), seconds, said)
 
 
 def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
