@@ -88,7 +88,10 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
     if "error" in row:
         empty = dict.fromkeys(("longer by", "peak, GiB", "host, GiB", "predicted: step, peak", "recipe"), "")
         out_of_memory = "OutOfMemoryError" in row["error"] or "out of memory" in row["error"]
-        return {"budget": budget, "step, s": "out of memory" if out_of_memory else "failed"} | empty
+        said = "out of memory" if out_of_memory else "failed"
+        if "microbatch_s" in row:  # it was cut, and has said how long its microbatches are
+            said = f"a microbatch {row['microbatch_s']:.1f}; the run was cut before whole steps were timed"
+        return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
     predicted = ""
     if "predicted_s" in row:
         off = [row["predicted_s"] / row["step_s"] - 1, row["predicted_peak_bytes"] / max(1, row["peak_bytes"]) - 1]
@@ -100,8 +103,15 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
         "peak, GiB": gib(row["peak_bytes"], 1),
         "host, GiB": gib(row["pinned_bytes"] if row["budget_bytes"] else 0, 1),
         "predicted: step, peak": predicted,
-        "recipe": row.get("recipe", "all on the device, checkpointed").replace("resident", "on the device"),
+        "recipe": recipe_of(row),
     }
+
+
+def recipe_of(row: Row) -> str:
+    """Where weights, gradients and optimizer state were."""
+    return str(row.get("recipe", "" if "error" in row else "all on the device, checkpointed")).replace(
+        "resident", "on the device"
+    )
 
 
 @table("start_recipe")
