@@ -23,7 +23,8 @@ from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle, check_layers
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
-from offload.measuring.follow_plan import AUTO_SHARE, FollowPlan, bytes_of_gradients
+from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.memory_left import AUTO_SHARE, bytes_of_gradients
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
@@ -120,7 +121,7 @@ class PreparedTraining(Handle):
             self._weights.remove()
         self._removed = True
 
-    # What is left for activations, as :class:`~offload.measuring.follow_plan.MemoryLeft` has it.
+    # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
 
     def device_bytes(self) -> int:
         """Of the budget, for what a step adds to weights and optimizer state."""

@@ -18,7 +18,8 @@ from offload.activations.what_moves import Rules
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.torch_private import COMPILED_CALL, is_compiled
-from offload.measuring.follow_plan import FollowPlan, MemoryLeft
+from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
 from offload.measuring.try_levels import NotCompiledError, try_levels
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
@@ -132,6 +133,9 @@ class FollowCompiledPlan(FollowPlan):
     def _recompute_all(self) -> None:
         self._followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
         self.context.follow(learning_schedule(len(self._layers)), self._followed)
+
+    def _most_free_elements(self) -> int:
+        return 0  # a plan chooses the graphs that compiled layers run
 
     def _put_back(self) -> None:
         for forward in self._forwards:

@@ -3,17 +3,18 @@
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
 plan's schedule and policies are followed. Larger inputs than any before get a new plan before they run, from what was
-measured; smaller ones follow the plan that there is. Much larger ones are timed as the second microbatch was.
+measured; smaller ones follow the plan that there is, or have everything kept where that fits. Much larger ones are
+timed as the second microbatch was.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from offload.device.capture import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
+from offload.measuring.memory_left import DeviceLeft, MemoryLeft, allocated_bytes
 from offload.measuring.memory_peak import memory_peak
 from offload.measuring.microbatches import MicrobatchBegins, MicrobatchEnds, allocated_for
 from offload.measuring.profile_layers import (
@@ -46,9 +48,6 @@ from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
 
-AUTO_SHARE = 0.92
-"""Of what the device has left: allocators need some room to cut blocks from."""
-
 RESERVE = 0.02
 """Part of the budget that a plan leaves free that does not recompute as the measured steps do: those do not show all
 that is used."""
@@ -62,49 +61,6 @@ TOLERANCE = 0.02
 
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
-
-
-class MemoryLeft(Protocol):
-    """What is left for activations of the memory that a whole training may use."""
-
-    def device_bytes(self) -> int:
-        """Of the device's memory, for what a step adds to weights and optimizer state."""
-
-    def host_bytes(self) -> int | None:
-        """Of pinned memory; ``None`` is no limit."""
-
-    def link(self, measured: Link) -> Link:
-        """Of the link, for activations."""
-
-    def gradient_bytes(self) -> int:
-        """Gradients on the device now: they count to what a step adds, whichever step has added them."""
-
-
-class _DeviceLeft:
-    """What the device has left, for ``memory_budget="auto"``."""
-
-    def __init__(self, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None) -> None:
-        self._device = device
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._max_host_bytes = max_host_bytes
-
-    def device_bytes(self) -> int:
-        return int(AUTO_SHARE * (_left_bytes(self._device) + self.gradient_bytes()))
-
-    def host_bytes(self) -> int | None:
-        return self._max_host_bytes
-
-    def link(self, measured: Link) -> Link:
-        return measured
-
-    def gradient_bytes(self) -> int:
-        return bytes_of_gradients(self._parameters, self._device)
-
-
-def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """The gradients that parameters have on a device."""
-    gradients = (parameter.grad for parameter in parameters)
-    return sum(one.nbytes for one in gradients if one is not None and one.device == device)
 
 
 class FollowPlan(HookedLayers):
@@ -144,7 +100,7 @@ class FollowPlan(HookedLayers):
         self._budget = 0
         """Bytes; 0 if there is none, or until :attr:`_left` has said it."""
         if memory_budget == "auto":
-            self._left = _DeviceLeft(self._backend.device, layers, self._max_host_bytes)
+            self._left = DeviceLeft(self._backend.device, layers, self._max_host_bytes)
         elif isinstance(memory_budget, int | str):
             self._budget = parse_bytes(memory_budget, "memory_budget")
         else:
@@ -171,6 +127,12 @@ class FollowPlan(HookedLayers):
         self._learned_elements = self._timed_elements = self._planned_elements = 0
         """The numbers of elements of the first layer's inputs when the regions were learned, when the layers were
         timed, and for which the plan was made."""
+        self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = Schedule(len(layers)), ()
+        """What the layers do by the plan."""
+        self._free_elements = 0
+        """Up to so many elements of the first layer's inputs, everything can be kept."""
+        self._keeps_all = False
+        """Whether everything is kept now, in place of following the plan."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._gradient_bytes = 0
@@ -214,7 +176,7 @@ class FollowPlan(HookedLayers):
 
     def _time(self, elements: int) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
-        self._stage, self._timed_elements, self.plan = "timing", elements, None
+        self._stage, self._timed_elements, self.plan, self._keeps_all = "timing", elements, None, False
         self._learned = sum(one.learned for one in self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
@@ -257,20 +219,20 @@ class FollowPlan(HookedLayers):
                 self._plan_for(max(elements, self._costs.elements))
             elif self.plan is not None and self._watches:
                 self._keep_to_budget(self.plan)
-        if isinstance(self._left, _DeviceLeft) and not self.measures:
-            grown_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
+        if isinstance(self._left, DeviceLeft) and not self.measures:
+            grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
         if self._compare is not None and self._compare.measures and not self.measures:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
-            ready = self._backend.device.type != "cpu" and all(
-                one.numbered is None or one.proven for one in self._policies
-            )
+            ready = self._backend.device.type != "cpu" and elements > self._free_elements
+            ready = ready and all(one.numbered is None or one.proven for one in self._policies)
             self._follow(self._compare.begin_microbatch(elements, ready=ready))
         self._gradient_bytes = 0 if self._left is None else self._left.gradient_bytes()
         if not self.measures:
+            self._keep_all(elements <= self._free_elements)
             self._peak.stop()
-            if self._watches:
+            if self._watches and not (self._keeps_all and self._peak.costs_time):
                 self._peak.start()
         self._peak.count(allocated_for(inputs, self._backend.device))
 
@@ -292,12 +254,38 @@ class FollowPlan(HookedLayers):
             return
         self.plan = plan
         triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
-        followed = [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
-        self.context.follow(plan.schedule, followed)
+        self._as_planned = plan.schedule, [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
+        self._keeps_all = False
+        self.context.follow(*self._as_planned)
+
+    def _keep_all(self, keeps_all: bool) -> None:
+        """Keep everything from here on, or follow the plan."""
+        if keeps_all is not self._keeps_all:
+            self._keeps_all = keeps_all
+            count = len(self._layers)
+            self.context.follow(*((Schedule(count), [None] * count) if keeps_all else self._as_planned))
+
+    def _most_free_elements(self) -> int:
+        """The size of inputs up to which everything can be kept, where the plan does not do so for all."""
+        if self._compare is None or self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
+            return 0
+        count = len(self._layers)
+
+        def fits(elements: int) -> bool:
+            profile, missing_bytes = self._costs.at(elements)
+            kept_bytes = peak_bytes(costs_of(profile, self._link, (), [None] * count), 0, profile.loss_bytes)
+            return kept_bytes + missing_bytes + self._more_bytes * elements <= (1 - RESERVE) * self._budget
+
+        return self._costs.most(self._planned_elements, fits)
 
     def _keep_to_budget(self, plan: Plan) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
+        if self._keeps_all:
+            if over > 0:
+                _logger.info("keeping everything needed %s, so the plan is followed", format_bytes(self._peak_bytes))
+                self._free_elements = 0
+            return
         if over > 0 and self._corrections_left and self._compare is not None:
             self._corrections_left -= 1
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
@@ -340,7 +328,7 @@ class FollowPlan(HookedLayers):
     def _ask_what_is_left(self) -> None:
         if self._left is not None:
             self._budget, self._max_host_bytes = self._left.device_bytes(), self._left.host_bytes()
-            self._held_bytes = _allocated_bytes(self._backend.device) - self._left.gradient_bytes()
+            self._held_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes()
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
@@ -359,6 +347,7 @@ class FollowPlan(HookedLayers):
             return
         otherwise = "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
         self._follow(self._plan_within(self._profile, otherwise, self._compare))
+        self._free_elements = self._most_free_elements()
 
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
@@ -413,16 +402,3 @@ def _with_larger_workspace(profile: Profile) -> Profile:
         larger = max(layer.workspace_bytes, layer.forward_workspace_bytes or 0)
         layers.append(replace(layer, workspace_bytes=larger, forward_workspace_bytes=larger))
     return replace(profile, layers=tuple(layers))
-
-
-def _allocated_bytes(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
-
-
-def _left_bytes(device: torch.device) -> int:
-    """What can still be allocated: what nobody has, and what PyTorch's allocator has cached; within its limit."""
-    free, total = torch.accelerator.get_memory_info(device)
-    reserved = torch.accelerator.memory_reserved(device)
-    if device.type == "cuda":
-        free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
-    return max(0, free + reserved - torch.accelerator.memory_allocated(device))

@@ -8,7 +8,7 @@ gradients, the host's work. They follow the line through two sizes that were tim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -80,6 +80,14 @@ class CostsBySize:
         """Whether inputs of so many elements are too large for what was timed."""
         return elements > (LARGER if len(self._timed) < 2 else MUCH_LARGER) * self.elements
 
+    def most(self, limit: int, fits: Callable[[int], bool]) -> int:
+        """The most elements, to within a hundredth of a limit, that fit; 0 if none do."""
+        low, high = 0, limit
+        while high - low > limit / 100:
+            middle = (low + high) // 2
+            low, high = (middle, high) if middle and fits(middle) else (low, middle)
+        return low
+
     def at(self, elements: int) -> tuple[Profile, int]:
         """The profile of inputs of so many elements, and the bytes that are needed outside of the layers."""
         last, ratio = self._timed[-1], elements / self.elements
@@ -90,7 +98,7 @@ class CostsBySize:
             if other is None:
                 return ratio * value
             grown: float = max(0.0, value - getattr(before, name))
-            return value + grown * (elements - last.elements) / (last.elements - other.elements)
+            return max(0.0, value + grown * (elements - last.elements) / (last.elements - other.elements))
 
         profile, earlier = last.profile, other and other.profile
         layers = []

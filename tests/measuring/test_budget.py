@@ -17,9 +17,11 @@ import offload
 from offload.base.checks import format_bytes
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
-from offload.measuring.follow_plan import RESERVE, _left_bytes
+from offload.measuring.follow_plan import RESERVE
 from offload.measuring.layer_times import LayerTimes
-from offload.measuring.memory_peak import MemoryPeak
+from offload.measuring.memory_left import left_bytes
+from offload.measuring.memory_peak import CpuMemoryPeak, MemoryPeak
+from offload.measuring.sizes import CostsBySize
 from offload.planning.plan import Plan
 from offload.planning.profile import Profile
 from offload.planning.region_costs import LayerPolicy
@@ -180,7 +182,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def keep_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan keeps one region of each layer, however long the others take."""
+    """Every plan keeps one region of each layer, and inputs of any size follow the plan."""
 
     def make(profile: Profile, budget: int, link: offload.Link, **_: object) -> Plan:
         kept = [{n for n, one in enumerate(layer.regions) if one.name == "_softmax"} for layer in profile.layers]
@@ -188,6 +190,35 @@ def keep_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         return Plan(Schedule(LAYERS), profile, link, budget, policies)
 
     monkeypatch.setattr("offload.measuring.follow_plan.make_plan", make)
+    monkeypatch.setattr(CostsBySize, "most", lambda *_: 0)
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_everything_is_kept_of_inputs_that_are_short_enough(
+    wrong: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones follow the plan; where keeping everything has broken the budget, all do."""
+    layers, _ = build(Masked, LAYERS, lab.device)
+    expected = {length: masked_step(layers, length) for length in (24, 48, 80, 96)}
+    with offload.memory_meter(lab.device) as meter:
+        masked_step(layers, 96)
+    monkeypatch.setattr(CpuMemoryPeak, "costs_time", False)  # so that each peak is looked at, as on a GPU
+    if wrong:
+        monkeypatch.setattr(CostsBySize, "most", lambda self, limit, fits: limit - 1)
+    runs = [0]
+    layers[1].register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    found = []
+    with budgeted(layers, lab, round(0.7 * meter.peak_bytes)) as handle:
+        for length in (24, 24, 48, 24, 48, 96, 96, 24, 96, 80, 24, 24):
+            runs[0] = 0
+            with offload.memory_meter(lab.device) as peak:
+                assert_same(expected[length], masked_step(layers, length))
+            # The first microbatch of a plan may hold a layer twice, to prove what the plan recomputes.
+            assert wrong or length == 96 or peak.peak_bytes <= 0.7 * meter.peak_bytes
+            found.append(runs[0])
+        assert handle.state == "following"
+    assert [count > 1 for count in found[-5:]] == [False, True, not wrong, wrong, wrong]
 
 
 @pytest.mark.usefixtures("keep_scores")
@@ -464,7 +495,7 @@ def test_auto_keeps_within_the_limit_of_the_process(
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 30)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 20)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert _left_bytes(torch.device("cuda")) == left
+    assert left_bytes(torch.device("cuda")) == left
 
 
 @pytest.mark.slow

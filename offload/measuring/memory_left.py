@@ -1,0 +1,71 @@
+"""What is left for activations of a device's memory, or of a budget for a whole training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.planning.profile import Link
+
+AUTO_SHARE = 0.92
+"""Of what the device has left: allocators need some room to cut blocks from."""
+
+
+class MemoryLeft(Protocol):
+    """What is left for activations of the memory that a whole training may use."""
+
+    def device_bytes(self) -> int:
+        """Of the device's memory, for what a step adds to weights and optimizer state."""
+
+    def host_bytes(self) -> int | None:
+        """Of pinned memory; ``None`` is no limit."""
+
+    def link(self, measured: Link) -> Link:
+        """Of the link, for activations."""
+
+    def gradient_bytes(self) -> int:
+        """Gradients on the device now: they count to what a step adds, whichever step has added them."""
+
+
+class DeviceLeft:
+    """What the device has left, for ``memory_budget="auto"``."""
+
+    def __init__(self, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None) -> None:
+        self._device = device
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._max_host_bytes = max_host_bytes
+
+    def device_bytes(self) -> int:
+        return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))
+
+    def host_bytes(self) -> int | None:
+        return self._max_host_bytes
+
+    def link(self, measured: Link) -> Link:
+        return measured
+
+    def gradient_bytes(self) -> int:
+        return bytes_of_gradients(self._parameters, self._device)
+
+
+def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
+    """The gradients that parameters have on a device."""
+    gradients = (parameter.grad for parameter in parameters)
+    return sum(one.nbytes for one in gradients if one is not None and one.device == device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What is allocated on an accelerator; 0 on the CPU, where nobody knows."""
+    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
+def left_bytes(device: torch.device) -> int:
+    """What can still be allocated: what nobody has, and what PyTorch's allocator has cached; within its limit."""
+    free, total = torch.accelerator.get_memory_info(device)
+    reserved = torch.accelerator.memory_reserved(device)
+    if device.type == "cuda":
+        free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
+    return max(0, free + reserved - torch.accelerator.memory_allocated(device))
