@@ -26,7 +26,7 @@ from offload.activations.what_moves import exclude
 from offload.base import trace
 from offload.base.tensors import aligned
 from offload.base.torch_private import address_of, ddp_parameters, flat_weights, ordinary_apply, running_ddp
-from offload.device.backend import Backend
+from offload.device.backend import Backend, Event
 from offload.host.page_locked import page_locked
 from offload.weights.parameter import Gradients, HostParameter, StandIn
 
@@ -61,6 +61,7 @@ class Slot:
         self.epoch = -1  # that of WeightSlots, when it was loaded
         # After it, neither compute nor the copies of updated weights need what the slot holds.
         self.used = backend.compute_stream().record_event()
+        self.updated: Event | None = None  # after it, the weights that a step has updated are on the host
         self.loaded = self.used  # after it, the slot holds the weights, and the copy reads the host no longer
 
 
@@ -212,7 +213,8 @@ class WeightSlots:
     def _load(self, layer: WeightLayer) -> None:
         slot = layer.slot
         if self._backend.poison:
-            self._backend.wait(self._backend.compute_stream(), slot.used, WeightWait.SLOT)
+            if slot.updated is not None:  # other events are compute's own
+                self._backend.wait(self._backend.compute_stream(), slot.updated, WeightWait.SLOT)
             slot.flat.fill_(0xFF)
             slot.used = self._backend.compute_stream().record_event()
         self._backend.wait(self._h2d_stream, slot.used, WeightWait.SLOT)
@@ -222,6 +224,7 @@ class WeightSlots:
                 self._counters["loaded_bytes"] += len(source)
         slot.loaded = self._h2d_stream.record_event()
         slot.rank, slot.version, slot.epoch = layer.rank, layer.version(), self._epoch
+        slot.updated = None
         self._counters["loads"] += 1
 
     def __del__(self) -> None:

@@ -136,7 +136,7 @@ class LayerSteps:
                 self._totals.append(host.total)
             host.drop_gradient()
         if in_slot and self._updated is not None:
-            layer.slot.used = self._updated  # the updated weights are copied out of it
+            layer.slot.used = layer.slot.updated = self._updated  # the updated weights are copied out of it
         self._counters["early_steps"] += 1
 
     def finish(self, *, failed: bool) -> None:
@@ -152,6 +152,7 @@ class LayerSteps:
                     if failed:
                         for layer in stepped:  # nothing uses the slot after settle(); its copies may have failed
                             layer.slot.used = self._backend.compute_stream().record_event()
+                            layer.slot.updated = None
                         steps.settle()
             if self._updated is not None and not failed:
                 # The program may read or change the weights next, and the next forward loads them.
