@@ -243,12 +243,13 @@ def test_activations_that_are_subclasses_are_no_parameters() -> None:
 # In-place changes
 
 
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, lambda tensor: Boxed(Boxed(tensor))], ids=["plain", "boxed"])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("change", CHANGES)
-def test_change_in_place_of_a_wrapper_after_saving_raises(change: str, where: str, lab: Lab) -> None:
-    """The same error as without offloading."""
+def test_change_in_place_after_saving_raises(change: str, where: str, wrap: Any, lab: Lab) -> None:
+    """The same error as without offloading, for tensors that were offloaded and for those that were not."""
     offloaded = NOTHING if where == "nowhere" else offloading(1, 3, lab.device, min_bytes=1 << 20 * (where == "small"))
-    y = Boxed(Boxed(normal(8, 12).to(lab.device))).requires_grad_()
+    y = wrap(normal(8, 12).to(lab.device)).requires_grad_()
     for layer in range(3):
         if layer == WHERE[where]:
             y = changed = offloaded.layer(torch.exp, y)
@@ -256,11 +257,12 @@ def test_change_in_place_of_a_wrapper_after_saving_raises(change: str, where: st
             y = offloaded.layer(lambda y: y + 1, y)
     with torch.no_grad():
         CHANGES[change](changed)
+    assert (offloaded is not NOTHING and offloaded.stats.offloaded_bytes > 0) == (where == "offloaded")
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation") as raised:
         y.sum().backward()
     assert "is at version 1; expected version 0 instead" in str(raised.value)
     if where not in ("nowhere", "a later one"):  # there autograd itself looks
-        assert "[torch.float32 [8, 12]], saved in layer" in str(raised.value)
+        assert f"[torch.float32 [8, 12]], saved in layer {WHERE[where]}" in str(raised.value)
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
