@@ -70,9 +70,7 @@ def start_table(_page: Path) -> str:
     record = read("budget")
     nothing, checkpoint, cheap, near = plans_of(record)
     shown = [("keep every activation", nothing), ("PyTorch's checkpointing of every layer", checkpoint)]
-    shown += [
-        (f'`memory_budget="{row["what"].removeprefix("budget ").replace(" ", "")}"`', row) for row in (cheap, near)
-    ]
+    shown += [(f"`memory_budget`, {row['what'].removeprefix('budget ')}", row) for row in (cheap, near)]
     rows = [
         {
             "way": way,
