@@ -46,9 +46,9 @@ class OptimizerStats:
     backward_chunks: int = 0
     """Chunks that were stepped beside backward; the others were stepped in ``optimizer.step()``."""
     loaded_bytes: int = 0
-    """State copied from the host to the device, and weights and gradients that are on the host."""
+    """State copied from the host to the device, and weights and gradients that are on the host, where needed."""
     written_bytes: int = 0
-    """State copied from the device to the host."""
+    """State copied from the device to the host, and weights that are on the host."""
     host_bytes: int = 0
     """Pinned host memory of the state."""
     resident_bytes: int = 0

@@ -65,7 +65,8 @@ class LayerSteps:
 
     def begin(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
         """From now on, these parameters are stepped in backward, by ``steps``."""
-        self._steps = weakref.ref(steps)
+        this = weakref.ref(self)
+        self._steps = weakref.ref(steps, lambda _: None if (one := this()) is None else one.end())
         some = set(parameters)
         for host in self._hosts:
             if host.parameter in some and not host.refusals:

@@ -580,6 +580,21 @@ def test_interrupts(lab: Lab) -> None:
     assert told > TIMES / 4
 
 
+def test_after_the_optimizer_is_dropped_gradients_go_to_the_host(lab: Lab) -> None:
+    loop = Loop(lab.device)
+    loop.step(loop.loss(0))
+    loop.handle = None
+    del loop.optimizer
+    before = [parameter.detach().clone() for parameter in loop.layers.parameters()]
+    weight = loop.layers[1].linear.weight
+    weight.register_hook(torch.zeros_like)
+    (loop.loss(1) + weight.sum().to(lab.device)).backward()
+    assert all(map(torch.equal, before, [parameter.detach() for parameter in loop.layers.parameters()]))
+    assert all(parameter.grad is not None for parameter in loop.layers.parameters())
+    assert not weight.grad.any()
+    loop.streamed.remove()
+
+
 def test_what_cannot_be_stepped_in_backward_is_refused_before_anything_is_changed(lab: Lab) -> None:
     loop = Loop(lab.device)
     with pytest.raises(ValueError, match="one optimizer of streamed layers, but another one steps these layers"):

@@ -15,7 +15,7 @@ from streaming import assert_same, backward, gradients
 from torch import nn
 
 import offload
-from offload import Link, offload_layers, plan, profile_layers, stream_weights
+from offload import Link, offload_layers, plan, profile_layers, stream_optimizer, stream_weights
 
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=2e9)
 
@@ -55,6 +55,35 @@ def test_hugging_face_training(
         if offloaded is not None:
             assert offloaded.stats().reloaded_bytes > 0
             offloaded.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_hugging_face_training_stepped_in_backward(
+    reentrant: bool | None, transformers: Any, device: torch.device
+) -> None:
+    """In bfloat16 with float32 moments: the weights are stepped in their slots, and are not loaded for the step."""
+    trained = []
+    for streamed in (False, True):
+        model = llama(transformers, device).bfloat16()
+        if reentrant is not None:
+            enable_checkpointing(model, reentrant)
+        weights = stream_weights(model.model.layers, device) if streamed else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        options = {"in_backward": True, "consume_gradients": True} if streamed else {"resident_bytes": "1TiB"}
+        state = stream_optimizer(optimizer, state_dtype=torch.float32, **options)
+        for step in range(4):
+            train(model, (torch.arange(24, device=device).view(2, 12) * (step + 1)) % 64)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([parameter.detach().cpu().clone() for parameter in model.parameters()])
+        if weights is not None:
+            assert weights.stats().early_steps == 4 * LAYERS
+            assert weights.stats().gradient_host_bytes == 0
+            assert state.stats().loaded_bytes == 3 * state.stats().host_bytes
+            state.remove()
+            weights.remove()
+    assert_same(*trained)
 
 
 @pytest.mark.slow
