@@ -286,7 +286,8 @@ def _apart(expected: _LevelRun, found: _LevelRun) -> float:
     apart = 0.0
     for one, other in different:
         step = torch.finfo(one.dtype).eps ** ROUNDED
-        ratio = _length(one - other) / (step * max(_length(one), NEGLIGIBLE * longest))
+        least = step * max(_length(one), NEGLIGIBLE * longest)
+        ratio = _length(one - other) / least if least > 0 else math.inf
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return max(apart, math.ulp(0.0))
 
