@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from offload.base.torch_private import is_compiled, with_default_generators
+from offload.measuring import follow_compiled
 from offload.recompute import compiled_levels
 from offload.recompute.compiled_levels import Level
 
@@ -89,8 +90,11 @@ def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
     assert_same(expected, seeded(layers, x))
 
 
-def test_inputs_of_other_sizes(lab: Lab) -> None:
+def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger ones are timed, too, and tried once more, for which the compiler makes code for any size."""
+    tries: list[Any] = []
+    try_levels = follow_compiled.try_levels
+    monkeypatch.setattr(follow_compiled, "try_levels", lambda *given: (tries.append(given), try_levels(*given))[1])
     layers, _ = built("decoder", lab)
     inputs = {tokens: torch.randn(4, tokens, WIDTH, device=lab.device).requires_grad_() for tokens in (32, 16, 64, 96)}
     expected = {tokens: seeded(layers, x) for tokens, x in inputs.items()}
@@ -98,6 +102,9 @@ def test_inputs_of_other_sizes(lab: Lab) -> None:
         for tokens in (32, 32, 16, 32, 64, 64, 16, 96, 96, 64):
             assert_same(expected[tokens], seeded(layers, inputs[tokens]))
         assert handle.state == "following"
+    assert len(tries) == 2 * LAYERS
+    known = [given[-1] is not None for given in tries]
+    assert sum(known) == 2 * (LAYERS - follow_compiled.MOST_TIMED)
 
 
 def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
