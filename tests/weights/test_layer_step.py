@@ -348,7 +348,17 @@ def skipped(loop: Loop) -> None:
         (accumulation, True),
         (functools.partial(checkpointed, group=2), True),
     ],
-    ids=["frozen", "without gradient", "called again", "other order", "in a row", "skipped", "tied", "tied sums", "tied groups"],
+    ids=[
+        "frozen",
+        "without gradient",
+        "called again",
+        "other order",
+        "in a row",
+        "skipped",
+        "tied",
+        "tied sums",
+        "tied groups",
+    ],
 )
 def test_other_ways_through_the_layers(run: Callable[[Loop], None], shared: bool, lab: Lab) -> None:
     loop = both(lab, run, shared=shared)
