@@ -305,8 +305,13 @@ class OffloadContext(ContextDecorator):
         self._follow(schedule, policies)
         self._round, self._closed = self._new_round(), None
 
+    def set_policies(self, layer: int, policies: LayerPolicies) -> None:
+        """A layer has policies from its next forward on, also in a round that has begun."""
+        self.policies[layer] = policies
+        self._round.look_at_policies()
+
     def _follow(self, schedule: Schedule | None, policies: Sequence[LayerPolicies | None]) -> None:
-        self.schedule, self.policies = schedule, policies
+        self.schedule, self.policies = schedule, list(policies)
         self._needs_sync = schedule is not None and bool(schedule.moves)
 
     @property

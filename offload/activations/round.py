@@ -42,13 +42,18 @@ class Round:
         self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
-        self._first_to_stay = math.inf
-        if schedule and not sees_all:
-            with_policies = filter(self._policies_of, range(schedule.model_layers))
-            self._first_to_stay = max({*self._offloaded, *with_policies}, default=-1) + 1
+        self._sees_all = sees_all
+        self.look_at_policies()
         self._rules = Rules(transfers.backend.device, min_bytes)
         # If a layer is kept, and all later ones, it only matters what it shares with earlier layers.
         self._rules_to_stay = self._rules._replace(only=self._known)
+
+    def look_at_policies(self) -> None:
+        """Find the first layer that is kept, as are all later ones; again if one of these has policies now."""
+        self._first_to_stay = math.inf
+        if self.schedule and not self._sees_all:
+            with_policies = filter(self._policies_of, range(self.schedule.model_layers))
+            self._first_to_stay = max({*self._offloaded, *with_policies}, default=-1) + 1
 
     @property
     def abandoned(self) -> bool:

@@ -115,7 +115,8 @@ class FollowCompiledPlan(FollowPlan):
             self._compiled.append(layer)
         level = logging.WARNING if forward.asked else logging.INFO
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
-        self._policies[number] = self._followed[number] = learning_policies([layer])[0]
+        self._policies[number] = learned = learning_policies([layer])[0]
+        self.context.set_policies(number, learned)
 
     def _log(self, level: int, number: int, line: str) -> None:
         """Say of the first layer what others may share."""
@@ -131,8 +132,8 @@ class FollowCompiledPlan(FollowPlan):
         ]
 
     def _recompute_all(self) -> None:
-        self._followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
-        self.context.follow(learning_schedule(len(self._layers)), self._followed)
+        followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
+        self.context.follow(learning_schedule(len(self._layers)), followed)
 
     def _most_free_elements(self) -> int:
         return 0  # a plan chooses the graphs that compiled layers run

@@ -243,7 +243,7 @@ def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
     if compute_device([layer]) is not None:
         why = "its weights are streamed"
     elif any(kind.__name__ == "FSDPModule" for module in layer.modules() for kind in type(module).__mro__):
-        why = "its weights are sharded"
+        raise NotCompiledError("its weights are sharded", compiles=False)
     elif in_checkpoint():
         why = "the program checkpoints it"
     elif any(has_gradient_hooks(one, accumulated=False) for one in layer.parameters()):

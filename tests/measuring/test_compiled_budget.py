@@ -195,9 +195,12 @@ def test_a_layer_that_changes_its_buffers_is_compiled_as_a_whole(lab: Lab, log: 
     layers, x = build("conv", LAYERS, lab.device)
     expected = run(nn.ModuleList(map(in_place, layers)), x)
     layers, x = build("conv", LAYERS, lab.device)
-    with budgeted(layers, "1GiB", compile=EAGER):
+    with budgeted(layers, "1GiB", compile=EAGER) as handle:
         assert_same(expected, run(layers, x))
         assert is_compiled(layers[0])
+        for _ in range(3):
+            run(layers, x)
+        assert handle.state == "following"
     assert not is_compiled(layers[0])
     assert "so that it is recomputed as a whole: forward changes its buffers" in log.text
 
