@@ -136,7 +136,7 @@ def test_a_record_of_whole_trainings_is_said_in_a_line_and_a_table():
     assert rows[2][:5] == ["none", "", "98.0", "2.00", "0.0"]
     assert rows[3][:4] == ["24 GiB", "", "", "out of memory"]
     assert rows[4][:5] == ["32 GiB", "+5.0%", "30.0", "2.10", "70.0"]
-    assert rows[4][5:] == ["−2.0%, +1.0%", "weights on the device, gradients consumed, optimizer streamed"]
+    assert rows[4][5:] == ["−2.0%, +1.0%", "gradients consumed, optimizer streamed"]
 
 
 def test_without_a_record_of_whole_trainings_the_pages_say_so(tmp_path):

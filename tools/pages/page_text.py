@@ -143,4 +143,9 @@ def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) ->
     runs = sorted({(day_of(run), str(run["commit"])[:7]) for row in rows for run in [{**record, **row}]})
     if len(runs) == 1:
         return runs[0][0]
-    return "; ".join(f"{day} at commit {commit}" for day, commit in runs)
+    commits: dict[str, list[str]] = {}
+    for day, commit in runs:
+        commits.setdefault(day, []).append(commit)
+    return "; ".join(
+        f"{day} at commit{'' if len(some) == 1 else 's'} {', '.join(some)}" for day, some in commits.items()
+    )

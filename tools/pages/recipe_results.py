@@ -25,7 +25,7 @@ def resident_of(row: Row, rows: list[Row]) -> Row | None:
 def longer(row: Row, rows: list[Row]) -> str:
     """How much longer a step is than with everything on the device."""
     resident = resident_of(row, rows)
-    return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"])
+    return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"]).replace("-", "−")
 
 
 def best_of(rows: list[Row]) -> Row | None:
@@ -108,10 +108,11 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
 
 
 def recipe_of(row: Row) -> str:
-    """Where weights, gradients and optimizer state were."""
-    return str(row.get("recipe", "" if "error" in row else "all on the device, checkpointed")).replace(
-        "resident", "on the device"
-    )
+    """The parts of a row's recipe that are not on the device as they are."""
+    if "recipe" not in row:
+        return "" if "error" in row else "all on the device, checkpointed"
+    moved = [part for part in str(row["recipe"]).split(", ") if not part.endswith("resident")]
+    return ", ".join(moved) or "all on the device"
 
 
 @table("start_recipe")
