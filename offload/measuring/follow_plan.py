@@ -135,6 +135,8 @@ class FollowPlan(HookedLayers):
         """Whether everything is kept now, in place of following the plan."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
+        self._proves = False
+        """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
         self._gradient_bytes = 0
         """Gradients that there were when the microbatch began, where they count to the budget."""
         self._held_bytes = 0
@@ -212,12 +214,13 @@ class FollowPlan(HookedLayers):
             self._end_timing()
             if not self._costs.elements:
                 self._time(elements)
+        proved, self._proves = self._proves, False
         if self._stage == "following":
             if self._costs.lack(elements):
                 self._time_again(elements)
             elif elements > self._planned_elements:
                 self._plan_for(max(elements, self._costs.elements))
-            elif self.plan is not None and self._watches:
+            elif self.plan is not None and self._watches and not proved:
                 self._keep_to_budget(self.plan)
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
@@ -252,7 +255,7 @@ class FollowPlan(HookedLayers):
         """Do as a plan says from here on, if there is one."""
         if plan is None:
             return
-        self.plan = plan
+        self.plan, self._proves = plan, True
         triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
         self._as_planned = plan.schedule, [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
         self._keeps_all = False
