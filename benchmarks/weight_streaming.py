@@ -154,9 +154,9 @@ def streamed_rows(
                 extra["host_ratio"] = extra["host_bytes"] / accounted
                 extra["staging_waits"] = stats.staging_waits
             else:
+                extra["stats"] = vars(handle.stats())  # steps in backward free the gradients on the host
                 extra |= optimizer_steps(step, device)
             step.zero_grad()
-        extra["stats"] = vars(handle.stats())
     return rows, extra
 
 

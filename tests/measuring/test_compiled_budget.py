@@ -295,6 +295,7 @@ class Mlp(nn.Module):
         return y
 
 
+@pytest.mark.nightly  # the compiler takes half a minute for it
 def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFixture) -> None:
     """Inductor fuses what it recomputes with other operations."""
     layers, x = built(Mlp, lab)

@@ -229,4 +229,6 @@ def test_figures_of_a_run_may_differ_and_nothing_else(shown, timed, measured):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    # PyTorch's compiler imports a module that PyTorch's own decorator warns of.
+    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
     run_page(Path(sys.argv[1]))
