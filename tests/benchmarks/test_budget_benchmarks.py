@@ -37,6 +37,7 @@ def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "x best other" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import varying_lengths
 
@@ -50,6 +51,7 @@ def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureF
     assert "x plan by hand" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_budgets_of_compiled_layers(tmp_path: Path) -> None:
     record = record_of(
         never_slower, tmp_path, "--only", "diffusion", "--turns", "1", "--shares", "0.6", "--compiled", "aot_eager"

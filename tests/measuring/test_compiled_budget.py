@@ -59,7 +59,7 @@ def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
     return [tuple(name for name, policy in one.items() if policy != "recompute") for one in found if one]
 
 
-@pytest.mark.parametrize("block", ["gpt", "decoder"])
+@pytest.mark.parametrize("block", [pytest.param("gpt", marks=pytest.mark.nightly), "decoder"])
 def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
     """The GPT block draws random numbers in attention and behind it."""
     layers, x = built(block, lab)

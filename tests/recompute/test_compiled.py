@@ -37,18 +37,19 @@ def offloaded(layers: Any, lab: Lab, policies: dict[str, str], **options: Any) -
 class PartCompiled(nn.Module):
     """A layer of which a submodule is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
         super().__init__()
         self.block = GptBlock()
-        self.mlp = torch.compile(self.block.mlp)
+        self.mlp = torch.compile(self.block.mlp, backend=backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.mlp(self.block(x))
         return y.sin() * x
 
 
-def test_compiled_submodules(lab: Lab) -> None:
-    layers, x = build(PartCompiled, LAYERS, lab.device)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_compiled_submodules(backend: str, lab: Lab) -> None:
+    layers, x = build(lambda: PartCompiled(backend), LAYERS, lab.device)
     expected = step_gradients(layers, x)
     lab.adverse()
     for policies in (POLICIES["offload"], POLICIES["recompute"]):
@@ -81,7 +82,14 @@ def compiled(
     return nn.ModuleList(how(layer) for layer in layers), x
 
 
-@pytest.mark.parametrize(("block", "how"), [("decoder", "in place"), ("gpt", "wrapped"), ("gpt", "inductor")])
+@pytest.mark.parametrize(
+    ("block", "how"),
+    [
+        ("decoder", "in place"),
+        ("gpt", "wrapped"),
+        pytest.param("gpt", "inductor", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_compiled_layer_is_one_region(block: str, how: str, lab: Lab) -> None:
     layers, x = compiled(block, COMPILED[how], lab)
     expected = step_gradients(layers, x)
