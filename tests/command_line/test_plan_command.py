@@ -85,7 +85,7 @@ def test_a_slower_machine_takes_longer(capsys, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.nightly)])
 def test_offload_layers_meets_the_budget_that_is_printed(share):
     """``memory_budget`` is what a step adds to weights and optimizer state: gradients and loss are in it."""
     sizes = ["num_hidden_layers=6", "hidden_size=64", "intermediate_size=256", "num_attention_heads=4"]

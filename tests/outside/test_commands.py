@@ -21,6 +21,7 @@ def run(*arguments: str, record: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_operations_replace_what_they_run(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"runs": {"operation float32": {"samples": 0}, "module float32": {"samples": 1}}}))

@@ -177,7 +177,7 @@ def answered(profile, link, budgets, host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_plans_are_equal(seed):
     """Plans, whole and free layers, checkpointing, and the times of each, for random layers, links and budgets."""
     draw = random.Random(seed)
@@ -393,7 +393,7 @@ def command_says(text, capsys):
     [
         "",
         "preset=decoder",
-        "preset=llama_8b",
+        pytest.param("preset=llama_8b", marks=pytest.mark.nightly),
         pytest.param("preset=h100&host=32", marks=pytest.mark.nightly),
         pytest.param("preset=gh200&tokens=16384&group=1", marks=pytest.mark.nightly),
         "preset=rtx4090&link=own&rate=12&state=8&show=checkpointing",
