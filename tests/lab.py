@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,20 @@ class Lab:
         with stream:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
-    def drop(self, dropped: Wait) -> None:
-        """Let the library forget one kind of wait."""
-        wait = self.backend.wait
+    def drop(self, dropped: Enum) -> None:
+        """Let the library forget one kind of wait, of a stream or of the host."""
+        wait, wait_on_host = self.backend.wait, self.backend.wait_on_host
 
-        def forgetful(stream: Any, event: Any, why: Wait) -> None:
+        def forgetful(stream: Any, event: Any, why: Enum) -> None:
             if why is not dropped:
                 wait(stream, event, why)
 
+        def forgetful_host(event: Any, why: Enum) -> None:
+            if why is not dropped:
+                wait_on_host(event, why)
+
         self._monkeypatch.setattr(self.backend, "wait", forgetful)
+        self._monkeypatch.setattr(self.backend, "wait_on_host", forgetful_host)
 
     def count_waits(self) -> list[Wait]:
         """The waits that the library makes from now on."""

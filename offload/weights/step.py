@@ -112,9 +112,8 @@ class LayerSteps:
         for layer in [layer for layer in self._left if layer is not entered]:
             gradients = self._left.pop(layer)
             several = {host: found for host, found in gradients.items() if len(found) > 1}
-            if (
-                several
-            ):  # a run of autograd's engine for each, as of reentrant checkpoints; their sum rounds on the host
+            if several:
+                # A run of autograd's engine gave each, as of reentrant checkpoints; the host rounds their sum.
                 rows = max(map(len, several.values()))
                 layer.gradients += [
                     {host: found[row] for host, found in several.items() if row < len(found)} for row in range(rows)

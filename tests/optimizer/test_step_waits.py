@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -125,23 +124,12 @@ SCENARIOS: dict[StepWait, Scenario] = {
 }
 
 
-def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: StepWait) -> None:
-    lab.drop(dropped)  # type: ignore[arg-type]
-    wait_on_host = lab.backend.wait_on_host
-
-    def forgetful(event: Any, why: Enum) -> None:
-        if why is not dropped:
-            wait_on_host(event, why)
-
-    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
-
-
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
-def test_each_wait_is_needed(wait: StepWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_wait_is_needed(wait: StepWait, lab: Lab) -> None:
     assert SCENARIOS[wait](lab), "wrong with all waits"
-    drop(lab, monkeypatch, wait)
+    lab.drop(wait)
     assert not SCENARIOS[wait](lab), wait.value
 
 

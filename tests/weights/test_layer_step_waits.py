@@ -126,23 +126,12 @@ SCENARIOS: list[tuple[Enum, Scenario]] = [
 ]
 
 
-def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: Enum) -> None:
-    lab.drop(dropped)  # type: ignore[arg-type]
-    wait_on_host = lab.backend.wait_on_host
-
-    def forgetful(event: Any, why: Enum) -> None:
-        if why is not dropped:
-            wait_on_host(event, why)
-
-    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
-
-
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize(("wait", "scenario"), SCENARIOS, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_each_wait_is_needed(wait: Enum, scenario: Scenario, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_wait_is_needed(wait: Enum, scenario: Scenario, lab: Lab) -> None:
     assert scenario(lab), "wrong with all waits"
-    drop(lab, monkeypatch, wait)
+    lab.drop(wait)
     assert not scenario(lab), wait.value
 
 
@@ -223,7 +212,7 @@ def test_the_waits_beside_compute_are_needed(wait: Enum, scenario: Scenario, lab
     if lab.device.type == "cpu":
         return
     assert scenario(lab), "wrong with all waits"
-    lab.drop(wait)  # type: ignore[arg-type]
+    lab.drop(wait)
     assert not scenario(lab), wait.value
 
 

@@ -255,23 +255,12 @@ def test_every_wait_has_a_scenario() -> None:
     assert {*SCENARIOS, WeightWait.UPDATED} == set(WeightWait)
 
 
-def drop(lab: Lab, monkeypatch: pytest.MonkeyPatch, dropped: WeightWait) -> None:
-    lab.drop(dropped)  # type: ignore[arg-type]
-    wait_on_host = lab.backend.wait_on_host
-
-    def forgetful(event: Any, why: Enum) -> None:
-        if why is not dropped:
-            wait_on_host(event, why)
-
-    monkeypatch.setattr(lab.backend, "wait_on_host", forgetful)
-
-
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCENARIOS[wait](lab, monkeypatch), "wrong with all waits"
-    drop(lab, monkeypatch, wait)
+    lab.drop(wait)
     assert not SCENARIOS[wait](lab, monkeypatch), wait.value
 
 
