@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -106,8 +107,8 @@ class MovedHandle(SavedHandle):
             self.token.mark_read()
         if self.view is not None:
             return self.view
-        # The storage has device memory: it was reloaded above if it had none.
-        view = look_into(storage.memory, self.geometry, self.versions.data)  # type: ignore[arg-type]
+        memory: Any = storage.memory  # it was reloaded above if there was none
+        view = look_into(memory, self.geometry, self.versions.data)
         if reload is not None:
             self.view = view
         return view

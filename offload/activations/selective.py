@@ -33,29 +33,29 @@ def sees(one: Any) -> Iterator[None]:
         opened.remove(one)
 
 
-class _Listener:
-    """Hands the open layer what a selective checkpoint inside of the layer keeps."""
+def _keep(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    if not _takes():
+        return None
+    with counting_versions():
+        packed = opened[-1].pack(result)
+    return packed.unpack if isinstance(packed, SavedHandle) else None
 
-    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        if not self.takes():
-            return None
-        with counting_versions():
-            packed = opened[-1].pack(result)
-        return packed.unpack if isinstance(packed, SavedHandle) else None
 
-    def see(self, arguments: Sequence[object]) -> None:
-        if opened:
-            for given in arguments:
-                if isinstance(given, torch.nn.Parameter):
-                    exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
+def _see(arguments: Sequence[object]) -> None:
+    if opened:
+        for given in arguments:
+            if isinstance(given, torch.nn.Parameter):
+                exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
 
-    def takes(self) -> bool:
-        return bool(opened) and not (in_backward() or is_traced())
 
-    def owns(self, pack: object) -> bool:
-        return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
+def _takes() -> bool:
+    return bool(opened) and not (in_backward() or is_traced())
+
+
+def _owns(pack: object) -> bool:
+    return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
 
 
 def patch_pytorch() -> None:
     """Let PyTorch tell of storages that are resized and of results that checkpoints keep; called by every context."""
-    patch_once(give_up_resized, _Listener())
+    patch_once(give_up_resized, _keep, _see, _takes, _owns)

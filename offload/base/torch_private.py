@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import MethodType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -193,7 +193,8 @@ def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which no dispatch mode sees what is done."""
     keys, key = _take("_C.DispatchKeySet"), _take("_C.DispatchKey")
-    return _exclude(keys(key.Python) | keys(key.PythonTLSSnapshot))  # type: ignore[no-any-return]
+    context: AbstractContextManager[object] = _exclude(keys(key.Python) | keys(key.PythonTLSSnapshot))
+    return context
 
 
 def state_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -212,11 +213,8 @@ def without_wrapper(function: Any) -> Any:
     return function._op if type(function) is OPERATOR else function
 
 
-def counting_versions() -> AbstractContextManager[object]:
-    """Let ``detach`` count changes with its origin in a dispatch mode, above which PyTorch has left that part."""
-    return _set_excluded(_COUNTING, False)  # type: ignore[no-any-return]
-
-
+counting_versions: Callable[[], AbstractContextManager[object]] = functools.partial(_set_excluded, _COUNTING, False)
+"""Lets ``detach`` count changes with its origin in a dispatch mode, above which PyTorch has left that part."""
 are_deterministic = _find("_C._get_deterministic_algorithms"), _find("_C._get_deterministic_algorithms_warn_only")
 attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", "mem_efficient", "math", "cudnn")]
 
@@ -224,10 +222,6 @@ attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", 
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
-# What StorageWeakRef of torch.multiprocessing does, without an object more for each storage.
-weak_storage = _find("UntypedStorage._weak_ref")
-is_expired = _find("UntypedStorage._expired")
-free_weak_storage = _find("UntypedStorage._free_weak_ref")
 negated = _find("_neg_view")
 """A view whose elements are read with the other sign."""
 raw_stream = _find("_C._cuda_getCurrentRawStream")
@@ -316,6 +310,16 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, COMPILED_CALL) is not None or ORIGINAL in module._modules
 
 
+def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What compiles a function as the program has compiled a module; ``None`` if unknown, or with CUDA graphs."""
+    compiled: Any = module if ORIGINAL in module._modules else getattr(module, COMPILED_CALL)
+    config = getattr(compiled, "get_compiler_config", None)
+    if config is None or (config() or {}).get("triton.cudagraphs"):
+        return None
+    # PyTorch tells the settings, and nothing that compiles with them again but what this function closes over.
+    return next(filter(callable, (cell.cell_contents for cell in config.__closure__ or ())), None)
+
+
 @functools.cache
 def leave_to_interpreter() -> None:
     """Where a compiled layer breaks its graph, the compiler would take the library's code for the program's."""
@@ -355,27 +359,22 @@ class _WhenRulesAreImported:
 # Changes to PyTorch.
 
 
-class CheckpointListener(Protocol):
-    """What is told of selective activation checkpointing, whose storage is below autograd and its hooks."""
-
-    def keep(self, result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Take a result that the checkpoint keeps; returns what gives it back, or ``None`` to leave it there."""
-
-    def see(self, arguments: Sequence[object]) -> None:
-        """An operation runs in a checkpoint, with these arguments."""
-
-    def takes(self) -> bool:
-        """Whether what checkpoints keep here is offloaded, as their policy may ask."""
-
-    def owns(self, pack: object) -> bool:
-        """Whether a hook on saved tensors is the listener's own."""
-
-
-def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: CheckpointListener) -> None:
+def patch_once(
+    before_resize: Callable[[torch.UntypedStorage], None],
+    keep: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None],
+    see: Callable[[Sequence[object]], None],
+    takes: Callable[[], bool],
+    owns: Callable[[object], bool],
+) -> None:
     """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
 
     ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory themselves, by
     ``storage.resize_(0)``, and fill it before backward. PyTorch frees it at once, while a copy may still read it.
+
+    What selective activation checkpointing keeps is below autograd and its hooks. ``keep`` takes such a result, and
+    returns what gives it back, or ``None`` to leave it there; ``see`` is told of the arguments of each operation in a
+    checkpoint. ``takes`` says whether what checkpoints keep here is offloaded, as their policy may ask, and ``owns``
+    whether a hook on saved tensors is one of the library's.
     """
     with _patching:
         resize: Any = torch.UntypedStorage.resize_
@@ -387,12 +386,13 @@ def patch_once(before_resize: Callable[[torch.UntypedStorage], None], listener: 
             before_resize(storage)
             resize(storage, nbytes)
 
-        _patch_checkpoint(listener)
+        _patch_checkpoint(keep, see, takes, owns)
         vars(resize_)["before"] = before_resize
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        storages: Any = torch.UntypedStorage
+        storages.resize_ = resize_
 
 
-def _patch_checkpoint(listener: CheckpointListener) -> None:
+def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any) -> None:
     module: Any = torch.utils.checkpoint
     wrapper: Any = _take("utils.checkpoint._VersionWrapper")
     caching, cached = module._CachingTorchDispatchMode, module._CachedTorchDispatchMode
@@ -404,7 +404,7 @@ def _patch_checkpoint(listener: CheckpointListener) -> None:
 
         def __init__(self, value: Any, **packed: Any) -> None:
             super().__init__(value, **packed)
-            self.again = listener.keep(value) if isinstance(value, torch.Tensor) and not packed else None
+            self.again = keep(value) if isinstance(value, torch.Tensor) and not packed else None
             if self.again is not None:
                 self.val = None
 
@@ -415,14 +415,14 @@ def _patch_checkpoint(listener: CheckpointListener) -> None:
 
     @functools.wraps(cache)
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        listener.see(args)
+        see(args)
         if _HONOURS not in mode.storage:  # the checkpoint's first operation
-            mode.storage[_HONOURS] = listener.takes()
+            mode.storage[_HONOURS] = takes()
             if mode.storage[_HONOURS]:
                 mode.policy_fn = _offload_is_save(mode.policy_fn)
         hooks = user_hooks()
-        if hooks is not None and listener.owns(hooks[0]):
-            mode.respect_saved_tensors_hooks = False  # the listener takes the tensor, with what counts its changes
+        if hooks is not None and owns(hooks[0]):
+            mode.respect_saved_tensors_hooks = False  # keep() takes the tensor, with what counts its changes
         return cache(mode, function, types, args, kwargs)
 
     @functools.wraps(look_up)

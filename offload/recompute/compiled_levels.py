@@ -24,7 +24,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload.base.layer_events import replace_attribute
-from offload.base.torch_private import COMPILED_CALL, OPERATOR, ORIGINAL, is_traced, schema_of, with_default_generators
+from offload.base.torch_private import (
+    COMPILED_CALL,
+    OPERATOR,
+    ORIGINAL,
+    compiler_of,
+    is_traced,
+    schema_of,
+    with_default_generators,
+)
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies, Numbered
@@ -171,7 +179,7 @@ class CompiledForward:
         """A forward that the program has given this one layer."""
         self.asked = options is not None
         """Whether the program has asked for compiling here, and not compiled the layer itself."""
-        compiles = _compiler_of(layer) if options is None else partial(torch.compile, **options)
+        compiles = compiler_of(layer) if options is None else partial(torch.compile, **options)
         if compiles is None:
             raise LookupError
         self._at = {level: compiles(run) for level, run in runs.at.items()}
@@ -227,17 +235,6 @@ def _same_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _as_it_is(graph: Any, _inputs: object) -> Any:
     """A compiler's backend that compiles nothing."""
     return graph.forward
-
-
-def _compiler_of(layer: nn.Module) -> Callable[..., Any] | None:
-    """What compiles a function as the program has compiled a layer; ``None`` if unknown, or with CUDA graphs."""
-    compiled: Any = layer if ORIGINAL in layer._modules else getattr(layer, COMPILED_CALL)
-    config = getattr(compiled, "get_compiler_config", None)
-    if config is None or (config() or {}).get("triton.cudagraphs"):
-        return None
-    # PyTorch tells the settings, and nothing that compiles with them again but what this function closes over.
-    cells = [cell.cell_contents for cell in config.__closure__ or ()]
-    return next(filter(callable, cells), None)
 
 
 class CompiledPolicies(LayerPolicies):
