@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class Case:
             "layers": plan.num_layers,
             "recompute_s": plan.recompute_s,
         }
-        planned = lambda: offload.offload_layers(self.model.layers, plan=plan, min_bytes=self.min_bytes)  # noqa: E731
+        planned = partial(offload.offload_layers, self.model.layers, plan=plan, min_bytes=self.min_bytes)
         self._add(row, lambda: within(self.model, planned()))
 
     def _measure_first(self, one: Contender) -> None:

@@ -190,7 +190,7 @@ def main() -> None:
                 write(arguments.out, finished(record))
         del optimizer, handle
     if not arguments.without_torchao:
-        run.model.optimizer = None  # type: ignore[assignment]
+        run.model.optimizer = None
         give_memory_back(device)
         row = begin("torchao's CPUOffloadOptimizer", arguments.tokens[0], 1)
         if row is not None:

@@ -47,7 +47,7 @@ def test_counts_grow_alike_from_step_to_step(lab: Lab) -> None:
         assert counts == [0, counts[1], 2 * counts[1], 3 * counts[1]]
         assert counts[1] > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        snapshots[0].offloaded_bytes = 1  # type: ignore[misc]
+        snapshots[0].offloaded_bytes = 1
     assert snapshots[1].peak_resident_bytes == snapshots[3].peak_resident_bytes > 0
     assert snapshots[1].pinned_bytes == snapshots[3].pinned_bytes >= snapshots[1].peak_resident_bytes
 

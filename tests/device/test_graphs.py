@@ -281,17 +281,17 @@ class FakeCuda:
         self.destroy: Callable[[], object] = lambda: None
         self.retained: list[int | None] = []
 
-    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, identity: Any, graph: Any, *_: Any) -> int:  # noqa: N802
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, identity: Any, graph: Any, *_: Any) -> int:  # noqa: N802  # the driver's name
         status._obj.value, identity._obj.value, graph._obj.value = 1, 42, 0xBEEF
         return self.error
 
-    def cuUserObjectCreate(self, user_object: Any, pointer: Any, destroy: Any, count: int, flags: int) -> int:  # noqa: N802
+    def cuUserObjectCreate(self, user_object: Any, pointer: Any, destroy: Any, count: int, flags: int) -> int:  # noqa: N802  # the driver's name
         assert (count, flags) == (1, 1)
         user_object._obj.value = 0xCAFE
         self.destroy = lambda: destroy(pointer)
         return self.error
 
-    def cuGraphRetainUserObject(self, graph: Any, user_object: Any, count: int, flags: int) -> int:  # noqa: N802
+    def cuGraphRetainUserObject(self, graph: Any, user_object: Any, count: int, flags: int) -> int:  # noqa: N802  # the driver's name
         assert (user_object.value, count, flags) == (0xCAFE, 1, 1)
         self.retained.append(graph.value)
         return self.error

@@ -125,9 +125,9 @@ def test_the_input_goes_when_its_backward_has_run() -> None:
         x.grad = None
         z.sum().backward(retain_graph=True)
         assert torch.equal(x.grad, 8 * x)
-    assert not torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
+    assert not torch.UntypedStorage._expired(storage)
     z.sum().backward()
-    assert torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
+    assert torch.UntypedStorage._expired(storage)
     assert z.grad_fn is not None
 
 

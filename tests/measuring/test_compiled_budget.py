@@ -136,7 +136,7 @@ def in_place(layer: nn.Module) -> nn.Module:
 
 
 def wrapped(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
+    return torch.compile(layer, backend="aot_eager")
 
 
 @pytest.mark.parametrize("how", [in_place, wrapped])
@@ -148,7 +148,7 @@ def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Modu
     with budgeted(layers, "1MiB", max_host_bytes=0) as handle:
         for _ in range(4):
             assert_same(expected, seeded(layers, x))
-        assert isinstance(handle._hooks._policies[0], compiled_levels.CompiledPolicies)  # type: ignore[attr-defined]
+        assert isinstance(handle._hooks._policies[0], compiled_levels.CompiledPolicies)
     assert vars(layers[0]).get("forward") is forward
     assert layers[0]._compiled_call_impl is call
     assert_same(expected, seeded(layers, x))
@@ -300,7 +300,7 @@ def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFix
     """Inductor fuses what it recomputes with other operations."""
     layers, x = built(Mlp, lab)
     layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
-    layers = nn.ModuleList(torch.compile(layer) for layer in layers)  # type: ignore[misc]
+    layers = nn.ModuleList(torch.compile(layer) for layer in layers)
     expected = seeded(layers, x)
     with budgeted(layers, "1MiB", max_host_bytes=0):
         for _ in range(4):

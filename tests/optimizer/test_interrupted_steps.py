@@ -46,7 +46,8 @@ def test_interrupts(in_backward: bool, lab: Lab) -> None:
             plain_steps(model, optimizer, [2])
             found = values(model, optimizer)
         except RuntimeError as error:
-            assert "belong to one step" in str(error) or "got another after its step" in str(error)  # noqa: PT017
+            if "belong to one step" not in str(error) and "got another after its step" not in str(error):
+                raise
             told += 1
         else:
             # The interrupt came before the step or after it.

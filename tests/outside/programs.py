@@ -307,14 +307,15 @@ def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tupl
                 except ZeroDivisionError:
                     broken.remove()
             outputs = [forward(batch) for batch in batches]
-            for output in reversed(outputs) if step % 2 else outputs:
+            for made in reversed(outputs) if step % 2 else outputs:
+                output = made
                 if around == "retain":
                     output.square().sum().backward(retain_graph=True)
                 if around == "partial":
                     for grad in torch.autograd.grad(output[0].sum(), batches, retain_graph=True, allow_unused=True):
                         yield f"step {step} partial", torch.zeros(()) if grad is None else grad
                 if around == "double":
-                    (output,) = torch.autograd.grad(output.square().sum(), batches, create_graph=True)  # noqa: PLW2901
+                    (output,) = torch.autograd.grad(output.square().sum(), batches, create_graph=True)
                 if around == "grad":
                     for grad in torch.autograd.grad(output.sum(), parameters, allow_unused=True):
                         yield f"step {step} grad", torch.zeros(()) if grad is None else grad

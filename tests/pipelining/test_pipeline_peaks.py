@@ -58,7 +58,7 @@ class Job:
         return meter.peak_bytes
 
     def attach(self, **options: object) -> PipelineOffload:
-        return offload.pipelining.attach(self.schedule, link=INSTANT, min_bytes=MIN_BYTES, **options)  # type: ignore[arg-type]
+        return offload.pipelining.attach(self.schedule, link=INSTANT, min_bytes=MIN_BYTES, **options)
 
 
 @pytest.mark.slow

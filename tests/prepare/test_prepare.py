@@ -14,7 +14,7 @@ from models import WIDTH, assert_same, build
 from torch import nn
 
 import offload
-from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, plan_recipes, without_activations
+from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
 
 STEPS = 8
 WORDS = 16384
@@ -321,9 +321,9 @@ def test_nothing_fits() -> None:
 def test_refuses_what_is_no_training() -> None:
     model, other = Model(), nn.Linear(3, 2)
     with pytest.raises(TypeError, match="model must be a module"):
-        offload.prepare([model], adamw(model), "1GiB")  # type: ignore[arg-type]
+        offload.prepare([model], adamw(model), "1GiB")
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer of the model's parameters"):
-        offload.prepare(model, model, "1GiB")  # type: ignore[arg-type]
+        offload.prepare(model, model, "1GiB")
     with pytest.raises(ValueError, match=r"optimizer must hold parameters of the model, got 2 others, .*\(2, 3\)"):
         offload.prepare(model, adamw(other), "1GiB")
     with pytest.raises(ValueError, match="memory_budget must be a number and a unit"):
@@ -384,7 +384,9 @@ def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPl
 
 
 def test_what_fits() -> None:
-    fits = lambda plan: [one.recipe for one in plan.recipes if not one.reason]  # noqa: E731
+    def fits(plan: TrainingPlan) -> list[Recipe]:
+        return [one.recipe for one in plan.recipes if not one.reason]
+
     assert fits(_without(140)) == [*RECIPES]
     assert fits(_without(80)) == [STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
     assert fits(_without(24)) == [CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]

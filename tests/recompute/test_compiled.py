@@ -65,11 +65,11 @@ def in_place(layer: nn.Module) -> nn.Module:
 
 
 def wrapped(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer, backend="aot_eager")  # type: ignore[return-value]
+    return torch.compile(layer, backend="aot_eager")
 
 
 def inductor(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer)  # type: ignore[return-value]
+    return torch.compile(layer)
 
 
 COMPILED = {"in place": in_place, "wrapped": wrapped, "inductor": inductor}
@@ -212,7 +212,7 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) 
         def _count(self) -> None:
             self.weight.data.mul_(1.5)
 
-    Drifts._count = torch.compiler.disable(Drifts._count)  # type: ignore[method-assign]
+    Drifts._count = torch.compiler.disable(Drifts._count)
     layers, x = compiled(lambda: Drifts(torch.tanh), wrapped, lab)
     with offloaded(layers, lab, POLICIES["recompute"]) as handle:
         step_gradients(layers, x)

@@ -593,9 +593,10 @@ def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: L
     def run() -> None:
         with torch.autocast(lab.device.type, torch.bfloat16, enabled=False):
             outputs = []
-            for y in (x, x * 0.5):
+            for given in (x, x * 0.5):
+                y = given
                 for layer in layers:
-                    y = layer(y)  # noqa: PLW2901
+                    y = layer(y)
                 outputs.append(y)
         for output in outputs:
             loss_of(output).backward()
@@ -1024,7 +1025,7 @@ def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: L
             runs[0] = 0
             y = layers[0](x)
             assert runs[0] == 1
-            assert_same(expected[way[0]], gradients(leaves_of(layers, x), lambda: loss_of(y).backward()))  # noqa: B023
+            assert_same(expected[way[0]], gradients(leaves_of(layers, x), loss_of(y).backward))
             assert runs[0] == 2
 
 

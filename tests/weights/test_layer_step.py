@@ -587,7 +587,8 @@ def test_interrupts(lab: Lab) -> None:
             loop.step(loop.loss(2))
             found = loop.values
         except RuntimeError as error:
-            assert "belong to one step" in str(error) or "got another after its step" in str(error)  # noqa: PT017
+            if "belong to one step" not in str(error) and "got another after its step" not in str(error):
+                raise
             told += 1
         else:
             assert any(all(map(torch.equal, one, found)) for one in expected[:2]), countdown.places[-1]
