@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
+from small_run import record_of
 
 from benchmarks import never_slower, recipe
 
@@ -18,18 +14,8 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
 
 
-def record_of(module: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:
-    out = folder / "record.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["benchmark", "--small", "--out", str(out), *arguments])
-        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
-        module.main()
-    record: dict[str, Any] = json.loads(out.read_text("utf-8"))
-    return record
-
-
 def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = record_of(never_slower, tmp_path, "--only", "diffusion", "--turns", "1", "--shares", "0.6")
+    record = record_of(never_slower, tmp_path / "record.json", "--only", "diffusion", "--turns", "1", "--shares", "0.6")
     rows = record["rows"]
     assert {row["what"] for row in rows} >= {"nothing", "checkpoint all", "selective", "budget"}
     assert all("error" not in row and row["bit_identical"] for row in rows)
@@ -38,23 +24,18 @@ def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.nightly
-def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import varying_lengths
-
-    record = record_of(varying_lengths, tmp_path, "--steps", "24")
-    by_hand, budget, nothing, checkpointing = record["rows"]
-    assert all(row["same_losses"] and row["peak_bytes"] > 0 for row in record["rows"])
-    assert by_hand["over_budget"] == budget["over_budget"] == checkpointing["over_budget"] == []
-    assert [one["tokens"] for one in nothing["over_budget"]] == [512]  # only the longest batch needs so much
-    assert 0 < len(budget["measuring"]) <= 5
-    assert not any("cannot be met" in said for _, said in budget["messages"])
-    assert "x plan by hand" in capsys.readouterr().out
-
-
-@pytest.mark.nightly
 def test_budgets_of_compiled_layers(tmp_path: Path) -> None:
     record = record_of(
-        never_slower, tmp_path, "--only", "diffusion", "--turns", "1", "--shares", "0.6", "--compiled", "aot_eager"
+        never_slower,
+        tmp_path / "record.json",
+        "--only",
+        "diffusion",
+        "--turns",
+        "1",
+        "--shares",
+        "0.6",
+        "--compiled",
+        "aot_eager",
     )
     rows = [row for row in record["rows"] if row["what"].startswith("compiled")]
     ways = {"nothing", "checkpoint all", "checkpoint some", "selective", "budget"}
@@ -67,7 +48,7 @@ def test_budgets_of_compiled_layers(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_recipes_within_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    resident, row = record_of(recipe, tmp_path, "--tokens", "64", "--budgets", "8")["rows"]
+    resident, row = record_of(recipe, tmp_path / "record.json", "--tokens", "64", "--budgets", "8")["rows"]
     assert resident["budget_bytes"] == 0
     assert row["recipe"].startswith("weights resident")
     assert row["step_s"] > 0

@@ -1,9 +1,7 @@
 """Each fault shows in the counters that the page of troubleshooting names."""
 
-import json
-import sys
-
 import pytest
+from small_run import record_of
 
 from benchmarks import faults
 
@@ -13,10 +11,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("faults") / "faults.json"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["faults", "--small", "--out", str(path)])
-        faults.main()
-    found = {row["name"]: row for row in json.loads(path.read_text("utf-8"))["faults"]}
+    found = {row["name"]: row for row in record_of(faults, path)["faults"]}
     assert {trace.stem for trace in path.with_suffix("").glob("*.json")} == set(found)
     return found
 

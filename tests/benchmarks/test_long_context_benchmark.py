@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_run import record_of
 
 from benchmarks import long_context
 
@@ -20,22 +18,12 @@ LONG = ["256:inputs", "256:hand", "256:plan", "256:recompute", "64:equal"]
 LIMITED = [f"1GiB:{way}" for way in long_context.LIMITED]
 
 
-def run(path: Path, commit: str, *arguments: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["long_context", "--small", "--seconds", "0", "--out", str(path), *arguments])
-        patch.setenv("OFFLOAD_COMMIT", commit)
-        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
-        long_context.main()
-    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return record
-
-
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of two runs at a small size on the CPU; the second makes a row of the first again."""
     path: Path = tmp_path_factory.mktemp("long") / "long_context.json"
-    run(path, "the first", "--rows", *LONG)
-    return run(path, "the second", "--rows", "256:plan", *LIMITED)
+    record_of(long_context, path, "--seconds", "0", "--rows", *LONG, commit="the first")
+    return record_of(long_context, path, "--seconds", "0", "--rows", "256:plan", *LIMITED, commit="the second")
 
 
 def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from small_run import record_of
 
 from benchmarks import optimizer_state
 
@@ -17,17 +14,8 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
 
 
-def run(path: Path, *arguments: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["optimizer_state", "--small", "--out", str(path), *arguments])
-        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
-        optimizer_state.main()
-    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return record
-
-
 def test_every_row(tmp_path: Path) -> None:
-    record = run(tmp_path / "record.json")
+    record = record_of(optimizer_state, tmp_path / "record.json")
     assert record["equal"] == {way: True for way in optimizer_state.WAYS if way != "resident"}
     rows = record["rows"]
     assert [(row["what"], row["microbatches"]) for row in rows[:-1]] == [

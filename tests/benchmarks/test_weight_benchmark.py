@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
-import torch
+from small_run import record_of
 
 from benchmarks import weight_streaming
 
@@ -17,12 +13,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The record of a run at a small size on the CPU."""
-    path: Path = tmp_path_factory.mktemp("weights") / "weights.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["weight_streaming", "--small", "--repeats", "1", "--out", str(path)])
-        patch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
-        weight_streaming.main()
-    return json.loads(path.read_text("utf-8"))
+    return record_of(weight_streaming, tmp_path_factory.mktemp("weights") / "weights.json", "--repeats", "1")
 
 
 def test_each_case_is_beside_its_limit(record):
