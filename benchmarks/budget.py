@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -30,7 +29,7 @@ import offload
 from benchmarks.host_cost import host_cost_per_operation
 from benchmarks.instruments import Contender, Row, Step, give_memory_back, metered, take_turns, timed
 from benchmarks.models import Llama, Model, Stack
-from benchmarks.report import asked, environment, table, write
+from benchmarks.report import asked, continued, table, write
 from benchmarks.workloads import reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
 
@@ -270,11 +269,8 @@ def main() -> None:
     arguments, device = asked(parser, "results/budget.json")
     link = offload.measure_link(device)
     print(link)
-    record: dict[str, Any] = {}
-    if arguments.merge and arguments.out.exists():
-        record = json.loads(arguments.out.read_text("utf-8"))
-    rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
-    record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+    record = continued(arguments, device, link)
+    rows: list[Row] = record["rows"]
     if "host" in arguments.only:
         costs: Row = dict(host_cost_per_operation(device, small=arguments.small))
         record["host_cost"] = costs | {"commit": record["commit"], "date": record["date"]}

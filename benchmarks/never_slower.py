@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ import offload
 from benchmarks.architectures import NAMES, build
 from benchmarks.instruments import Row, attempt, give_memory_back, metered, synchronize, timed
 from benchmarks.models import Model
-from benchmarks.report import asked, environment, table, write
+from benchmarks.report import asked, continued, table, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 
 GIB = 1 << 30
@@ -65,20 +64,10 @@ def _selective(_context: object, operation: Any, *_: object, **__: object) -> Ch
 
 
 @contextmanager
-def checkpointed(layers: Sequence[nn.Module], **options: Any) -> Iterator[None]:
-    """PyTorch's checkpointing around the forward of these layers."""
-    for layer in layers:
-        vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
-
-
-@contextmanager
-def compiled(layers: Sequence[nn.Module], backend: str, checkpoints: int = 0, context_fn: Any = None) -> Iterator[None]:
-    """Each layer's forward compiled, the first ones with checkpointing in their graphs."""
+def replaced(
+    layers: Sequence[nn.Module], checkpoints: int = 0, context_fn: Any = None, backend: str | None = None
+) -> Iterator[None]:
+    """PyTorch's checkpointing around the forward of the first layers; each layer's forward compiled by a backend."""
     options = {"use_reentrant": False} | ({} if context_fn is None else {"context_fn": context_fn})
 
     def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,15 +76,19 @@ def compiled(layers: Sequence[nn.Module], backend: str, checkpoints: int = 0, co
     def run_in_checkpoint(forward: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    plain, checkpointing = (torch.compile(one, backend=backend) for one in (run, run_in_checkpoint))
-    for number, layer in enumerate(layers):
-        vars(layer)["forward"] = partial(checkpointing if number < checkpoints else plain, layer.forward)
+    ways: list[Any] = [run, run_in_checkpoint]
+    if backend is not None:
+        ways = [torch.compile(one, backend=backend) for one in ways]
+    changed = layers[:checkpoints] if backend is None else layers
+    for number, layer in enumerate(changed):
+        vars(layer)["forward"] = partial(ways[number < checkpoints], layer.forward)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in changed:
             del vars(layer)["forward"]
-        torch.compiler.reset()  # few kinds of layers have code at once
+        if backend is not None:
+            torch.compiler.reset()  # few kinds of layers have code at once
 
 
 class Way:
@@ -132,24 +125,9 @@ class Case:
 
     def measure(self) -> list[Row]:
         """All rows."""
-        layers = self.model.layers
-        nothing = self._add("nothing", nullcontext)
-        if "error" in nothing:
-            return [{"model": self.name, **nothing}]
-        everything = self._add("checkpoint all", lambda: checkpointed(layers), layers=len(layers))
-        if not _drops(self.model.module):
-            selective = partial(create_selective_checkpoint_contexts, _selective)
-            self._add("selective", lambda: checkpointed(layers, context_fn=selective))
-        most, least = nothing["peak_bytes"], everything["peak_bytes"]
-        budgets = [round(share * most) for share in self.shares if share * most > least] + [least]
-        for budget in budgets:
-            if budget != least:
-                self._add_checkpoint(budget, most, least)
-                self._add_offload(budget, most, nothing["step_s"])
-            around = partial(offload.offload_layers, layers, memory_budget=budget, min_bytes=self.min_bytes)
-            self._add("budget", around, budget_bytes=budget)
-        if self.compiles is not None:
-            self._add_compiled(self.compiles)
+        self._add_ways("", None)
+        if self.compiles is not None and "error" not in self.ways[0].row:
+            self._add_ways("compiled ", self.compiles)
         for turn in range(1, self.turns):
             for way in reversed(self.ways) if turn % 2 else self.ways:
                 attempt(way.row, lambda way=way: self._turn(way))
@@ -160,30 +138,27 @@ class Case:
                 way.row["ratio"] = way.row["step_s"] / statistics.median(base.row.get("times_s", [math.nan]))
         return [{"model": self.name, **way.row} for way in self.ways]
 
-    def _add_compiled(self, backend: str) -> None:
-        """The ways of compiled layers."""
+    def _add_ways(self, prefix: str, backend: str | None) -> None:
+        """All ways of layers that are left alone or compiled."""
         layers = self.model.layers
-        nothing = self._add("compiled nothing", lambda: compiled(layers, backend))
-        count = len(layers)
-        everything = self._add("compiled checkpoint all", lambda: compiled(layers, backend, count), layers=count)
+        around, count = partial(replaced, layers, backend=backend), len(layers)
+        nothing = self._add(f"{prefix}nothing", around)
+        everything = self._add(f"{prefix}checkpoint all", partial(around, count), layers=count)
         if "error" in nothing or "error" in everything:
             return
         if not _drops(self.model.module):
             selective = partial(create_selective_checkpoint_contexts, _selective)
-            self._add("compiled selective", lambda: compiled(layers, backend, count, selective))
+            self._add(f"{prefix}selective", partial(around, count, selective))
         most, least = nothing["peak_bytes"], everything["peak_bytes"]
-        shares = COMPILED_SHARES if self.shares is SHARES else self.shares
+        shares = COMPILED_SHARES if backend and self.shares is SHARES else self.shares
         for budget in [round(share * most) for share in shares if share * most > least] + [least]:
             if budget != least:
-                first = math.ceil(count * (most - budget) / max(1, most - least))
-                for some in range(max(1, first), count):
-                    around = partial(compiled, layers, backend, some)
-                    row = self._add("compiled checkpoint some", around, layers=some, for_bytes=budget)
-                    if row.get("peak_bytes", math.inf) <= budget:
-                        break
-            options = {"memory_budget": budget, "min_bytes": self.min_bytes, "compile": {"backend": backend}}
-            around = partial(offload.offload_layers, layers, **options)
-            self._add("compiled budget", around, budget_bytes=budget)
+                self._add_checkpoint(prefix, around, budget, most, least)
+            if budget != least and backend is None:
+                self._add_offload(budget, most, nothing["step_s"])
+            options: dict[str, Any] = {"memory_budget": budget, "min_bytes": self.min_bytes}
+            options |= {} if backend is None else {"compile": {"backend": backend}}
+            self._add(f"{prefix}budget", partial(offload.offload_layers, layers, **options), budget_bytes=budget)
 
     def _add(self, what: str, around: Callable[[], AbstractContextManager[Any]], **row: Any) -> Row:
         way = Way(what, around, **row)
@@ -259,12 +234,12 @@ class Case:
         same = all(torch.equal(*pair) for pair in pairs)
         return {"bit_identical": same, "gradients_apart": math.sqrt(distance / length) if length else 0.0}
 
-    def _add_checkpoint(self, budget: int, most: int, least: int) -> None:
+    def _add_checkpoint(self, prefix: str, around: Callable[..., Any], budget: int, most: int, least: int) -> None:
         """Of as few layers as fit."""
-        layers = self.model.layers
-        first = math.ceil(len(layers) * (most - budget) / max(1, most - least))
-        for count in range(max(1, first), len(layers)):
-            row = self._add("checkpoint some", lambda c=count: checkpointed(layers[:c]), layers=count, for_bytes=budget)
+        count = len(self.model.layers)
+        first = math.ceil(count * (most - budget) / max(1, most - least))
+        for some in range(max(1, first), count):
+            row = self._add(f"{prefix}checkpoint some", partial(around, some), layers=some, for_bytes=budget)
             if row.get("peak_bytes", math.inf) <= budget:
                 return
 
@@ -333,26 +308,14 @@ def main() -> None:
     arguments, device = asked(parser, "results/never_slower.json")
     link = offload.measure_link(device)
     print(link)
-    record: dict[str, Any] = {}
-    if arguments.merge and arguments.out.exists():
-        record = json.loads(arguments.out.read_text("utf-8"))
-    rows: list[Row] = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
-    record |= environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+    record = continued(arguments, device, link)
+    rows: list[Row] = record["rows"]
+    options: dict[str, Any] = {"small": arguments.small, "shares": arguments.shares}
+    options |= {"turns": arguments.turns, "compiles": arguments.compiled}
     for name in arguments.only:
         begin = time.perf_counter()
         here = {"commit": record["commit"], "date": record["date"], "gpu": record["hardware"]["gpu"]}
-        rows += [
-            row | here
-            for row in Case(
-                name,
-                device,
-                link,
-                small=arguments.small,
-                shares=arguments.shares,
-                turns=arguments.turns,
-                compiles=arguments.compiled,
-            ).measure()
-        ]
+        rows += [row | here for row in Case(name, device, link, **options).measure()]
         write(arguments.out, record)
         gc.collect()
         give_memory_back(device)

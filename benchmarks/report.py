@@ -49,6 +49,15 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def continued(arguments: argparse.Namespace, device: torch.device, link: Any) -> dict[str, Any]:
+    """The record of this run; with ``--merge``, with the rows that the file has of models beside ``--only``."""
+    record: dict[str, Any] = {}
+    if arguments.merge and arguments.out.exists():
+        record = json.loads(arguments.out.read_text("utf-8"))
+    rows = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
+    return record | environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+
+
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Write ``record`` as JSON, floats rounded to six digits; an interrupt leaves the file that was there."""
     path.parent.mkdir(parents=True, exist_ok=True)

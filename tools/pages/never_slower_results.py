@@ -8,6 +8,8 @@ from pathlib import Path
 
 from page_text import Row, gib, markdown_table, measured_on, ms, read, table, torch_of
 
+from benchmarks.never_slower import beside
+
 NAMES = {
     "vit": "ViT-H, 96 images",
     "gpt2": "GPT-2 XL, 24 layers, dropout",
@@ -20,14 +22,6 @@ NAMES = {
 }
 
 
-def fastest_other(row: Row, rows: list[Row]) -> Row | None:
-    """Of the ways without the library that fit the budget of a row, the fastest."""
-    others = [one for one in rows if one["model"] == row["model"] and "error" not in one]
-    others = [one for one in others if one["what"] != "budget" and not one["what"].startswith("compiled")]
-    fitting = [one for one in others if one["peak_bytes"] <= row["budget_bytes"]]
-    return min(fitting, key=lambda one: one["step_s"], default=None)
-
-
 @table("never_slower")
 def never_slower_table(_page: Path) -> str:
     """Each model within each budget, beside the fastest other way in the same memory."""
@@ -38,7 +32,7 @@ def never_slower_table(_page: Path) -> str:
         of_model = list(group)
         nothing = of_model[0]
         for row in (one for one in of_model if one["what"] == "budget"):
-            other = fastest_other(row, rows)
+            other = beside(row, rows)
             ratio = math.nan if other is None else row["step_s"] / other["step_s"]
             ratios.append(ratio)
             shown.append(
