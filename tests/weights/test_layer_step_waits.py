@@ -177,7 +177,7 @@ def late_reader(lab: Lab) -> bool:
         def step(self, closure: Any = None) -> None:
             if self.late:
                 torch.cuda._sleep(int(LATE_S * 2e9))
-            for weight in self.param_groups[0]["params"]:
+            for weight in (one for group in self.param_groups for one in group["params"]):
                 weight.sub_(weight.grad)
 
     found = []
