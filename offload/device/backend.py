@@ -160,6 +160,12 @@ class Backend:
         """Device memory from the current stream's allocator, uint8 of shape ``[nbytes]``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """Once ``tensor`` is freed, let its memory wait for the current stream before another stream reuses it.
+
+        Memory belongs to the stream that it was allocated on, whose next work would not wait for this one.
+        """
+
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners(flat) == 1:

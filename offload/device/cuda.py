@@ -70,6 +70,9 @@ class CudaBackend(Backend):
     def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
         self.memcpy(stream, pieces, memory.data_ptr(), _HOST_TO_DEVICE)
 
+    def use_here(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(cast("torch.Stream", self.compute_stream()))
+
     def memcpy(self, stream: Stream, pieces: Sequence[torch.Tensor], device: int, direction: int) -> None:
         """Queue the copies between ``pieces`` on the host and memory that begins at the address ``device``."""
         queue = cast("Any", stream).native_handle

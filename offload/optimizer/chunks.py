@@ -221,6 +221,7 @@ class ChunkStepper:
             self.counters["slot_bytes"] += nbytes - len(slot.memory)
             # Copies out of the old memory must be over before compute uses it for something else.
             self.backend.wait(compute, slot.free, StepWait.RELEASE)
+            self.backend.use_here(slot.memory)
             slot.memory = self.backend.empty(nbytes)
             slot.free = compute.record_event()
         return slot
@@ -233,6 +234,7 @@ class ChunkStepper:
         if slot.held:
             backend.wait(compute, slot.free, StepWait.RELEASE)
             while slot.held:
+                backend.use_here(slot.held[-1])  # a step beside backward frees what optimizer.step() has made
                 backend.discard(slot.held.pop())
         copies: list[tuple[ParameterState, torch.Tensor, torch.Tensor]] = []
         for piece, (target, entry) in zip(loaded.chunk, self._run(loaded), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -197,6 +198,41 @@ def late_reader(lab: Lab) -> bool:
             handle.remove()
             weights.remove()
     return all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.alone
+def test_backward_does_not_reuse_state_that_a_step_beside_it_frees(lab: Lab) -> None:
+    """State that ``optimizer.step()`` has made is memory of the compute stream, which does not wait for the step."""
+    if lab.device.type == "cpu":
+        return
+
+    class LateSGD(torch.optim.SGD):
+        late = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.late:
+                torch.cuda._sleep(int(LATE_S * 2e9))
+            super().step()
+
+    found = []
+    lab.backend.poison = True
+    for streamed in (False, True):
+        layers, x = built()
+        layers.to(lab.device)
+        optimizer = LateSGD(layers.parameters(), lr=1.0, momentum=0.5)
+        handle = stream_optimizer(optimizer, in_backward=True, chunk_bytes="4KiB") if streamed else None
+        for step in range(2):
+            optimizer.late = streamed and step == 1
+            with handle.no_step() if handle is not None and step == 0 else nullcontext():
+                loss_of(forward(layers, x.to(lab.device))).backward()
+            optimizer.late = False
+            optimizer.step()
+            optimizer.zero_grad()
+        lab.drain()
+        found.append([weight.detach().cpu() for weight in layers.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.gpu
