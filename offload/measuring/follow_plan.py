@@ -10,7 +10,6 @@ timed as the second microbatch was.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,16 +19,12 @@ import torch
 from torch import nn
 
 from offload.activations.context import OffloadContext
-from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
-from offload.base.layer_events import Attachment
 from offload.device.capture import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
-from offload.measuring.memory_left import DeviceLeft, MemoryLeft, allocated_bytes
-from offload.measuring.memory_peak import memory_peak
-from offload.measuring.microbatches import MicrobatchBegins, MicrobatchEnds, allocated_for
+from offload.measuring.memory_left import DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
     learned_profile,
     learning_policies,
@@ -38,10 +33,11 @@ from offload.measuring.profile_layers import (
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, elements_of
+from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
 from offload.planning.closed_form import peak_bytes
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, free_plan, make_plan
-from offload.planning.profile import Link, Profile
+from offload.planning.profile import Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
@@ -56,14 +52,11 @@ SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
 what is predicted is up to so much too high. If that is not so, the plan is made again."""
 
-TOLERANCE = 0.02
-"""By what part of the budget a peak may be above it without a warning."""
-
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
 
-class FollowPlan(HookedLayers):
+class FollowPlan(WatchedLayers):
     """Layers that follow a plan as soon as there is one; undone by ``remove()``.
 
     A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
@@ -87,77 +80,51 @@ class FollowPlan(HookedLayers):
         device: torch.device | str | int | None,
         max_host_bytes: int | str | None,
     ) -> None:
-        self._max_host_bytes = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
-        nothing, most = Schedule(len(layers)), self._max_host_bytes
+        most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+        nothing = Schedule(len(layers))
         context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend = context.backend
-        self._peak = memory_peak(self._backend.device)
         if memory_budget == "auto" and self._backend.device.type == "cpu":
             raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._compare = None if memory_budget is None else ComparePlans(self._backend)
-        self._left: MemoryLeft | None = None
-        """Says the budget when a plan is made; ``None`` where the budget is given."""
-        self._budget = 0
-        """Bytes; 0 if there is none, or until :attr:`_left` has said it."""
         if memory_budget == "auto":
-            self._left = DeviceLeft(self._backend.device, layers, self._max_host_bytes)
-        elif isinstance(memory_budget, int | str):
-            self._budget = parse_bytes(memory_budget, "memory_budget")
-        else:
-            self._left = memory_budget
-        self._missing_bytes = 0
-        """What of the budget is needed outside of the layers, for inputs of the size that is planned for."""
-        self._more_bytes = 0.0
-        """For each element, what microbatches needed beyond that."""
-        self._corrections_left = 0
-        self._said = False
-        """Whether a broken budget was warned of."""
+            memory_budget = DeviceLeft(self._backend.device, layers, most)
+        elif memory_budget is None or isinstance(memory_budget, int | str):
+            memory_budget = GivenMemory(parse_bytes(memory_budget or 0, "memory_budget"), most)
+        self._left: MemoryLeft = memory_budget
+        self._budget = self._held_bytes = 0
+        """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""
         super().__init__(layers, context)
         self._layers = layers
         self.plan: Plan | None = None
         """The plan that is followed; ``None`` while the layers are measured."""
-        self._link = measure_link(self._backend.device)
-        self._peak_bytes = 0
-        """The most device memory in the last microbatch, above what there was when its step began."""
-        self._ends = Attachment([layers[0], layers[-1]], [MicrobatchBegins(self), MicrobatchEnds(self)])
+        self.profile: Profile | None = None
+        """What the layers cost, once that was measured."""
+        self.missing_bytes = 0
+        """What a step needs on the device beside the activations of the layers, for inputs of the planned size."""
+        self.link = measure_link(self._backend.device)
         self._times = LayerTimes(layers, self._backend)
         self._costs = CostsBySize()
         self._stage: Literal["learning", "timing", "following"] = "learning"
-        self._profile: Profile | None = None
-        self._learned_elements = self._timed_elements = self._planned_elements = 0
-        """The numbers of elements of the first layer's inputs when the regions were learned, when the layers were
-        timed, and for which the plan was made."""
-        self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = Schedule(len(layers)), ()
+        self._measured_elements = self._planned_elements = self._free_elements = 0
+        """Elements of the first layer's inputs: in the microbatch that was learned or timed last, in those that the
+        plan is for, and up to which everything can be kept."""
+        self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = nothing, ()
         """What the layers do by the plan."""
-        self._free_elements = 0
-        """Up to so many elements of the first layer's inputs, everything can be kept."""
         self._keeps_all = False
         """Whether everything is kept now, in place of following the plan."""
+        self._peak_bytes = self._gradient_bytes = 0
+        """The most device memory in the last microbatch, above what there was when its step began; and the gradients
+        that there were then, where they count to the budget."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._proves = False
         """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
-        self._gradient_bytes = 0
-        """Gradients that there were when the microbatch began, where they count to the budget."""
-        self._held_bytes = 0
-        """What the device held at that time, as far as an accelerator tells."""
+        self._corrections_left = 0
+        self._said = False
+        """Whether a broken budget was warned of."""
         self._policies = self._learning_policies()
         self._recompute_all()
-
-    @property
-    def profile(self) -> Profile | None:
-        """What the layers cost, once that was measured."""
-        return self._profile
-
-    @property
-    def link(self) -> Link:
-        """How fast copies are."""
-        return self._link
-
-    @property
-    def missing_bytes(self) -> int:
-        """What a step needs on the device beside the activations of the layers."""
-        return self._missing_bytes
 
     @property
     def measures(self) -> bool:
@@ -166,9 +133,7 @@ class FollowPlan(HookedLayers):
 
     def remove(self) -> None:
         super().remove()
-        self._ends.remove()
         self._times.remove()
-        self._peak.stop()
 
     def _learning_policies(self) -> list[LayerPolicies]:
         return learning_policies(self._layers)
@@ -178,7 +143,7 @@ class FollowPlan(HookedLayers):
 
     def _time(self, elements: int) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
-        self._stage, self._timed_elements, self.plan, self._keeps_all = "timing", elements, None, False
+        self._stage, self._measured_elements, self.plan, self._keeps_all = "timing", elements, None, False
         self._learned = sum(one.learned for one in self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
@@ -193,8 +158,7 @@ class FollowPlan(HookedLayers):
         self._watches = True
         self._time(elements)
 
-    def begin_microbatch(self, inputs: Sequence[torch.Tensor]) -> None:
-        """A microbatch is about to enter the first layer, which is given these."""
+    def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
         if self._backend.capturing:
             # Nothing can be measured while a CUDA graph is captured, nor may it see two plans.
             if self.measures:
@@ -209,19 +173,19 @@ class FollowPlan(HookedLayers):
                 self._learn_costs()
                 self._time(elements)
             else:
-                self._learned_elements = elements
+                self._measured_elements = elements
         elif self._stage == "timing" and self._times.complete:
             self._end_timing()
             if not self._costs.elements:
                 self._time(elements)
         proved, self._proves = self._proves, False
-        if self._stage == "following":
+        if not self.measures:
             if self._costs.lack(elements):
                 self._time_again(elements)
             elif elements > self._planned_elements:
                 self._plan_for(max(elements, self._costs.elements))
             elif self.plan is not None and self._watches and not proved:
-                self._keep_to_budget(self.plan)
+                self._keep_to_budget()
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
@@ -231,25 +195,24 @@ class FollowPlan(HookedLayers):
             ready = self._backend.device.type != "cpu" and elements > self._free_elements
             ready = ready and all(one.numbered is None or one.proven for one in self._policies)
             self._follow(self._compare.begin_microbatch(elements, ready=ready))
-        self._gradient_bytes = 0 if self._left is None else self._left.gradient_bytes()
+        self._gradient_bytes = self._left.gradient_bytes()
         if not self.measures:
             self._keep_all(elements <= self._free_elements)
             self._peak.stop()
             if self._watches and not (self._keeps_all and self._peak.costs_time):
                 self._peak.start()
-        self._peak.count(allocated_for(inputs, self._backend.device))
+        self._count_inputs(inputs)
 
     def end_backward(self) -> None:
-        """A microbatch's backward has ended: read its peak, before the program has the peak forgotten."""
+        # Read the peak before the program has it forgotten.
         if self._backend.capturing or self._stage == "learning":
             return
         if self._compare is not None:
             self._compare.end_backward()
-        if not self._watches:
-            return
-        most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
-        self._peak_bytes = most_bytes + self._gradient_bytes
-        self._peak.stop()
+        if self._watches:
+            most_bytes = self._times.most_bytes() if self.measures else self._peak.most_bytes()
+            self._peak_bytes = most_bytes + self._gradient_bytes
+            self._peak.stop()
 
     def _follow(self, plan: Plan | None) -> None:
         """Do as a plan says from here on, if there is one."""
@@ -270,18 +233,18 @@ class FollowPlan(HookedLayers):
 
     def _most_free_elements(self) -> int:
         """The size of inputs up to which everything can be kept, where the plan does not do so for all."""
-        if self._compare is None or self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
+        if self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
             return 0
         count = len(self._layers)
 
         def fits(elements: int) -> bool:
             profile, missing_bytes = self._costs.at(elements)
-            kept_bytes = peak_bytes(costs_of(profile, self._link, (), [None] * count), 0, profile.loss_bytes)
-            return kept_bytes + missing_bytes + self._more_bytes * elements <= (1 - RESERVE) * self._budget
+            kept_bytes = peak_bytes(costs_of(profile, self.link, (), [None] * count), 0, profile.loss_bytes)
+            return kept_bytes + missing_bytes <= (1 - RESERVE) * self._budget
 
         return self._costs.most(self._planned_elements, fits)
 
-    def _keep_to_budget(self, plan: Plan) -> None:
+    def _keep_to_budget(self) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
         if self._keeps_all:
@@ -289,13 +252,12 @@ class FollowPlan(HookedLayers):
                 _logger.info("keeping everything needed %s, so the plan is followed", format_bytes(self._peak_bytes))
                 self._free_elements = 0
             return
-        if over > 0 and self._corrections_left and self._compare is not None:
+        if over > 0 and self._corrections_left:
             self._corrections_left -= 1
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
-            self._missing_bytes += over
-            self._more_bytes += over / self._planned_elements
-            self._follow(self._plan_within(plan.profile, "the plan is followed that has broken it", self._compare))
+            self._costs.need_more(self._planned_elements, over)
+            self._make_plan("the plan is followed that has broken it")
             return
         if over > TOLERANCE * self._budget and not self._said:
             self._said = True
@@ -306,56 +268,57 @@ class FollowPlan(HookedLayers):
         self._watches = not self._peak.costs_time
 
     def _learn_costs(self) -> None:
-        self._costs.learn(self._learned_elements, [one.costs for one in self._policies])
+        self._costs.learn(self._measured_elements, [one.costs for one in self._policies])
 
     def _end_timing(self) -> None:
         """Add the last microbatch to what is known of the layers' costs."""
         self._stage, self._planned_elements = "following", 0
         if self._learned != sum(one.learned for one in self._policies):
-            self._learned_elements = self._timed_elements  # a size that was not known: its times are no use
-            self._learn_costs()
+            self._learn_costs()  # a size that was not known: its times are no use
             self._times.pause()
             return
-        regions = self._costs.regions_at(self._timed_elements)
+        regions = self._costs.regions_at(self._measured_elements)
         profile = replace(learned_profile(self._policies, regions, self._times), other_s=self._times.between_s())
         self._times.pause()
         for one in self._policies:
             one.clock = None
         self._ask_what_is_left()
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
-        layers = costs_of(profile, self._link, range(num_layers), recompute_all(profile))
+        layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
         expected = peak_bytes(layers, num_layers, profile.loss_bytes)
-        self._costs.add(self._timed_elements, profile, max(0, self._peak_bytes - expected))
-        self._more_bytes, self._corrections_left = 0.0, CORRECTIONS
+        self._costs.add(self._measured_elements, profile, max(0, self._peak_bytes - expected))
 
     def _ask_what_is_left(self) -> None:
-        if self._left is not None:
-            self._budget, self._max_host_bytes = self._left.device_bytes(), self._left.host_bytes()
-            self._held_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes()
+        self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS
+        self._held_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes()
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
         if self.plan is not None:
             self._ask_what_is_left()
-            self._corrections_left = CORRECTIONS
             self._plan_for(self._planned_elements)
 
     def _plan_for(self, elements: int) -> None:
         """Follow a plan for inputs of so many elements."""
         self._planned_elements, self._watches, self._said = elements, True, False
-        self._profile, missing_bytes = self._costs.at(elements)
-        self._missing_bytes = missing_bytes + math.ceil(self._more_bytes * elements)
+        self._make_plan(
+            "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
+        )
+        if self._compare is not None:
+            self._free_elements = self._most_free_elements()
+
+    def _make_plan(self, otherwise: str) -> None:
+        """Follow a plan for inputs of the planned size; if none fits, do ``otherwise``."""
+        self.profile, self.missing_bytes = self._costs.at(self._planned_elements)
         if self._compare is None:
-            self._follow(self._free_plan(self._profile))
-            return
-        otherwise = "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
-        self._follow(self._plan_within(self._profile, otherwise, self._compare))
-        self._free_elements = self._most_free_elements()
+            self._follow(self._free_plan(self.profile))
+        else:
+            self._follow(self._plan_within(self.profile, otherwise, self._compare))
 
     def _free_plan(self, profile: Profile) -> Plan:
         """As many layers offloaded as make the step no longer."""
         self._watches = False  # there is no budget to keep to
-        made = free_plan(profile, self._link, max_host_bytes=self._max_host_bytes)
+        made = free_plan(profile, self.link, max_host_bytes=self._left.host_bytes())
         peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)
         amounts = made.num_layers, len(profile.layers), *peaks
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
@@ -363,15 +326,15 @@ class FollowPlan(HookedLayers):
 
     def _plan_within(self, profile: Profile, otherwise: str, compare: ComparePlans) -> Plan | None:
         """A plan that fits beside what is needed outside of the layers; if there is none, say so, and what is done."""
-        budget, missing = format_bytes(self._budget), format_bytes(self._missing_bytes)
-        most_bytes = max(0, self._budget - self._missing_bytes)
-        link = self._link if self._left is None else self._left.link(self._link)
+        budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
+        most_bytes = max(0, self._budget - self.missing_bytes)
+        link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
             share = SLACK if among is Among.CHECKPOINTS else -RESERVE
             left = max(0, most_bytes + round(share * self._budget))
             known = profile if among is Among.CHECKPOINTS else _with_larger_workspace(profile)
-            made = make_plan(known, left, link, max_host_bytes=self._max_host_bytes, among=among)
+            made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=min(left, most_bytes))
 
         try:

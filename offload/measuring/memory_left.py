@@ -25,27 +25,37 @@ class MemoryLeft(Protocol):
 
     def link(self, measured: Link) -> Link:
         """Of the link, for activations."""
+        return measured
 
     def gradient_bytes(self) -> int:
-        """Gradients on the device now: they count to what a step adds, whichever step has added them."""
+        """Gradients on the device now, if they count to what a step adds, whichever step has added them."""
+        return 0
 
 
-class DeviceLeft:
+class GivenMemory(MemoryLeft):
+    """A budget in bytes."""
+
+    def __init__(self, device_bytes: int, host_bytes: int | None) -> None:
+        self._device_bytes = device_bytes
+        self._host_bytes = host_bytes
+
+    def device_bytes(self) -> int:
+        return self._device_bytes
+
+    def host_bytes(self) -> int | None:
+        return self._host_bytes
+
+
+class DeviceLeft(GivenMemory):
     """What the device has left, for ``memory_budget="auto"``."""
 
-    def __init__(self, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None) -> None:
+    def __init__(self, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None) -> None:
+        super().__init__(0, host_bytes)
         self._device = device
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self._max_host_bytes = max_host_bytes
 
     def device_bytes(self) -> int:
         return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))
-
-    def host_bytes(self) -> int | None:
-        return self._max_host_bytes
-
-    def link(self, measured: Link) -> Link:
-        return measured
 
     def gradient_bytes(self) -> int:
         return bytes_of_gradients(self._parameters, self._device)

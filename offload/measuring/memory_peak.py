@@ -8,6 +8,7 @@ import torch
 
 from offload.base.torch_private import dispatch_modes, set_modes
 from offload.observe.memory import CpuAllocations
+from offload.recompute.learn import LayerMode
 
 
 class MemoryPeak:
@@ -79,16 +80,8 @@ class CpuMemoryPeak(MemoryPeak):
             set_modes([mode for mode in dispatch_modes() if not isinstance(mode, _Counted)])
 
 
-class _Counted(CpuAllocations):
+class _Counted(CpuAllocations, LayerMode):
     """Next to compiled code, which remains compiled."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:

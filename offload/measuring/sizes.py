@@ -44,6 +44,8 @@ class CostsBySize:
         self._powers: dict[tuple[int, int], int] = {}
         """With which power of the elements the bytes of a region grow, by layer and number, where that is not 1."""
         self._timed: list[Timed] = []
+        self._more_bytes = 0.0
+        """For each element, what microbatches needed outside of the layers beyond what was timed."""
 
     @property
     def elements(self) -> int:
@@ -75,6 +77,11 @@ class CostsBySize:
     def add(self, elements: int, profile: Profile, missing_bytes: int) -> None:
         """A microbatch was timed."""
         self._timed.append(Timed(max(1, elements), profile, missing_bytes))
+        self._more_bytes = 0.0
+
+    def need_more(self, elements: int, nbytes: int) -> None:
+        """A microbatch needed so many more bytes outside of the layers."""
+        self._more_bytes += nbytes / elements
 
     def lack(self, elements: int) -> bool:
         """Whether inputs of so many elements are too large for what was timed."""
@@ -110,7 +117,7 @@ class CostsBySize:
             grown = {name: round(field(name, layer, before)) for name in ("workspace_bytes", "forward_workspace_bytes")}
             layers.append(LayerProfile.from_regions(regions, forward_s, backward_s, **grown))
         loss_s, other_s, loss_bytes = (field(name, profile, earlier) for name in ("loss_s", "other_s", "loss_bytes"))
-        missing_bytes = math.ceil(field("missing_bytes", last, other))
+        missing_bytes = math.ceil(field("missing_bytes", last, other) + self._more_bytes * elements)
         return Profile(tuple(layers), loss_s, other_s, round(loss_bytes)), missing_bytes
 
     def _grown(self, number: int, layer: Sequence[RegionProfile], ratio: float, longer: float) -> list[RegionProfile]:
