@@ -7,8 +7,8 @@ from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
 from offload.base.layer_events import remove
 from offload.device.capture import CaptureError
-from offload.host.limits import empty_host_cache, reserve_host_memory
 from offload.host.page_locked import HostMemoryError
+from offload.host.pool import empty_host_cache, reserve_host_memory
 from offload.long_context import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss
 from offload.measuring.measure_link import measure_link, plan
 from offload.measuring.profile_layers import profile_layers
@@ -21,10 +21,9 @@ from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_o
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.recipes import Recipe, RecipePlan, TrainingPlan
-from offload.planning.region_costs import LayerPolicy
 from offload.planning.simulate import simulate
 from offload.prepare import PreparedTraining, prepare
-from offload.recompute.costs import RegionProfile
+from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.policies import Policy
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from offload.base.checks import check_int, check_type, describe
 from offload.base.layer_events import Handle, as_modules, replace_attribute
 from offload.base.torch_private import interpreted, leave_to_interpreter
-from offload.recompute.random import drawn_again, states_of
-from offload.recompute.state import Settings
+from offload.recompute.state import Settings, drawn_again, states_of
 
 
 class Undoable(Handle):

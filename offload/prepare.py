@@ -19,8 +19,7 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_type, describe, format_bytes, parse_bytes
-from offload.base.find_layers import find_layers
-from offload.base.layer_events import Handle, check_layers
+from offload.base.layer_events import Handle, check_layers, find_layers
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan

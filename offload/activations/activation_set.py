@@ -91,11 +91,6 @@ class ActivationSet:
         self.has_hooks = True
         push_hooks(self.packing or self.pack, unpack)
 
-    def hook(self, tensor: torch.Tensor) -> SavedHandle:
-        """The handle of a tensor that the layer's forward saves."""
-        handle: SavedHandle = (self.packing or self.pack)(tensor)
-        return handle
-
     def leave(self, *, failed: bool) -> None:
         """The forward has ended, or ``failed``; also called where it was cut off before :meth:`enter`."""
         if self.has_hooks:

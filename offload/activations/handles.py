@@ -8,7 +8,7 @@ reference counting: device memory to the allocator, the host buffer to the pool 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ class SavedHandle:
     def unpack(self) -> torch.Tensor:
         """The tensor, on the device and ready for the current stream; an error if it was changed in place."""
         raise NotImplementedError
-
-    def storages(self) -> Iterator[SavedStorage]:
-        """The storages that are offloaded for it."""
-        return iter(())
 
     def check_version(self, dtype: torch.dtype, size: torch.Size) -> None:
         """Raise as autograd does without hooks if the version has changed, and not by a thread that is probing."""
@@ -113,9 +109,6 @@ class MovedHandle(SavedHandle):
             self.view = view
         return view
 
-    def storages(self) -> Iterator[SavedStorage]:
-        yield self.storage
-
 
 class DroppedHandle(SavedHandle):
     """A saved tensor that was dropped, by its number among those of its layer; or that is held until it is dropped."""
@@ -141,10 +134,6 @@ class DroppedHandle(SavedHandle):
             self.view = tensor
         return tensor
 
-    def storages(self) -> Iterator[SavedStorage]:
-        if self.kept is not None:
-            yield from self.kept.storages()
-
 
 class SubclassHandle(SavedHandle):
     """A tensor subclass, as handles of its inner tensors and what rebuilds it from them.
@@ -166,10 +155,6 @@ class SubclassHandle(SavedHandle):
         if self.versions._version != self.version:
             self.check_version(self.dtype, self.size)
         return self.rebuild([handle.unpack() for handle in self.inner])
-
-    def storages(self) -> Iterator[SavedStorage]:
-        for handle in self.inner:
-            yield from handle.storages()
 
 
 unpack = operator.methodcaller("unpack")

@@ -29,15 +29,12 @@ from offload.base.torch_private import (
 from offload.device.capture import CaptureError
 from offload.recompute.layer_inputs import LayerInputs, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
-from offload.recompute.learn import Learn, SavedTensor
-from offload.recompute.list_regions import list_regions
-from offload.recompute.modules import ModuleNames
+from offload.recompute.learn import Learn, ModuleNames, SavedTensor
 from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import prove_all, prove_hand_over
-from offload.recompute.random import states_of
 from offload.recompute.run_again import Frame, HandOver, Held
-from offload.recompute.state import LayerState, Settings, contents_of
-from offload.recompute.way import Way, names_of
+from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, states_of
+from offload.recompute.way import Way, list_regions, names_of
 
 _logger = logging.getLogger(__name__)
 
@@ -155,15 +152,15 @@ class RegionSet(ActivationSet):
         """
         token, tensors = self._token, inputs.tensors
         if self._stays or self._policies.source is KEEP:
-            return [(KeptHandle(tensor, token), tensor.requires_grad) for tensor in tensors]
+            return [(KeptHandle(tensor, token).unpack, tensor.requires_grad) for tensor in tensors]
         return [
             (self._hold(tensor, token, saved=number in saved), tensor.requires_grad)
             for number, tensor in enumerate(tensors)
         ]
 
-    def _hold(self, tensor: torch.Tensor, token: Token, *, saved: bool) -> SavedHandle:
+    def _hold(self, tensor: torch.Tensor, token: Token, *, saved: bool) -> Held:
         offloads = (saved or tensor.grad_fn is not None) and isinstance(decide(tensor, self._rules), type)
-        return self.pack(tensor) if offloads else KeptHandle(tensor, token)
+        return (self.pack(tensor) if offloads else KeptHandle(tensor, token)).unpack
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
@@ -217,7 +214,7 @@ class RegionSet(ActivationSet):
                 continue
             handle = KeptHandle(tensor, token) if policy is KEEP or stays else self.pack(tensor)
             if stride is not None and frame is not None:
-                frame.kept[number] = handle
+                frame.kept[number] = handle.unpack
             del tensor
             tensor = yield handle
         while True:
@@ -258,7 +255,7 @@ class RegionSet(ActivationSet):
         state = frame.state
 
         def before_write(tensor: torch.Tensor) -> None:
-            if tensor.untyped_storage().nbytes() <= 1 << 20:
+            if tensor.untyped_storage().nbytes() <= CLONED_BYTES:
                 clones[address_of(tensor.untyped_storage())] = tensor.detach().clone()
 
         backend = self.transfers.backend
@@ -402,10 +399,10 @@ class RegionSet(ActivationSet):
             if policy is not KEEP:
                 handle.kept = self.pack(tensor)
             if number in frame.replay.numbers and handle.kept is not None:
-                frame.kept[number] = handle.kept
+                frame.kept[number] = handle.kept.unpack
         for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
             kept, needs = frame.held[number]
-            frame.held[number] = self._hold(kept.unpack(), self._token, saved=True), needs
+            frame.held[number] = self._hold(kept(), self._token, saved=True), needs
         originals.clear()
 
 

@@ -44,9 +44,9 @@ class Round:
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
         self._sees_all = sees_all
         self.look_at_policies()
-        self._rules = Rules(transfers.backend.device, min_bytes)
+        self.rules = Rules(transfers.backend.device, min_bytes)
         # If a layer is kept, and all later ones, it only matters what it shares with earlier layers.
-        self._rules_to_stay = self._rules._replace(only=self._known)
+        self._rules_to_stay = self.rules._replace(only=self._known)
 
     def look_at_policies(self) -> None:
         """Find the first layer that is kept, as are all later ones; again if one of these has policies now."""
@@ -76,7 +76,7 @@ class Round:
             for passed in range(self.last_layer + 1, layer + 1):
                 self._act(forward(passed))
         trace.point("forward", layer)
-        rules = self._rules_to_stay if layer >= self._first_to_stay else self._rules
+        rules = self._rules_to_stay if layer >= self._first_to_stay else self.rules
         stays = self.schedule is not None and layer not in self._offloaded
         policies = self._policies_of(layer)
         if policies is None:

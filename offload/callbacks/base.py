@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.base.find_layers import find_layers
-from offload.base.layer_events import Handle
+from offload.base.layer_events import Handle, find_layers
 from offload.offload_layers import check_choice
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")

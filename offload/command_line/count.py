@@ -31,7 +31,7 @@ from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.recipes import TrainingBytes
 from offload.recompute.costs import RegionProfile
-from offload.recompute.modules import ModuleNames
+from offload.recompute.learn import ModuleNames
 from offload.recompute.operations import known_operation
 
 _FLOP = {str(operation): flop for operation, flop in flop_registry.items()}

@@ -23,8 +23,8 @@ from offload.measuring.layer_times import LayerTimes, MeasuredLayer
 from offload.measuring.memory_peak import MemoryPeak, memory_peak
 from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.region_costs import LayerPolicy, region_costs
-from offload.recompute.costs import RegionProfile
+from offload.planning.region_costs import region_costs
+from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy
 from offload.schedule.schedule import Schedule

@@ -23,8 +23,7 @@ from offload.device.backend import Backend
 from offload.recompute.compiled_levels import NAMES, CompiledForward, Level
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
-from offload.recompute.random import drawn_again, states_of
-from offload.recompute.state import LayerState
+from offload.recompute.state import LayerState, drawn_again, states_of
 
 TIMES = 2
 """So many runs at each level are timed, of which the shortest counts, behind one that compiles."""

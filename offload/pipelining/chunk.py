@@ -18,8 +18,9 @@ from offload.activations.activation_set import ActivationSet
 from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
 from offload.activations.states import OffloadStateError
+from offload.activations.what_moves import offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
-from offload.base.torch_private import pop_hooks, push_hooks
+from offload.base.torch_private import address_of, pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
 
@@ -56,7 +57,7 @@ class ChunkParts:
         self._first_layer = number * parts
         self._part_bytes = part_bytes
         self._nbytes: dict[int, int] = {}
-        """The ``id`` of each storage that was saved → its bytes."""
+        """The address of each storage that was saved → its bytes."""
         self._saved_bytes = 0
         self._part = -1
         """The part whose forward began last, with its activation set while it is open."""
@@ -70,11 +71,11 @@ class ChunkParts:
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         if self._open is None:
             raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
-        packed = PackedTensor(self, self._part, self._open.hook(tensor))
-        for storage in packed.handle.storages():
-            if id(storage) not in self._nbytes:
-                self._nbytes[id(storage)] = storage.nbytes
-                self._saved_bytes += storage.nbytes
+        packed = PackedTensor(self, self._part, (self._open.packing or self._open.pack)(tensor))
+        for storage in (one.untyped_storage() for one in offloaded_parts(tensor, self._round.rules)):
+            if address_of(storage) not in self._nbytes:
+                self._nbytes[address_of(storage)] = storage.nbytes()
+                self._saved_bytes += storage.nbytes()
         while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
             self._open.close(in_operation=True)
             self._open = self._begin_part(self._part + 1)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from offload.planning.layer_costs import LayerCosts, costs_of
 from offload.planning.profile import Link, Profile
-from offload.planning.region_costs import LayerPolicy
+from offload.recompute.costs import LayerPolicy
 
 
 class Peaks(NamedTuple):

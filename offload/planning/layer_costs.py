@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from offload.observe.spans import Kind
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import LayerPolicy, RegionCosts, operation_of, region_costs, saved_of
-from offload.recompute.costs import RegionProfile
+from offload.planning.region_costs import RegionCosts, operation_of, region_costs, saved_of
+from offload.recompute.costs import LayerPolicy, RegionProfile
 
 
 class Piece(NamedTuple):

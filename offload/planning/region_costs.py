@@ -9,33 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from offload.recompute.costs import RegionProfile
-
-
-@dataclass(frozen=True)
-class LayerPolicy:
-    """The policy of one layer's regions. What is not kept is recomputed, if backward needs it.
-
-    Args:
-        kept: The numbers of the regions that are kept until backward, on the device or on the host: regions that
-            autograd saves, and inputs of the layer.
-        offloaded: Of the kept regions, those that are offloaded if the layer is.
-
-    Raises:
-        ValueError: An offloaded region is not kept.
-    """
-
-    kept: frozenset[int]
-    offloaded: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if not self.offloaded <= self.kept:
-            missing = sorted(self.offloaded - self.kept)
-            raise ValueError(f"offloaded must be some of the kept regions, got {missing} beside them; keep them too")
 
 
 class RegionCosts(NamedTuple):

@@ -25,7 +25,8 @@ from typing import NamedTuple
 from offload.planning.closed_form import peak_bytes, step_s
 from offload.planning.layer_costs import LayerCosts, layer_costs
 from offload.planning.profile import Link, Profile
-from offload.planning.region_costs import LayerPolicy, RegionCosts, gain, region_costs, ways_of
+from offload.planning.region_costs import RegionCosts, gain, region_costs, ways_of
+from offload.recompute.costs import LayerPolicy
 
 FEW = 2000
 """So many choices of a small model are all tried."""

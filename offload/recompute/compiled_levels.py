@@ -33,9 +33,9 @@ from offload.base.torch_private import (
     schema_of,
     with_default_generators,
 )
-from offload.recompute.costs import RegionProfile
+from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
-from offload.recompute.layer_policies import LayerPolicies, Numbered
+from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE
 
 
@@ -277,7 +277,7 @@ class CompiledPolicies(LayerPolicies):
     def measure_again(self) -> None:
         self.numbered, self._planned, self.forward.level = None, False, Level.NOTHING
 
-    def follows(self, numbered: Numbered | None, regions: Sequence[RegionProfile]) -> None:
+    def follows(self, numbered: LayerPolicy | None, regions: Sequence[RegionProfile]) -> None:
         """Run at a planned level from now on. Hooks keep or offload whatever the graph saves: no other policies."""
         self.numbered, self._planned = numbered, True
         level = Level.ALL

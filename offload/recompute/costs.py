@@ -1,4 +1,4 @@
-"""What one region of a layer costs. Pure data, learned in a layer's first forward, for planners."""
+"""What one region of a layer costs, learned in a layer's first forward; and a planner's policy of a layer's regions."""
 
 from __future__ import annotations
 
@@ -29,3 +29,25 @@ class RegionProfile:
     recomputable: bool = True
     another_of: int | None = None
     only_with: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """The policy of one layer's regions. What is not kept is recomputed, if backward needs it.
+
+    Args:
+        kept: The numbers of the regions that are kept until backward, on the device or on the host: regions that
+            autograd saves, and inputs of the layer.
+        offloaded: Of the kept regions, those that are offloaded if the layer is.
+
+    Raises:
+        ValueError: An offloaded region is not kept.
+    """
+
+    kept: frozenset[int]
+    offloaded: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.offloaded <= self.kept:
+            missing = sorted(self.offloaded - self.kept)
+            raise ValueError(f"offloaded must be some of the kept regions, got {missing} beside them; keep them too")

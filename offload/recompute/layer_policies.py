@@ -8,16 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from offload.base.checks import warn_caller
-from offload.recompute.costs import RegionProfile
+from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
 from offload.recompute.other_sizes import Sizes
-from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, Policy, matches, policy_of
+from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies, matches
 from offload.recompute.run_again import Replay
 from offload.recompute.state import Settings
 from offload.recompute.way import Way
@@ -29,19 +29,7 @@ MOST_WAYS = 64
 """So many kinds of input are remembered for a layer."""
 
 
-class Numbered(Protocol):
-    """A policy of a layer's regions by their numbers, as a planner makes it."""
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """What is on the device or on the host until backward."""
-
-    @property
-    def offloaded(self) -> frozenset[int]:
-        """What of that is offloaded, if the layer is."""
-
-
-class LayerPolicies:
+class LayerPolicies(RegionPolicies):
     """What happens to the regions of one layer: learned once for each kind of input, looked up from then on.
 
     Args:
@@ -60,14 +48,12 @@ class LayerPolicies:
         layer: nn.Module | None = None,
         *,
         measures: bool = False,
-        planned: tuple[Numbered, Sequence[RegionProfile]] | None = None,
+        planned: tuple[LayerPolicy, Sequence[RegionProfile]] | None = None,
     ) -> None:
+        super().__init__(patterns, measures=measures)
         # Weakly, as what the layer's hooks hold must not keep the layer.
         self._layer = None if layer is None else weakref.ref(layer)
-        self.measures = measures
         self.planned = planned
-        self.numbered: Numbered | None = None
-        """What is followed in place of patterns."""
         self.ways: dict[InputKind, Way] = {}
         """What was learned, by kind of input."""
         self._bases: defaultdict[Hashable, list[Way]] = defaultdict(list)
@@ -80,13 +66,7 @@ class LayerPolicies:
         """How many forwards were learned."""
         self.last: Way | None = None
         """The way that was learned last."""
-        self.patterns = patterns
-        self._known: dict[str, Policy] = {}
-        self._unplanned: Policy = KEEP
-        """What happens to regions that a plan does not name, as inputs of another kind may have them."""
         self._parameters: list[nn.Parameter] | None = None
-        self.source = _held(policy_of(SOURCE, patterns))
-        """What happens to the layer's inputs, which cannot be recomputed."""
         self.clock: Clock | None = None
         """Marks points of the compute stream, while second runs are timed."""
         self.second_runs: list[tuple[Any, Any]] = []
@@ -116,13 +96,6 @@ class LayerPolicies:
             self._parameters = list(layer.parameters())
         trained = [parameter.requires_grad for parameter in self._parameters]
         return (*inputs.kind, layer.training, *settings, *trained), tuple(inputs.sizes)
-
-    def of(self, name: str) -> Policy:
-        """The policy of a region."""
-        known = self._known.get(name)
-        if known is None:
-            known = self._known[name] = policy_of(name, self.patterns) if self.numbered is None else self._unplanned
-        return known
 
     def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""
@@ -156,16 +129,6 @@ class LayerPolicies:
             base.learn_size(key[1])
 
     @property
-    def are_planned(self) -> bool:
-        """Whether a plan says what happens to the regions, and no patterns."""
-        return self.numbered is not None
-
-    @property
-    def are_timed(self) -> bool:
-        """Whether recomputing the whole layer is timed, so that no operation is to be skipped."""
-        return self.measures and not self.are_planned
-
-    @property
     def proven(self) -> bool:
         """Whether the way that was learned last is recomputed as it was proven to be."""
         return self.last is not None and self.last.proven
@@ -195,21 +158,11 @@ class LayerPolicies:
 
     def measure_again(self) -> None:
         """Follow the patterns again in place of a plan."""
-        self.numbered, self._known = None, {}
-        self.source = _held(policy_of(SOURCE, self.patterns))
+        self.follow_patterns()
         self._settle_ways()
 
-    def follow(self, numbered: Numbered, regions: Iterable[RegionProfile]) -> None:
-        """Follow a plan for these regions by their numbers from now on."""
-        self.numbered, self._known, self.source = numbered, {}, KEEP
-        for number, cost in enumerate(regions):
-            held = OFFLOAD if number in numbered.offloaded else KEEP
-            if cost.name == SOURCE:
-                self.source = OFFLOAD if held is OFFLOAD else self.source
-            else:
-                self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
-        # Rather slower than planned than in more memory than planned.
-        self._unplanned = RECOMPUTE if RECOMPUTE in self._known.values() else KEEP
+    def follow(self, numbered: LayerPolicy, regions: Iterable[RegionProfile]) -> None:
+        super().follow(numbered, regions)
         self._settle_ways()
 
     def _settle_ways(self) -> None:
@@ -217,7 +170,7 @@ class LayerPolicies:
             way.captured = None
             way.settle(self)
 
-    def follows(self, numbered: Numbered | None, regions: Sequence[RegionProfile]) -> LayerPolicies | None:
+    def follows(self, numbered: LayerPolicy | None, regions: Sequence[RegionProfile]) -> LayerPolicies | None:
         """Follow what a plan says of the layer; the policies of what the layer saves, if not all has the same."""
         if numbered is None:
             return None
@@ -241,10 +194,6 @@ class LayerPolicies:
                 f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
             )
         self.follow(numbered, regions)
-
-
-def _held(policy: Policy) -> Policy:
-    return OFFLOAD if policy is RECOMPUTE else policy
 
 
 def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:

@@ -7,25 +7,20 @@ the result of such a kernel is a storage that no operation made. Every later for
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.base.tensors import (
-    Geometry,
-    geometry_of,
-    plain_memory,
-    plain_version_counter,
-    tensors_of,
-)
-from offload.base.torch_private import CAST, OPERATOR, TorchDispatchMode, address_of, counting_versions
-from offload.recompute.modules import ModuleNames
+from offload.base.tensors import Geometry, geometry_of, plain_memory, plain_version_counter, tensors_of
+from offload.base.torch_private import CAST, MODULE_CALL, OPERATOR, TorchDispatchMode, address_of, counting_versions
 from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, known_operation
-from offload.recompute.random import states_of
+from offload.recompute.state import states_of
 
 _DETACH = torch.ops.aten.detach.default
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -143,6 +138,31 @@ class Trace:
         if self.zone < 0:
             return len(self.saved)
         return next((n for n, saved in enumerate(self.saved) if saved.time > self.zone), len(self.saved))
+
+
+class ModuleNames:
+    """The qualified names of a layer's submodules.
+
+    Which of them computes is read from the interpreter's stack. Hooks would say it as well, but make the compiler
+    compile what is in the layer in another way, with other bits.
+
+    Args:
+        layer: The layer; ``None`` has no names.
+    """
+
+    def __init__(self, layer: nn.Module | None) -> None:
+        self._names = {} if layer is None else {id(module): name for name, module in layer.named_modules()}
+
+    def current(self) -> str:
+        """That of the innermost submodule that computes; empty for the layer itself."""
+        frame = sys._getframe(1) if self._names else None
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                name: str | None = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
 
 
 class LayerMode(TorchDispatchMode):

@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 
 from offload.base.tensors import Geometry
-from offload.recompute.learn import SavedTensor, Step, StepResult, Storage, Trace
+from offload.recompute.learn import StepResult, Trace
 from offload.recompute.run_again import Replay
 
 Sizes = tuple[int, ...]
@@ -45,51 +45,32 @@ def differ_in_one(one: Sizes, other: Sizes) -> bool:
 
 def are_alike(one: Trace, other: Trace) -> bool:
     """Whether two forwards have done the same operations in the same order, with results of other sizes."""
-    if one.zone >= 0 or other.zone >= 0 or one.given != other.given or one.generators != other.generators:
-        return False
-    lists = (one.steps, other.steps), (one.saved, other.saved), (one.storages, other.storages)
-    if any(len(first) != len(second) for first, second in lists):
-        return False
-    return (
-        all(map(_same_step, one.steps, other.steps))
-        and all(map(_same_saved, one.saved, other.saved))
-        and all(map(_same_storage, one.storages, other.storages))
-        and one.constants.keys() == other.constants.keys()
-    )
+    return one.zone < 0 and other.zone < 0 and _facts(one) == _facts(other)
 
 
-def _same_step(one: Step, other: Step) -> bool:
-    facts = [
-        (step.operation, step.reads, step.makes, step.writes, step.container, step.draws, step.only_views)
-        for step in (one, other)
+def _facts(trace: Trace) -> list[object]:
+    """What of a forward no size changes."""
+    return [
+        (trace.given, trace.generators, set(trace.constants)),
+        [
+            (step.operation, step.reads, step.makes, step.writes, step.container, step.draws, step.barrier, step.final)
+            for step in trace.steps
+        ],
+        [len(step.outputs) if step.only_views else [*map(_fact, step.outputs)] for step in trace.steps],
+        [(saved.storage, saved.time, saved.node, saved.dtype, saved.movable) for saved in trace.saved],
+        [(storage.writers, storage.first_seen, storage.unseen) for storage in trace.storages],
     ]
-    flags = [(step.barrier, step.final, len(step.outputs)) for step in (one, other)]
-    if facts[0] != facts[1] or flags[0] != flags[1]:
-        return False
-    return one.only_views or all(map(_same_result, one.outputs, other.outputs))
 
 
-def _same_result(one: StepResult, other: StepResult) -> bool:
-    if (one.storage, one.device, one.argument) != (other.storage, other.device, other.argument):
-        return False
-    if one.argument is not None:
-        return True
-    if one.geometry is None or other.geometry is None:
-        numbers = isinstance(one.value, int) and isinstance(other.value, int)
-        return one.geometry is other.geometry and (numbers or one.value == other.value)
-    order = _order(one.geometry)
-    kinds = [(geometry[0], geometry[4:]) for geometry in (one.geometry, other.geometry)]
-    return kinds[0] == kinds[1] and order is not None and order == _order(other.geometry)
-
-
-def _same_saved(one: SavedTensor, other: SavedTensor) -> bool:
-    kinds = [(saved.storage, saved.time, saved.node, saved.dtype, saved.movable) for saved in (one, other)]
-    return kinds[0] == kinds[1]
-
-
-def _same_storage(one: Storage, other: Storage) -> bool:
-    kinds = [(storage.writers, storage.first_seen, storage.unseen) for storage in (one, other)]
-    return kinds[0] == kinds[1]
+def _fact(result: StepResult) -> tuple[object, ...]:
+    fact: object = None
+    if result.argument is None and result.geometry is None:
+        fact = int if isinstance(result.value, int) else result.value
+    elif result.argument is None and result.geometry is not None:
+        order = _order(result.geometry)
+        # An object of its own is equal to no other: such a result has no size that could be known.
+        fact = result.geometry[0], result.geometry[4:], object() if order is None else order
+    return result.storage, result.device, result.argument, fact
 
 
 def _order(geometry: Geometry) -> list[int] | None:

@@ -7,9 +7,11 @@ tensor that is computed from it is kept in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+
+from offload.recompute.costs import LayerPolicy, RegionProfile
 
 SOURCE = "input"
 """The name of what a layer was given."""
@@ -54,9 +56,55 @@ def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:
         raise ValueError(f"a policy must be one of {known}, got {policies!r}") from error
 
 
-def policy_of(name: str, patterns: Mapping[str, Policy]) -> Policy:
-    """What the first pattern that matches a region's name, or its part after the module, says; else it is kept."""
-    return next((policy for pattern, policy in patterns.items() if matches(name, pattern)), KEEP)
+class RegionPolicies:
+    """The policy of each region of a layer, by the regions' names: that of the first pattern that matches, or a plan's.
+
+    Args:
+        patterns: Of regions' names; a region that none matches is kept.
+        measures: Whether learning also measures what each region costs.
+    """
+
+    source: Policy
+    """What happens to the layer's inputs, which cannot be recomputed."""
+
+    def __init__(self, patterns: Mapping[str, Policy], *, measures: bool) -> None:
+        self.patterns = patterns
+        self.measures = measures
+        self.follow_patterns()
+
+    def follow_patterns(self) -> None:
+        """Follow the patterns from now on."""
+        self.numbered: LayerPolicy | None = None
+        """The plan that is followed in place of patterns."""
+        self._known: dict[str, Policy] = {}
+        source = self.of(SOURCE)
+        self.source = OFFLOAD if source is RECOMPUTE else source
+
+    def follow(self, numbered: LayerPolicy, regions: Iterable[RegionProfile]) -> None:
+        """Follow a plan for these regions by their numbers from now on."""
+        self.numbered, self._known, self.source = numbered, {}, KEEP
+        for number, cost in enumerate(regions):
+            held = OFFLOAD if number in numbered.offloaded else KEEP
+            if cost.name == SOURCE:
+                self.source = OFFLOAD if held is OFFLOAD else self.source
+            else:
+                self._known[cost.name] = held if number in numbered.kept and cost.saved else RECOMPUTE
+        # Of what the plan does not name, as inputs of another kind may have it: rather slower than planned than in more
+        # memory than planned.
+        self._unplanned = RECOMPUTE if RECOMPUTE in self._known.values() else KEEP
+
+    def of(self, name: str) -> Policy:
+        """The policy of a region."""
+        known = self._known.get(name)
+        if known is None:
+            found = (policy for pattern, policy in self.patterns.items() if matches(name, pattern))
+            known = self._known[name] = next(found, KEEP) if self.numbered is None else self._unplanned
+        return known
+
+    @property
+    def are_timed(self) -> bool:
+        """Whether recomputing the whole layer is timed, so that no operation is to be skipped."""
+        return self.measures and self.numbered is None
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -10,14 +10,14 @@ import gc
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 
 import torch
 
 from offload.base.tensors import plain_memory, same_bits, whole
 from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
-from offload.recompute.learn import Learn, Trace
-from offload.recompute.modules import ModuleNames
+from offload.recompute.learn import Learn, ModuleNames, Trace
 from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, Replay, SavedCheck
 from offload.recompute.second_run import second_run
 from offload.recompute.way import Way
@@ -43,16 +43,6 @@ class _Proof(SavedCheck):
         with without_modes():  # to compare is none of the layer's operations
             if not same_bits(self.originals[number], tensor):
                 self.differing.add(number)
-
-
-class _Held:
-    """A tensor that is handed over."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def unpack(self) -> torch.Tensor:
-        return self._tensor
 
 
 def prove_all(
@@ -180,7 +170,7 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | No
 
 def _run_with(frame: Frame, originals: Sequence[torch.Tensor], given: dict[int, torch.Tensor]) -> set[int] | None:
     proof = _Proof(frame, originals, frame.replay.run.dropped, hand_over=True)
-    frame.kept = {number: _Held(tensor) for number, tensor in given.items()}
+    frame.kept = {number: partial(given.__getitem__, number) for number in given}
     try:
         Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
     except torch.OutOfMemoryError:

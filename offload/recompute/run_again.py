@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,16 +34,11 @@ from offload.base.torch_private import (
 )
 from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
-from offload.recompute.random import drawn_again
 from offload.recompute.second_run import SecondRun
-from offload.recompute.state import LayerState, Settings
+from offload.recompute.state import LayerState, Settings, drawn_again
 
-
-class Held(Protocol):
-    """A tensor that is on the device or on the host until backward."""
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, ready for the current stream."""
+Held = Callable[[], torch.Tensor]
+"""Gives a tensor that is on the device or on the host until backward, ready for the current stream."""
 
 
 class AnotherWayError(Exception):
@@ -263,7 +258,9 @@ class Frame:
         """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
         if self.inputs is None:
             raise AssertionError("a frame is run before it is emptied")
-        given = [_as_given(held.unpack(), needs) for held, needs in self.held]
+        given = [
+            held().detach().requires_grad_(needs) for held, needs in self.held
+        ]  # leaves: forward has its own graph
         args, kwargs = with_tensors(self.inputs, given)
         backward = in_backward()
         # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
@@ -330,12 +327,8 @@ class SavedCheck:
             self._missing -= 1
             if not self._missing and not self._to_the_end:
                 raise AllThereError
-        elif self._compares and not self._is_the_same(number, tensor):
+        elif self._compares and number in self.frame.kept and not same_bits(self.frame.kept[number](), tensor):
             raise _other(self.frame, f"computes other values as saved tensor {number}")
-
-    def _is_the_same(self, number: int, tensor: torch.Tensor) -> bool:
-        kept = self.frame.kept.get(number)
-        return kept is None or same_bits(kept.unpack(), tensor)
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         """A dropped tensor was recomputed."""
@@ -402,7 +395,7 @@ class HandOver(LayerMode):
             return output.value
         number = self._suppliers.get(output.storage)
         if number is not None:
-            kept = self._frame.kept[number].unpack()
+            kept = self._frame.kept[number]()
             memory = kept.untyped_storage()
             if self._sized and math.prod(output.geometry[2]) * output.geometry[0].itemsize > memory.nbytes():
                 raise AnotherWayError
@@ -422,11 +415,6 @@ def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
     last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if all(size) else 0
     return torch.empty(int(start) + last + 1, dtype=dtype, device=device).as_strided(size, stride, start)
-
-
-def _as_given(tensor: torch.Tensor, needs: bool) -> torch.Tensor:
-    """An argument for the second run: a leaf, so that the forward's graph is not touched."""
-    return tensor.detach().requires_grad_(needs)
 
 
 def _name(layer: nn.Module) -> str:

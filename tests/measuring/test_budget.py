@@ -24,7 +24,7 @@ from offload.measuring.memory_peak import CpuMemoryPeak, MemoryPeak
 from offload.measuring.sizes import CostsBySize
 from offload.planning.plan import Plan
 from offload.planning.profile import Profile
-from offload.planning.region_costs import LayerPolicy
+from offload.recompute.costs import LayerPolicy
 from offload.schedule.schedule import Schedule
 
 LAYERS = 6

@@ -13,9 +13,9 @@ from offload.planning.closed_form import Peaks, peak_bytes, peaks_of, step_s, wi
 from offload.planning.layer_costs import costs_of
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import LayerPolicy, region_costs, saved_of, ways_of
+from offload.planning.region_costs import region_costs, saved_of, ways_of
 from offload.planning.simulate import simulate
-from offload.recompute.costs import RegionProfile
+from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.schedule import Schedule
 
 MIB, GIB = 1 << 20, 1 << 30
