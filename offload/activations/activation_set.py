@@ -293,7 +293,6 @@ class ActivationSet:
             raise
 
     def _mark_read(self) -> None:
-        """Backward has begun to read what was reloaded."""
         if self.state is OffloadState.RELOADING:
             self.state = OffloadState.RELOADED
 

@@ -285,7 +285,6 @@ class OffloadContext(ContextDecorator):
         return self._transfers.stats()
 
     def limit_host(self, max_host_bytes: int | None) -> None:
-        """Use at most so much pinned host memory from now on."""
         self._transfers.max_host_bytes = max_host_bytes
 
     def sets_of(self, layer: int) -> dict[int, ActivationSet]:
@@ -316,7 +315,6 @@ class OffloadContext(ContextDecorator):
 
     @property
     def backend(self) -> Backend:
-        """The device whose activations move."""
         return self._transfers.backend
 
     def __repr__(self) -> str:
@@ -325,7 +323,6 @@ class OffloadContext(ContextDecorator):
 
     @property
     def _open(self) -> ActivationSet | None:
-        """The set of the layer whose forward runs now."""
         return next(filter(None, self._entered), None)
 
     def _next_layer(self, layer: int | None) -> int:

@@ -90,7 +90,6 @@ class Transfers:
         self._warned_of_waste = self._warned_of_host = False
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what was offloaded so far."""
         self._collect_stalls()
         counts = {item.name: getattr(self, item.name) for item in fields(OffloadStats) if item.name in vars(self)}
         counts |= {"skipped": dict(self.skipped), "wasted": dict(self.wasted)}
@@ -104,7 +103,6 @@ class Transfers:
             self._warn_of_waste()
 
     def hold(self, nbytes: int) -> None:
-        """So much more device memory is held by activation sets of offloaded layers."""
         self.resident_bytes += nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
@@ -182,7 +180,6 @@ class Transfers:
             batch.event = self.backend.record_timed(self.d2h_stream)
 
     def done(self, batch: CopyBatch) -> Event:
-        """The event after which the copies of ``batch`` are done."""
         if batch is self._batch:
             self.end_batch()
         if batch.event is None:  # an interrupt came before it was recorded, and a later one is as good

@@ -13,12 +13,7 @@ from offload.recompute.layer_policies import LayerPolicies
 
 
 class HookedLayers(Handle):
-    """An offload context driven by module hooks on the layers, until :meth:`remove`.
-
-    Args:
-        layers: The layers, in call order.
-        context: Entered where a layer's forward begins, left where the forward ends.
-    """
+    """An offload context driven by module hooks on the layers, until :meth:`remove`."""
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
         self.names = " and ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -38,7 +33,6 @@ class HookedLayers(Handle):
 
     @property
     def active(self) -> bool:
-        """Whether the hooks are on the layers."""
         return bool(self._attachment)
 
 

@@ -43,13 +43,7 @@ MOST_FAILURES = 3
 
 
 class RegionSet(ActivationSet):
-    """What one layer of one microbatch saved, by the policies of the layer's regions.
-
-    Args:
-        args: As an :class:`ActivationSet` takes them.
-        policies: What happens to the layer's regions.
-        stays: Whether the set is never offloaded.
-    """
+    """What one layer of one microbatch saved, by the policies of the layer's regions."""
 
     _key: InputKind = (None, ())
     _sized = False

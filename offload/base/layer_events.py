@@ -162,7 +162,6 @@ class Attachment(Handle):
                 events.drop(layer, listener)
 
     def __bool__(self) -> bool:
-        """Whether the listeners are still there."""
         return bool(self._attached)
 
 

@@ -31,7 +31,6 @@ class Mark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its range in a profiler's trace."""
         return f"{PREFIX}{self.what}" if self.layer is None else f"{PREFIX}{self.what} {self.layer}"
 
     @classmethod

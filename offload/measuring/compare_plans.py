@@ -33,11 +33,7 @@ SIMILAR = 0.7
 
 
 class ComparePlans:
-    """What microbatches take by plans of different kinds, beside what was predicted.
-
-    Args:
-        backend: Marks begin and end of microbatches.
-    """
+    """What microbatches take by plans of different kinds, beside what was predicted."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -58,7 +54,6 @@ class ComparePlans:
 
     @property
     def measures(self) -> bool:
-        """Whether the plan that is followed is still measured."""
         return self._kind is not None and self._kind not in self._ratios
 
     def best(self, plans: Mapping[Among, Plan], elements: int) -> Plan:
@@ -84,7 +79,6 @@ class ComparePlans:
         return None
 
     def end_backward(self) -> None:
-        """The backward of the microbatch that began last has ended."""
         if self._begin is not None and self._running == 1:  # else another one has run in between
             self._marks.append((self._begin, self._backend.mark()))
             self._scales.append(self._elements / self._now)

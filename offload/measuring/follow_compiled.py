@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.activations.what_moves import Rules
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
-from offload.base.torch_private import COMPILED_CALL, is_compiled
+from offload.base.torch_private import COMPILED_CALL, compiler_of, is_compiled
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
@@ -35,11 +37,7 @@ MOST_TIMED = 4
 class FollowCompiledPlan(FollowPlan):
     """Layers of which some run compiled, and that follow a plan as soon as there is one; undone by ``remove()``.
 
-    Args:
-        layers: The layers, in call order.
-        memory_budget: As :class:`FollowPlan` takes it.
-        options: Arguments of ``torch.compile`` for all layers; ``None`` leaves it to each layer how it is compiled.
-        others: Further arguments of :class:`FollowPlan`.
+    ``options`` are arguments of ``torch.compile`` for all layers; ``None`` leaves it to each layer how it is compiled.
     """
 
     def __init__(
@@ -57,10 +55,12 @@ class FollowCompiledPlan(FollowPlan):
         self._logged: set[str] = set()
         self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
         """What layers of each kind that were timed take at each level."""
-        runs = Runs()
+        runs, asked = Runs(), options is not None
         try:
             for layer in layers:
-                self._forwards.append(_compiled(layer, runs, options))
+                compiles = compiler_of(layer) if options is None else partial(torch.compile, **options)
+                forward = None if compiles is None else CompiledForward(layer, runs, compiles, asked=asked)
+                self._forwards.append(forward)
             super().__init__(layers, memory_budget, **others)
         except BaseException:
             self._put_back()
@@ -85,13 +85,15 @@ class FollowCompiledPlan(FollowPlan):
         if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
             return
         timed = self._seconds[_kind_of(layer, inputs)]
-        known = _mean(timed) if len(timed) >= MOST_TIMED else None
+        known = None
+        if len(timed) >= MOST_TIMED:
+            known = {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
         try:
             if in_checkpoint:
                 raise NotCompiledError("the program checkpoints it")
             found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, known)
         except NotCompiledError as error:
-            self._give_up(number, layer, error)
+            self._give_up(number, layer, policies.forward, error)
             return
         if known is None:
             timed.append(found.seconds)
@@ -99,11 +101,8 @@ class FollowCompiledPlan(FollowPlan):
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 
-    def _give_up(self, number: int, layer: nn.Module, error: NotCompiledError) -> None:
+    def _give_up(self, number: int, layer: nn.Module, forward: CompiledForward, error: NotCompiledError) -> None:
         """A layer has no levels: it has the policies of other layers, and is compiled as a whole if it can be."""
-        forward = self._forwards[number]
-        if forward is None:
-            raise AssertionError("only a layer with levels can lose them")
         eager = forward.asked and not error.compiles
         forward.remove(None if eager else Level.ALL)
         self._forwards[number] = None
@@ -167,31 +166,10 @@ def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:
     return type(layer), shapes, tuple(LayerInputs(*inputs).sizes)
 
 
-def _mean(timed: Sequence[Mapping[Level, float]]) -> Mapping[Level, float]:
-    return {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
-
-
-def _compiled(layer: nn.Module, runs: Runs, options: Mapping[str, Any] | None) -> CompiledForward | None:
-    """What runs a layer at a level, if it is or shall be compiled."""
-    if options is None and not is_compiled(layer):
-        return None
-    try:
-        return CompiledForward(layer, runs, options)
-    except LookupError:
-        return None
-
-
 def follow_plan(
     layers: list[nn.Module], memory_budget: int | str | MemoryLeft | None, compiles: object = False, **others: Any
 ) -> FollowPlan:
-    """Layers that follow a plan, compiled ones among them.
-
-    Args:
-        layers: The layers, in call order.
-        memory_budget: As :class:`FollowPlan` takes it.
-        compiles: Whether to compile the layers, or arguments of ``torch.compile``.
-        others: Further arguments of :class:`FollowPlan`.
-    """
+    """Layers that follow a plan, to be compiled if ``compiles`` or compiled by the program, or not at all."""
     options = parse_compile(compiles)
     if options is None and not any(map(is_compiled, layers)):
         return FollowPlan(layers, memory_budget, **others)

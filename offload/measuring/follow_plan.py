@@ -62,13 +62,8 @@ class FollowPlan(WatchedLayers):
     A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
     budget. On the CPU, where measuring a peak takes time, that ends with the first microbatch that keeps to the budget.
 
-    Args:
-        layers: The layers, in call order.
-        memory_budget: Bytes, a text, ``"auto"``, or what tells how much is left of a budget for more than activations.
-            ``None`` offloads as many whole layers as make the step no longer.
-        min_bytes: Storages below this size are no regions of their own.
-        device: Where the layers compute.
-        max_host_bytes: The most pinned host memory to use; a capacity of the plan.
+    ``memory_budget`` may also be what tells how much is left of a budget for more than activations. ``None`` offloads
+    as many whole layers as make the step no longer.
     """
 
     def __init__(
@@ -128,7 +123,6 @@ class FollowPlan(WatchedLayers):
 
     @property
     def measures(self) -> bool:
-        """Whether the layers are still measured, and follow no plan."""
         return self._stage != "following"
 
     def remove(self) -> None:
@@ -215,7 +209,6 @@ class FollowPlan(WatchedLayers):
             self._peak.stop()
 
     def _follow(self, plan: Plan | None) -> None:
-        """Do as a plan says from here on, if there is one."""
         if plan is None:
             return
         self.plan, self._proves = plan, True
@@ -299,7 +292,6 @@ class FollowPlan(WatchedLayers):
             self._plan_for(self._planned_elements)
 
     def _plan_for(self, elements: int) -> None:
-        """Follow a plan for inputs of so many elements."""
         self._planned_elements, self._watches, self._said = elements, True, False
         self._make_plan(
             "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
@@ -316,7 +308,6 @@ class FollowPlan(WatchedLayers):
             self._follow(self._plan_within(self.profile, otherwise, self._compare))
 
     def _free_plan(self, profile: Profile) -> Plan:
-        """As many layers offloaded as make the step no longer."""
         self._watches = False  # there is no budget to keep to
         made = free_plan(profile, self.link, max_host_bytes=self._left.host_bytes())
         peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)

@@ -37,10 +37,7 @@ class Marks:
 class LayerTimes(Attachment):
     """Times forward and backward of layers, whatever their policies, until :meth:`remove`.
 
-    Args:
-        layers: In call order.
-        backend: Of the device on which they run.
-        min_bytes: Storages below this size do not count among what the layers save.
+    Storages below ``min_bytes`` do not count among what the layers save.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend, min_bytes: int = 0) -> None:
@@ -93,7 +90,6 @@ class LayerTimes(Attachment):
 
     @property
     def complete(self) -> bool:
-        """Whether each layer has run forward and backward."""
         return all(layer.rounds and layer.rounds[0].backward_end is not None for layer in self.layers)
 
     def seconds(self) -> list[tuple[float, float]]:
@@ -131,7 +127,6 @@ class LayerTimes(Attachment):
         return Peaks(forward, self.between_bytes, backward)
 
     def most_bytes(self) -> int:
-        """The most of all that was allocated."""
         self.mark()
         return self._most_bytes
 
@@ -203,7 +198,6 @@ class MeasuredLayer(LayerListener):
         return LayerProfile(*self.seconds(), sum(tensors), tensors)
 
     def complete_rounds(self) -> list[Marks]:
-        """Those whose backward has ended."""
         return [one for one in self.rounds if one.backward_end is not None]
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:

@@ -12,11 +12,7 @@ from offload.recompute.learn import LayerMode
 
 
 class MemoryPeak:
-    """The peak of a device whose allocator tells it.
-
-    Args:
-        device: The device.
-    """
+    """The peak of a device whose allocator tells it."""
 
     costs_time = False
     """Whether the program is slower while this counts."""

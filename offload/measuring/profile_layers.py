@@ -220,7 +220,7 @@ def learned_profile(
     alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for costs in regions]
     # The backward of a compiled layer recomputes without a second run, and was timed as a whole at each level.
     again_s = [
-        _second_run_s(one, times.backend) if one.runs_again else recompute_s
+        statistics.median(times.backend.seconds(one.second_runs) or [0.0]) if one.runs_again else recompute_s
         for one, recompute_s in zip(policies, alone_s, strict=True)
     ]
     run_again = [number for number, one in enumerate(policies) if one.runs_again]
@@ -233,8 +233,3 @@ def learned_profile(
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len(learning_schedule(len(layers)).offloaded_layers)
     return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
-
-
-def _second_run_s(policies: LayerPolicies, backend: Backend) -> float:
-    """The median seconds of a layer's second runs; 0 if there was none."""
-    return statistics.median(backend.seconds(policies.second_runs) or [0.0])

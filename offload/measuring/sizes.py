@@ -53,7 +53,6 @@ class CostsBySize:
         return self._timed[-1].elements if self._timed else 0
 
     def learn(self, elements: int, regions: Regions) -> None:
-        """The regions have these costs with so many elements."""
         elements, (before, known) = max(1, elements), self._learned
         names = [[[region.name for region in layer] for layer in one] for one in (regions, known)]
         if known and names[0] == names[1] and elements != before:
@@ -75,7 +74,6 @@ class CostsBySize:
         return [self._grown(number, layer, ratio, ratio) for number, layer in enumerate(self._learned[1])]
 
     def add(self, elements: int, profile: Profile, missing_bytes: int) -> None:
-        """A microbatch was timed."""
         self._timed.append(Timed(max(1, elements), profile, missing_bytes))
         self._more_bytes = 0.0
 

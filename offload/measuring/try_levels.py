@@ -44,12 +44,7 @@ _SAVES = {
 
 
 class NotCompiledError(Exception):
-    """The layer has no levels; the text says why.
-
-    Args:
-        why: The reason.
-        compiles: Whether the layer may be compiled as a whole.
-    """
+    """The layer has no levels; the text says why, and ``compiles`` whether the layer may be compiled as a whole."""
 
     def __init__(self, why: str, *, compiles: bool = True) -> None:
         super().__init__(why)
@@ -118,7 +113,6 @@ class _Trial:
             self._forward.check(*self._arguments())
 
     def run(self, level: Level) -> _LevelRun:
-        """Forward and backward at a level."""
         saved: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,11 +157,11 @@ def try_levels(
     backend: Backend,
     known: Mapping[Level, float] | None = None,
 ) -> Levels:
-    """Run a layer at each level, on copies of what its forward is given.
+    """Run a layer, whose forward is about to begin, at each level, on copies of what its forward is ``given``.
 
     Args:
-        layer: The layer, whose forward is about to begin.
-        forward: Runs it at a level.
+        layer: The layer.
+        forward: Runs the layer at a level.
         given: Positional and keyword arguments.
         rules: What of a layer's saved tensors can be offloaded.
         backend: Takes the times.

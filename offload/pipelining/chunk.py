@@ -153,10 +153,6 @@ class LayeredChunk(ChunkParts):
 class StageLayers:
     """The layers of all stages of a rank, with the policies of their regions.
 
-    Args:
-        stages: The rank's stages.
-        patterns: Of regions' names; the first that matches decides.
-
     Raises:
         ValueError: A layer is listed twice or inside another, or is offloaded already.
     """

@@ -75,11 +75,6 @@ class RankStep:
 
     Each chunk's set is cut into ``parts``, which are the layers of an ordinary schedule: part p of the n-th chunk to
     run forward is layer ``n * parts + p``.
-
-    Args:
-        actions: What the rank runs, in order.
-        profile: Stage → what a chunk of it costs.
-        parts: Into how many parts each chunk's set is cut.
     """
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
@@ -155,12 +150,7 @@ class RankStep:
         return max(accumulate(changes))
 
     def choose(self, link: Link, is_enough: Callable[[Absent], bool]) -> Absent:
-        """Offload the longest-lived layers first, each if both copies have time beside those before, until enough.
-
-        Args:
-            link: How fast copies are.
-            is_enough: Whether no more layers have to be offloaded.
-        """
+        """Offload the longest-lived layers first, each if both copies have time beside those before, until enough."""
         at = zip(self.forward_at, self.backward_at, strict=True)
         lives = [(self.start_s[made + 1] - self.start_s[needed], layer) for layer, (made, needed) in enumerate(at)]
         absent: Absent = {}

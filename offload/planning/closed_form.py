@@ -52,13 +52,7 @@ def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
 
 
 def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -> float:
-    """Seconds from the first forward to the end of the last backward.
-
-    Args:
-        layers: The costs of each layer.
-        num_layers: How many layers are offloaded, the first ones.
-        loss_s: Compute seconds between the last forward and its backward.
-    """
+    """Seconds from the first forward to the end of the last backward, with ``loss_s`` of compute between the two."""
     resident = len(layers) - num_layers
     now_s = copied_s = 0.0
     offloaded_s: list[float] = []

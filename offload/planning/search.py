@@ -67,7 +67,6 @@ class Choice(NamedTuple):
     """Of each layer, the number of its way among those of its kind."""
 
     def with_way(self, number: int, way: int) -> Choice:
-        """The choice with another way of one layer."""
         return Choice(self.num_layers, (*self.ways[:number], way, *self.ways[number + 1 :]))
 
 
@@ -106,15 +105,7 @@ def _host_bytes(costs: Sequence[LayerCosts]) -> int:
 
 
 class Search:
-    """A search among the policies of a profile's layers on a link.
-
-    Args:
-        profile: What the layers cost.
-        link: How fast copies are.
-        most_bytes: That may be on the device.
-        most_host_bytes: That may be on the host.
-        among: The policies.
-    """
+    """A search among the policies of a profile's layers on a link."""
 
     def __init__(
         self,
@@ -161,12 +152,10 @@ class Search:
         """Of each layer, the costs of each of its ways if it is not offloaded, and if it is."""
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
-        """The costs of each layer."""
         ways = zip(self._costs, choice.ways, strict=True)
         return [costs[number < choice.num_layers][way] for number, (costs, way) in enumerate(ways)]
 
     def policies(self, choice: Choice) -> tuple[LayerPolicy | None, ...]:
-        """The policy of each layer's regions."""
         policies = [ways[way] for ways, way in zip(self.ways, choice.ways, strict=True)]
         return tuple(
             policy if number < choice.num_layers or policy is None else LayerPolicy(policy.kept)

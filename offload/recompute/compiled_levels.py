@@ -28,7 +28,6 @@ from offload.base.torch_private import (
     COMPILED_CALL,
     OPERATOR,
     ORIGINAL,
-    compiler_of,
     is_traced,
     schema_of,
     with_default_generators,
@@ -162,26 +161,17 @@ def parse_compile(given: object) -> dict[str, Any] | None:
 
 
 class CompiledForward:
-    """Stands in place of a layer's forward, and runs it compiled, at the level that is set.
+    """Stands in place of a layer's forward, and runs it at the level that is set, compiled by ``compiles``."""
 
-    Args:
-        layer: The layer.
-        runs: Functions to be compiled.
-        options: Arguments of ``torch.compile``; ``None`` compiles as the program has compiled the layer.
-    """
-
-    def __init__(self, layer: nn.Module, runs: Runs, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, layer: nn.Module, runs: Runs, compiles: Callable[..., Any], *, asked: bool) -> None:
         original = layer._modules.get(ORIGINAL)
         # Weakly, as the layer holds this object.
         self._module = weakref.ref(layer if original is None else original)
         self._is_original = original is not None
         self._given = vars(layer).get("forward") if original is None else None
         """A forward that the program has given this one layer."""
-        self.asked = options is not None
+        self.asked = asked
         """Whether the program has asked for compiling here, and not compiled the layer itself."""
-        compiles = compiler_of(layer) if options is None else partial(torch.compile, **options)
-        if compiles is None:
-            raise LookupError
         self._at = {level: compiles(run) for level, run in runs.at.items()}
         self._check = torch.compile(runs.check, backend=_as_it_is, fullgraph=True)
         self._runs = runs
@@ -197,7 +187,6 @@ class CompiledForward:
         return self.at(self.level if torch.is_grad_enabled() else Level.ALL, args, kwargs)
 
     def at(self, level: Level, args: Any, kwargs: Any) -> Any:
-        """Run the layer at a level."""
         return with_default_generators(self._at[level], self._forward, tuple(args), dict(kwargs))
 
     def check(self, args: Any, kwargs: Any) -> None:
@@ -238,12 +227,7 @@ def _as_it_is(graph: Any, _inputs: object) -> Any:
 
 
 class CompiledPolicies(LayerPolicies):
-    """The level of one compiled layer, and what each level costs: learned by trying all of them in the first step.
-
-    Args:
-        layer: The layer.
-        forward: Runs the layer at a level.
-    """
+    """The level of one compiled layer, and what each level costs: learned by trying all of them in the first step."""
 
     runs_again = False
 

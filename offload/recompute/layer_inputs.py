@@ -9,12 +9,7 @@ import torch
 
 
 class LayerInputs:
-    """The arguments of one call of a layer, with places in place of tensors.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """The arguments of one call of a layer, with places in place of tensors."""
 
     __slots__ = ("kind", "placed", "sizes", "tensors")
 

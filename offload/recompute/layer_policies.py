@@ -76,12 +76,10 @@ class LayerPolicies(RegionPolicies):
 
     @property
     def layer(self) -> nn.Module | None:
-        """The layer, if it was given and is still there."""
         return None if self._layer is None else self._layer()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A second run of the layer, whose time is taken while there is a clock."""
         clock = self.clock
         if clock is None:
             yield
@@ -108,7 +106,6 @@ class LayerPolicies(RegionPolicies):
         return next((pair for pair in found if pair[1] is not None), (None, None))
 
     def add(self, key: InputKind, way: Way) -> None:
-        """A way was learned."""
         if len(self.ways) >= MOST_WAYS:
             oldest = next(iter(self.ways))
             dropped = self.ways.pop(oldest)
@@ -149,11 +146,9 @@ class LayerPolicies(RegionPolicies):
                 yield way.trace.storages[saved.storage].nbytes, policy
 
     def names(self) -> list[str]:
-        """The names of the regions of all ways that were learned."""
         return [name for way in self.ways.values() for name in way.names.values()]
 
     def by_name(self) -> dict[str, str]:
-        """What happens to each region, by its name."""
         return {} if self.last is None else self.last.by_name(self)
 
     def measure_again(self) -> None:

@@ -145,9 +145,6 @@ class ModuleNames:
 
     Which of them computes is read from the interpreter's stack. Hooks would say it as well, but make the compiler
     compile what is in the layer in another way, with other bits.
-
-    Args:
-        layer: The layer; ``None`` has no names.
     """
 
     def __init__(self, layer: nn.Module | None) -> None:

@@ -73,7 +73,6 @@ class RegionPolicies:
         self.follow_patterns()
 
     def follow_patterns(self) -> None:
-        """Follow the patterns from now on."""
         self.numbered: LayerPolicy | None = None
         """The plan that is followed in place of patterns."""
         self._known: dict[str, Policy] = {}
@@ -94,7 +93,6 @@ class RegionPolicies:
         self._unplanned = RECOMPUTE if RECOMPUTE in self._known.values() else KEEP
 
     def of(self, name: str) -> Policy:
-        """The policy of a region."""
         known = self._known.get(name)
         if known is None:
             found = (policy for pattern, policy in self.patterns.items() if matches(name, pattern))

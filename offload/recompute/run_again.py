@@ -46,12 +46,7 @@ class AnotherWayError(Exception):
 
 
 class OtherRunError(RuntimeError):
-    """A second run is not what forward was.
-
-    Args:
-        layer: The name of its class.
-        what: What the second run does.
-    """
+    """A second run of a ``layer`` is not what forward was: ``what`` the second run does."""
 
     def __init__(self, layer: str, what: str) -> None:
         super().__init__(
@@ -79,13 +74,7 @@ class PlannedStep(NamedTuple):
 
 
 class Replay:
-    """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place.
-
-    Args:
-        trace: The learned forward.
-        run: Which operations are executed.
-        hands_over: Whether anything may be skipped or handed over.
-    """
+    """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place."""
 
     def __init__(self, trace: Trace, run: SecondRun, *, hands_over: bool = True) -> None:
         self.trace = trace
@@ -248,7 +237,6 @@ class Frame:
                 )
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
-        """One second run, with or without handing over what was kept."""
         check = SavedCheck(self, hand_over=hand_over)
         mode = LayerMode() if self.learned else None
         self.run_under(check, HandOver(self, check.storages) if hand_over else mode)
@@ -335,7 +323,6 @@ class SavedCheck:
         self.found[number] = tensor
 
     def end(self) -> None:
-        """The layer has run."""
         if self._missing:
             raise _other(self.frame, "saves fewer tensors")
         # Not in the run, where a dispatch mode would see it.

@@ -47,8 +47,11 @@ def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) ->
         if zone >= 0:
             executed |= set(range(zone, len(steps)))
         executed |= _draws_before(trace, executed)
-        executed, more = _closure(trace, executed, suppliers)
-        wrong = early | more | _made_by(trace, suppliers, executed)
+        read = [(storage, time) for time in executed for storage in trace.steps[time].reads]
+        executed, more = _demand(trace, read, executed, suppliers)
+        # What an executed operation makes or writes need not or must not be handed over.
+        made = {one for one in suppliers if any(time in executed for time in trace.storages[one].writers)}
+        wrong = early | more | made
         if not wrong:
             break
         suppliers = {storage: number for storage, number in suppliers.items() if storage not in wrong}
@@ -79,18 +82,9 @@ def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
 
 def _slice(trace: Trace, dropped: Iterable[int], suppliers: Collection[int]) -> tuple[set[int], set[int]]:
     """The operations that saved tensors depend on; and what of ``suppliers`` is read before its last write."""
-    wanted = []
-    for number in dropped:
-        saved = trace.saved[number]
-        if saved.storage is not None:
-            wanted.append((saved.storage, saved.time))
+    saved = (trace.saved[number] for number in dropped)
+    wanted = [(one.storage, one.time) for one in saved if one.storage is not None]
     return _demand(trace, wanted, set(), suppliers)
-
-
-def _closure(trace: Trace, executed: set[int], suppliers: Collection[int]) -> tuple[set[int], set[int]]:
-    """``executed`` with all that its operations read."""
-    wanted = [(storage, time) for time in executed for storage in trace.steps[time].reads]
-    return _demand(trace, wanted, set(executed), suppliers)
 
 
 def _demand(
@@ -124,8 +118,3 @@ def _draws_before(trace: Trace, executed: Collection[int]) -> set[int]:
     last = max((time for time in executed if trace.steps[time].draws), default=-1)
     steps = enumerate(trace.steps[: max(0, last)])
     return {time for time, step in steps if step.draws or step.operation.custom}
-
-
-def _made_by(trace: Trace, suppliers: Iterable[int], executed: Collection[int]) -> set[int]:
-    """What need not or must not be handed over, since an executed operation makes or writes it."""
-    return {storage for storage in suppliers if any(time in executed for time in trace.storages[storage].writers)}

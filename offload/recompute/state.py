@@ -140,9 +140,7 @@ def states_of(
 class LayerState:
     """The attributes, parameters and buffers of a layer and its submodules.
 
-    Args:
-        layer: The layer.
-        gathered: Whether its parameters are brought for each run, by streaming or by FSDP: then they are not its state.
+    Parameters that are ``gathered`` for each run, by streaming or by FSDP, are not the layer's state.
     """
 
     def __init__(self, layer: nn.Module, *, gathered: bool) -> None:
@@ -170,14 +168,12 @@ class LayerState:
         """Attributes and buffers that forward reads and does not write."""
 
     def begin_learning(self) -> None:
-        """The forward begins that is learned."""
         for index, part in enumerate(self._dicts):
             for key, value in part.items():
                 if isinstance(value, torch.Tensor) and not value.is_inference():
                     self._counts[index, key] = value._version
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors among attributes, parameters and buffers."""
         yield from self._parameters
         for part in self._dicts:
             for value in part.values():

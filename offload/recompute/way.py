@@ -29,13 +29,7 @@ dtype, and what happens to it."""
 
 
 class Way:
-    """One way through a layer's forward, as it was learned, and what happens to each saved tensor.
-
-    Args:
-        trace: What forward has done.
-        state: The layer's attributes, and which of them forward changes.
-        names: The regions' names, by storage.
-    """
+    """One way through a layer's forward, as it was learned, and what happens to each saved tensor."""
 
     def __init__(self, trace: Trace, state: LayerState, names: Mapping[int, str]) -> None:
         self.trace = trace
@@ -212,7 +206,6 @@ class Way:
         return nearest
 
     def by_name(self, policies: RegionPolicies) -> dict[str, str]:
-        """The policy of each region, by name."""
         found = {name: policies.of(name) for name in self.names.values()}
         for number, saved in enumerate(self.trace.saved):
             if saved.storage is not None and saved.storage in self.names and saved.movable:

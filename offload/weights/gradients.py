@@ -149,7 +149,6 @@ class GradientWriter:
                 self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
 
     def _stage(self, staged: list[_Staged]) -> None:
-        """Copy gradients into a staging buffer, from which the worker adds them."""
         sizes = [aligned(gradient.nbytes) for _, gradient, _ in staged]
         buffer = self._take_buffer(sum(sizes))
         additions = []

@@ -142,7 +142,6 @@ class StandIn:
         self._swapped_in = False
 
     def bind(self, flat: torch.Tensor) -> None:
-        """Use this device memory, uint8."""
         self._flat = flat
         self._frozen = self._trained = self.shown = self.new()
         self.version = self.shown._version
@@ -178,7 +177,6 @@ class StandIn:
         self._swapped_in = True
 
     def swap_out(self) -> None:
-        """Let the modules hold the program's parameter again."""
         self._swapped_in = False
         for container, key in self.places:
             container[key] = self.of.parameter

@@ -45,7 +45,6 @@ class LayerSteps:
 
     @property
     def steps(self) -> BackwardSteps | None:
-        """What steps, if an optimizer does that in backward."""
         return None if self._steps is None else self._steps()
 
     def check(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -73,7 +72,6 @@ class LayerSteps:
                 host.refuse_outside()
 
     def end(self) -> None:
-        """From now on, gradients go to the host."""
         self._steps = None
         for host in self._hosts:
             while host.refusals:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Self
@@ -26,7 +26,7 @@ from offload.host.page_locked import check_room
 from offload.optimizer.stream import streams_any_of
 from offload.weights.layer import InPlace, WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
-from offload.weights.reduce import GradientReducer, check_group
+from offload.weights.reduce import check_group
 from offload.weights.stream import StreamedLayer, WeightStream
 
 _logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class StreamedWeights(Handle):
         As with ``DistributedDataParallel.no_sync()``, which does the same, forward belongs into the block, too.
         """
         reducer = self._alive().reducer
-        return nullcontext() if reducer is None else _off(reducer)
+        return nullcontext() if reducer is None else reducer.off()
 
     def prepare_ddp(self, model: nn.Module) -> nn.Module:
         """Let ``DistributedDataParallel``, which is to wrap ``model``, leave the streamed parameters alone.
@@ -254,19 +254,9 @@ def stream_weights(
     streamed = [layer for layer in found if layer.nbytes]
     stream = WeightStream(backend, streamed, num_slots, num_staging, process_group)
     handle = StreamedWeights(modules, stream)
-    _watch_optimizers()
+    _watch_optimizers(_before_step)
     _streams.add(stream)
     return handle
-
-
-@contextmanager
-def _off(part: GradientReducer) -> Iterator[None]:
-    """Leave out a part of backward's work inside the block."""
-    before, part.enabled = part.enabled, False
-    try:
-        yield
-    finally:
-        part.enabled = before
 
 
 _Buffer = tuple[weakref.ref[nn.Module], str, torch.device]
@@ -287,10 +277,8 @@ def _move_buffers(targets: list[_Buffer]) -> list[_Buffer]:
     return origins
 
 
-@cache
-def _watch_optimizers() -> None:
-    """Have all optimizers run a hook before a step, from the first stream on."""
-    register_optimizer_step_pre_hook(_before_step)
+_watch_optimizers = cache(register_optimizer_step_pre_hook)
+"""Has all optimizers run a hook before a step, from the first stream on."""
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
