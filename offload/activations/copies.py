@@ -98,9 +98,18 @@ class Transfers:
     def begin_round(self) -> None:
         """A round of layers begins: look back at the earlier ones."""
         self._collect_stalls()
-        if not self._warned_of_waste and self.wasted.total() > WORTH_A_WARNING * self.offloaded_bytes:
-            self._warned_of_waste = True
-            self._warn_of_waste()
+        if self._warned_of_waste or self.wasted.total() <= WORTH_A_WARNING * self.offloaded_bytes:
+            return
+        self._warned_of_waste = True
+        named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in self.wasted.most_common(NAMED)]
+        more = ", ..." if len(self.wasted) > NAMED else ""
+        warn_caller(
+            f"{format_bytes(self.wasted.total())} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
+            "host so far freed no device memory, because something else holds the tensors, by the operation that made "
+            f"them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list or "
+            "by a hook, tensors stored on a module, a variable that wants `del`), or pass tensors that must be kept to "
+            "mark_not_offload; see stats().wasted."
+        )
 
     def hold(self, nbytes: int) -> None:
         self.resident_bytes += nbytes
@@ -191,17 +200,6 @@ class Transfers:
         self.pool.read(host)
         with trace.mark("h2d", layer):
             self.backend.to_device(self.h2d_stream, memory, host.pieces)
-
-    def _warn_of_waste(self) -> None:
-        named = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in self.wasted.most_common(NAMED)]
-        more = ", ..." if len(self.wasted) > NAMED else ""
-        warn_caller(
-            f"{format_bytes(self.wasted.total())} of the {format_bytes(self.offloaded_bytes)} that were copied to the "
-            "host so far freed no device memory, because something else holds the tensors, by the operation that made "
-            f"them: {', '.join(named)}{more}. Drop them before the layer is released (outputs collected in a list or "
-            "by a hook, tensors stored on a module, a variable that wants `del`), or pass tensors that must be kept to "
-            "mark_not_offload; see stats().wasted."
-        )
 
 
 def operation_name(maker: type) -> str:

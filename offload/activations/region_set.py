@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.copies import Transfers
-from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle, Token
+from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
 from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.base.tensors import plain_memory
@@ -144,17 +144,13 @@ class RegionSet(ActivationSet):
         An input is offloaded with the set if autograd saves it or a layer computed it. A mask is neither: all layers
         are given the same.
         """
-        token, tensors = self._token, inputs.tensors
-        if self._stays or self._policies.source is KEEP:
-            return [(KeptHandle(tensor, token).unpack, tensor.requires_grad) for tensor in tensors]
-        return [
-            (self._hold(tensor, token, saved=number in saved), tensor.requires_grad)
-            for number, tensor in enumerate(tensors)
-        ]
+        held = (self._hold(tensor, saved=number in saved) for number, tensor in enumerate(inputs.tensors))
+        return [(one, tensor.requires_grad) for one, tensor in zip(held, inputs.tensors, strict=True)]
 
-    def _hold(self, tensor: torch.Tensor, token: Token, *, saved: bool) -> Held:
-        offloads = (saved or tensor.grad_fn is not None) and isinstance(decide(tensor, self._rules), type)
-        return (self.pack(tensor) if offloads else KeptHandle(tensor, token)).unpack
+    def _hold(self, tensor: torch.Tensor, *, saved: bool) -> Held:
+        keeps = self._stays or self._policies.source is KEEP or not (saved or tensor.grad_fn is not None)
+        offloads = not keeps and isinstance(decide(tensor, self._rules), type)
+        return (self.pack(tensor) if offloads else KeptHandle(tensor, self._token)).unpack
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
@@ -396,7 +392,7 @@ class RegionSet(ActivationSet):
                 frame.kept[number] = handle.kept.unpack
         for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
             kept, needs = frame.held[number]
-            frame.held[number] = self._hold(kept(), self._token, saved=True), needs
+            frame.held[number] = self._hold(kept(), saved=True), needs
         originals.clear()
 
 

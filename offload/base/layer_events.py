@@ -205,7 +205,9 @@ class _LayerEvents:
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
-            _unwrap_checkpoint(layer)
+            function = vars(layer).get(_CHECKPOINT)
+            if isinstance(function, _Checkpoint):
+                setattr(layer, _CHECKPOINT, function.function)
             forget_compiled()
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
@@ -309,7 +311,7 @@ class _Checkpoint:
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_same, (self.function,))
+        return (unchanged, (self.function,))
 
 
 def _layer_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -328,13 +330,8 @@ def _wrap_checkpoint(module: nn.Module, events: _LayerEvents) -> None:
         setattr(module, _CHECKPOINT, _Checkpoint(function, events))
 
 
-def _unwrap_checkpoint(module: nn.Module) -> None:
-    function = vars(module).get(_CHECKPOINT)
-    if isinstance(function, _Checkpoint):
-        setattr(module, _CHECKPOINT, function.function)
-
-
-def _same(function: Callable[..., object]) -> Callable[..., object]:
+def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself: in place of what stands for it, in copies of a module."""
     return function
 
 

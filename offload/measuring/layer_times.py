@@ -17,7 +17,7 @@ from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
-from offload.measuring.memory_peak import MemoryPeak
+from offload.observe.memory import MemoryPeak
 from offload.planning.closed_form import Peaks
 from offload.planning.profile import LayerProfile
 

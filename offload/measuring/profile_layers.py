@@ -20,7 +20,7 @@ from offload.base.layer_events import LayerListener, Turn, check_layers, listene
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
-from offload.measuring.memory_peak import MemoryPeak, memory_peak
+from offload.observe.memory import MemoryPeak, memory_peak
 from offload.planning.closed_form import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.region_costs import region_costs

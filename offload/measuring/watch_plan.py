@@ -13,7 +13,7 @@ from offload.base.checks import format_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
 from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
-from offload.measuring.memory_peak import memory_peak
+from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan
 
 TOLERANCE = 0.02

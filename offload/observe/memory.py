@@ -1,17 +1,18 @@
-"""How much device memory a step needs above what was there before."""
+"""How much device memory a step needs above what was there before, as an accelerator's allocator says or as counted."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from offload.base.torch_private import TorchDispatchMode, tree_leaves
+from offload.base.torch_private import TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
 from offload.device.select import resolve_device
+from offload.recompute.learn import LayerMode
 
 
 @dataclass
@@ -46,13 +47,13 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
                 meter.peak_bytes = allocations.peak_bytes
         return
     torch.accelerator.synchronize(resolved)
-    torch.accelerator.reset_peak_memory_stats(resolved)
-    start_bytes = torch.accelerator.memory_allocated(resolved)
+    peak = MemoryPeak(resolved)
+    peak.start()
     try:
         yield meter
     finally:
         torch.accelerator.synchronize(resolved)
-        meter.peak_bytes = torch.accelerator.max_memory_allocated(resolved) - start_bytes
+        meter.peak_bytes = peak.most_bytes()
 
 
 class CpuAllocations(TorchDispatchMode):
@@ -103,3 +104,77 @@ class CpuAllocations(TorchDispatchMode):
 
 def _counts(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+
+
+class MemoryPeak:
+    """The peak of a device whose allocator tells it."""
+
+    costs_time = False
+    """Whether the program is slower while this counts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start_bytes = 0
+
+    def start(self) -> None:
+        """Count from now on, above what is allocated now."""
+        torch.accelerator.reset_peak_memory_stats(self._device)  # what was before may have needed more
+        self._start_bytes = torch.accelerator.memory_allocated(self._device)
+
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count storages that were allocated before the start, too, until they are freed."""
+        self._start_bytes -= sum(storage.nbytes() for storage in storages)
+
+    def most_bytes(self) -> int:
+        """The most since the start, or since :meth:`begin_part`."""
+        return torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
+
+    def begin_part(self) -> None:
+        """Forget the peak so far; bytes still count above what was allocated at the start."""
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> None:
+        """Count no more; the allocator always counts."""
+
+
+class CpuMemoryPeak(MemoryPeak):
+    """The same on the CPU: what operations of this thread return is counted, from the start to the stop."""
+
+    costs_time = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._counted: _Counted | None = None
+
+    def start(self) -> None:
+        self.stop()
+        self._counted = _Counted()
+        # Outside of all others, which the program may leave while this one counts on.
+        set_modes([self._counted, *dispatch_modes()])
+
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        if self._counted is not None:
+            for storage in storages:
+                self._counted.count(storage)
+
+    def most_bytes(self) -> int:
+        return 0 if self._counted is None else self._counted.peak_bytes
+
+    def begin_part(self) -> None:
+        if self._counted is not None:
+            self._counted.forget_peak()
+
+    def stop(self) -> None:
+        counted, self._counted = self._counted, None
+        # After backward, autograd enters the modes again that were entered before it.
+        if counted is not None or any(isinstance(mode, _Counted) for mode in dispatch_modes()):
+            set_modes([mode for mode in dispatch_modes() if not isinstance(mode, _Counted)])
+
+
+class _Counted(CpuAllocations, LayerMode):
+    """Next to compiled code, which remains compiled."""
+
+
+def memory_peak(device: torch.device) -> MemoryPeak:
+    """What tells the peak of a device."""
+    return CpuMemoryPeak() if device.type == "cpu" else MemoryPeak(device)

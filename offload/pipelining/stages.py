@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import pipeline_microbatches
 from offload.device.backend import Backend, Event
+from offload.measuring.memory_left import allocated_bytes
 from offload.pipelining.order import Action, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.pipelining.rank_step import StageProfile
 
@@ -62,12 +63,12 @@ class Probe:
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
-        before_bytes = self._allocated_bytes()
+        before_bytes = allocated_bytes(self._backend.device)
         start = self._backend.mark()
         yield
         self._marks[action.stage, action.kind].append((start, self._backend.mark()))
         if action.kind == "I":
-            more_bytes = self._allocated_bytes() - before_bytes
+            more_bytes = allocated_bytes(self._backend.device) - before_bytes
             self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes[action.stage])
 
     def count(self, stage: int, tensors: tuple[int, ...], kept_bytes: int) -> None:
@@ -89,10 +90,6 @@ class Probe:
             )
             for stage, (tensors, kept_bytes) in self._saved.items()
         }
-
-    def _allocated_bytes(self) -> int:
-        device = self._backend.device
-        return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
     def _fastest_s(self, stage: int, kind: str) -> float:
         return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from offload.base.layer_events import replace_attribute
+from offload.base.layer_events import replace_attribute, unchanged
 from offload.base.torch_private import (
     COMPILED_CALL,
     OPERATOR,
@@ -214,11 +214,7 @@ class CompiledForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the layer runs as the layer without this object."""
-        return (_same_forward, (self._forward,))
-
-
-def _same_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+        return (unchanged, (self._forward,))
 
 
 def _as_it_is(graph: Any, _inputs: object) -> Any:

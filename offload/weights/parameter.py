@@ -40,9 +40,8 @@ class HostParameter:
         self.held = False  # whether parameter.grad is kept here: from the first gradient of a backward to its end
         self.total: torch.Tensor | None = None  # while held: what gradients are added to
         self.before: torch.Tensor | None = None  # while held: what the total is added to at the end
-        # While gradients are averaged over ranks:
-        self.replaces = False  # whether the next gradient is an average that contains the total, and replaces it
-        self.undecided = False  # whether other ranks have to say if one of them has a gradient
+        # While gradients are averaged over ranks: whether the next one is an average that contains the total.
+        self.replaces = False
         gradient, parameter.grad = parameter.grad, None
         data = self.over(own_storage(flat[: parameter.nbytes]), parameter.dtype)
         data.copy_(parameter.data)
@@ -74,7 +73,7 @@ class HostParameter:
             self.before = self.parameter.grad
         else:
             self.total = self.parameter.grad
-        self.replaces = self.undecided = False
+        self.replaces = False
         self.held = True
         self.parameter.grad = None  # last: an interrupt before leaves the gradient where it is
 

@@ -84,7 +84,6 @@ class GradientReducer:
         # The host reads it next: which gradients become None is decided there.
         self._backend.wait_on_host(self._stream.record_event(), WeightWait.WRITTEN)
         for host, anywhere in zip(self._used, used.tolist(), strict=True):
-            host.undecided = False
             if not anywhere:
                 host.total = None
 
@@ -117,7 +116,6 @@ class GradientReducer:
                     host.total, host.before = host.before, None
                 host.replaces = first and host.total is not None
                 self._used[host] = bool(found) or host.replaces or self._used.get(host, False)
-                host.undecided = not self._used[host]
                 if host.replaces and host.total is not None:
                     sums.append((average, host.total, host.over(self._backend.empty(len(memory)), dtype)))
             self._start(layer, flat.view(dtype), sums)

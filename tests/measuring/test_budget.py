@@ -20,8 +20,8 @@ from offload.host import pool as host_pool
 from offload.measuring.follow_plan import RESERVE
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.memory_left import left_bytes
-from offload.measuring.memory_peak import CpuMemoryPeak, MemoryPeak
 from offload.measuring.sizes import CostsBySize
+from offload.observe.memory import CpuMemoryPeak, MemoryPeak
 from offload.planning.plan import Plan
 from offload.planning.profile import Profile
 from offload.recompute.costs import LayerPolicy

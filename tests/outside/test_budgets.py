@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.measuring.memory_peak import CpuMemoryPeak
+from offload.observe.memory import CpuMemoryPeak
 
 from .budgets import TOLERANCE, check
 
