@@ -135,7 +135,7 @@ def test_step_recorded_without_offloading(case: Case) -> None:
 def test_one_graph_cannot_hold_the_copies(strict: bool, case: Case) -> None:
     remedy = {
         "hooks": r"compile without fullgraph=True, or compile each\s+layer by itself.*handle.remove\(\)",
-        "context": r"`OffloadContext(\.__enter__)?`",
+        "context": r"OffloadContext(\.__enter__)?",
     }
     model, x = case.model, case.x
     if strict:
