@@ -7,7 +7,7 @@ PyTorch keeps these tensors in a storage of its own, below autograd, where hooks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from offload.activations.handles import SavedHandle
 from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
-from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once
+from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once, without_modes
 
 opened: list[Any] = []
 """Of the layers whose forward runs now, innermost last: the activation set, or what measures the layer. Each has
@@ -36,7 +36,8 @@ def sees(one: Any) -> Iterator[None]:
 def _keep(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     if not _takes():
         return None
-    with counting_versions():
+    # To hold the result is none of the layer's operations. A subclass detaches by its own dispatch.
+    with without_modes() if type(result) is torch.Tensor else nullcontext(), counting_versions():
         packed = opened[-1].pack(result)
     return packed.unpack if isinstance(packed, SavedHandle) else None
 

@@ -61,6 +61,7 @@ def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -
         moved = 0
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
+            assert bool(handle.regions(0)) is bool(policies)  # learned in the first step
             moved, before = handle.stats().offloaded_bytes, moved
         inputs = 4 * x.numel()  # that of the first layer is a leaf
         # What the user's own checkpointing keeps is offloaded with its layer, whatever the policies of regions say.
@@ -187,9 +188,11 @@ def test_everything_is_kept(lab: Lab) -> None:
     expected = step_gradients(layers, x)
     lab.adverse()
     for policies in POLICIES.values():
-        with offloaded(layers, lab, policies=policies):
+        named = policies and {pattern.replace("mm", "addmm"): policy for pattern, policy in policies.items()}
+        with offloaded(layers, lab, policies=named) as handle:
             for _ in range(3):
                 assert_same(expected, step_gradients(layers, x))
+                assert bool(handle.regions(0)) is bool(policies)
 
 
 def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
