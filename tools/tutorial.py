@@ -34,10 +34,10 @@ from nbconvert import HTMLExporter
 from tabulate import tabulate
 
 ON_A_CPU = (
-    "On a CPU, memory and gradients are as on a GPU, and times are not: copies and model share the same cores, so "
-    "offloading can make a step longer. A GPU has engines of its own for copies."
+    "On a CPU, memory and gradients are as on a GPU. Times are not: copies and model share the processor. One core is "
+    "left to the copies here, so they run while the others compute; a GPU has copy engines."
 )
-"""As the first tutorial says at its beginning."""
+"""As the first tutorial prints at its beginning."""
 
 CellCallback = Callable[[int], None]  # called with the index of a cell
 

@@ -19,8 +19,8 @@ from pathlib import Path
 result = [{**row, "gradients": "bit-identical"} for row in rows] + [
     {
         "offloaded layers": row["offloaded layers"],
-        "step ms": row["step ms"],
         f"peak {unit_name}": row[f"peak {unit_name}"],
+        "step ms": row["step ms"],
         "gradients": "",
     }
     for row in curve

@@ -32,7 +32,8 @@ ONE_MORE_OF_A_KIND = re.compile(
 )
 
 # Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the
-# smallest in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels.
+# smallest in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels, and 9 points in charts that
+# are as narrow as phones.
 LOOK = """async smallest => {
   const faults = [];
   await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
@@ -42,7 +43,7 @@ LOOK = """async smallest => {
     if (!image.alt) faults.push(`no alternative text for ${name}`);
     const shown = image.getBoundingClientRect().width;
     if (!shown) continue;
-    let height = 9.7 * shown / image.naturalWidth;
+    let height = (image.matches(".fits-phones") ? 12.5 : 9.7) * shown / image.naturalWidth;
     if (name.endsWith(".svg")) {
       const text = await (await fetch(image.currentSrc)).text();
       const width = Number(text.match(/viewBox="0 0 ([\\d.]+)/)[1]);

@@ -28,6 +28,9 @@ NARROW = "(max-width: 47em)"
 FITTED_PX = 920
 """Notebooks' pictures that are wider scroll: fitted to the page, their text would be smaller than 9 pixels."""
 
+PHONE_PX = 490
+"""Notebooks' charts that are no wider are fitted to a phone, too: their text has 9 points and more, 12.5 pixels."""
+
 FOLDED = "hide-input"
 FOLD = '<details class="folded-code"><summary>{}</summary>'
 FOLD_TITLE = "The code that draws this"
@@ -61,8 +64,11 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
     for node, text in zip(shown, texts, strict=True):
         node["alt"] = text
         with (Path(app.srcdir) / node["uri"].removeprefix("/")).open("rb") as file:
-            if int.from_bytes(file.read(20)[16:]) > FITTED_PX:
-                node["classes"].append("as-drawn")
+            width = int.from_bytes(file.read(20)[16:])
+        if width > FITTED_PX:
+            node["classes"].append("as-drawn")
+        if width <= PHONE_PX:
+            node["classes"].append("fits-phones")
 
 
 def fold_code(app: Sphinx, doctree: nodes.document) -> None:
