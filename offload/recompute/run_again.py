@@ -105,6 +105,8 @@ class Replay:
             storage: number
             for storage, number in run.suppliers.items()
             if self.plan[trace.storages[storage].writers[0]].results is not None
+            # What is made after the last dropped tensor is not needed, and is freed when backward has used it.
+            and (self.may_change or trace.storages[storage].writers[0] < last)
         }
         self.suppliers = supplied
         self.numbers = set(supplied.values())

@@ -15,6 +15,8 @@ from test_policies import ALL, Function, Seen, offloaded
 from test_second_run import garbage, step
 from torch import nn
 
+import offload
+
 __all__ = ["garbage"]  # a fixture of these tests, too
 
 LAYERS = 3
@@ -200,3 +202,28 @@ def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> 
     assert len(runs) == 2
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)  # two threads add to one gradient in any order
+
+
+def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) -> None:
+    """The second run ends before, and needs none of it: the peak is not above that of keeping everything."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x.relu()).sin().exp())
+
+    layers, x = build(Layer, 1, lab.device)
+    x = x.detach().repeat(64, *[1] * (x.ndim - 1)).requires_grad_()
+    peaks = {}
+    for policy in ("keep", "recompute"):
+        with offloaded(layers, lab, {"relu": policy, "*": "keep"}, 0) as handle:
+            step(layers, x)
+            step(layers, x)
+            with offload.memory_meter(lab.device) as meter:
+                step(layers, x)
+            assert handle.regions(0)["relu"] == policy
+        peaks[policy] = meter.peak_bytes
+    assert peaks["recompute"] <= peaks["keep"]
