@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import record_of
 
-from benchmarks import never_slower, recipe
+from benchmarks import never_slower, recipe, varying_lengths
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,18 @@ def test_budgets_next_to_checkpointing(tmp_path: Path, capsys: pytest.CaptureFix
     assert all("error" not in row and row["bit_identical"] for row in rows)
     assert all(row["measuring_steps"] in (2, 3) for row in rows if row["what"] == "budget")
     assert "x best other" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_a_budget_with_lengths_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = record_of(varying_lengths, tmp_path / "record.json", "--steps", "24")
+    by_hand, budget, nothing, checkpointing = record["rows"]
+    assert all(row["same_losses"] and row["peak_bytes"] > 0 for row in record["rows"])
+    assert by_hand["over_budget"] == budget["over_budget"] == checkpointing["over_budget"] == []
+    assert [one["tokens"] for one in nothing["over_budget"]] == [512]  # only the longest batch needs so much
+    assert 0 < len(budget["measuring"]) <= 5
+    assert not any("cannot be met" in said for _, said in budget["messages"])
+    assert "x plan by hand" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -110,8 +111,8 @@ def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
     layers, x = built("decoder", lab)
     expected = seeded(layers, x)
-    runs = compiled_levels.Runs()
-    forwards = [compiled_levels.CompiledForward(layer, runs, EAGER) for layer in layers]
+    runs, compiles = compiled_levels.Runs(), functools.partial(torch.compile, **EAGER)
+    forwards = [compiled_levels.CompiledForward(layer, runs, compiles, asked=True) for layer in layers]
     saved = []
     for level in compiled_levels.Level:
         for forward in forwards:

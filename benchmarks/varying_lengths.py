@@ -1,0 +1,387 @@
+"""Fine-tuning with lengths that vary: steps that measure, peaks beside the budget, and time beside a plan by hand.
+
+    python -m benchmarks.varying_lengths
+    python -m benchmarks.varying_lengths --steps 500
+
+Hugging Face's Trainer trains a Llama on sequences whose lengths follow a log-normal distribution, padded per batch,
+with evaluations in between. The budget is a share of what the longest batch adds when everything is kept. Every way
+trains a model of its own on the same batches. The plan by hand has its first half before the run of the budget and its
+second half after that run, so that a change of the GPU's clocks concerns both alike. On the CPU the peak of every step
+is counted in Python, so that seconds say little there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+
+import offload
+from benchmarks.instruments import Row, attempt, give_memory_back, metered, synchronize
+from benchmarks.report import asked, environment, table, write
+from offload.activations.context import DEFAULT_MIN_BYTES
+from offload.base.checks import format_bytes
+from offload.callbacks.huggingface import OffloadCallback
+
+STEPS = 2000
+SHARE = 0.5
+"""Of what the longest batch adds with everything kept."""
+MEDIAN, SIGMA = 1 / 16, 1.0
+"""Of the log-normal distribution of lengths; the median is a part of the longest length."""
+SIZES = {"longest": 4096, "shortest": 64, "words": 32000}
+SMALL = {"longest": 256, "shortest": 4, "words": 128}
+BATCH = 2
+"""Sequences."""
+EVALUATIONS, EVALUATED = 4, 4
+"""How often the model is evaluated, and on how many batches."""
+TRIES = 6
+"""Plans by hand, each for less memory than the one before, until a step keeps to the budget."""
+PROFILED = 5
+"""Steps whose median is the profile of the plan by hand."""
+SETTLED = 50
+"""The first steps of each run do not count to the second ratio: plans are compared in them, and memory is pinned."""
+
+Batch = dict[str, torch.Tensor]
+
+
+def batches(count: int, *, longest: int, shortest: int, words: int, seed: int = 0) -> list[Batch]:
+    """Sequences of random tokens, padded on the right to the longest of their batch; one has the longest length."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(count, BATCH).log_normal_(math.log(MEDIAN * longest), SIGMA, generator=generator)
+    lengths = drawn.round().long().clamp(shortest, longest)
+    lengths[count // 2, 0] = longest
+    found = []
+    for row in lengths:
+        mask = (torch.arange(int(row.max())) < row[:, None]).long()
+        ids = torch.randint(1, words, mask.shape, generator=generator) * mask
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return found
+
+
+def build(device: torch.device, *, small: bool) -> Any:
+    """The width of Llama-3.2-3B, half as many layers: 1.5e9 parameters in bfloat16; or a small one in float32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
+    if not small:
+        sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 14, "num_attention_heads": 24}
+    inputs = SMALL if small else SIZES
+    config = transformers.LlamaConfig(
+        **sizes,
+        num_key_value_heads=2 if small else 8,
+        vocab_size=inputs["words"],
+        max_position_embeddings=inputs["longest"],
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if small else torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+
+
+class Peaks:
+    """The peaks of steps, also where the library has the allocator forget its peak within a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most_bytes = 0
+        self._forget = torch.accelerator.reset_peak_memory_stats
+
+    def __enter__(self) -> Peaks:
+        torch.accelerator.reset_peak_memory_stats = self._note
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.reset_peak_memory_stats = self._forget
+
+    def of(self, step: Callable[[], Any]) -> tuple[Any, int]:
+        """The result of a step, and the most that the step adds to what is allocated; waits for no accelerator."""
+        if self._device.type == "cpu":
+            with offload.memory_meter(self._device) as meter:
+                found = step()
+            return found, meter.peak_bytes
+        self._forget(self._device)
+        self._most_bytes, start_bytes = 0, torch.accelerator.memory_allocated(self._device)
+        found = step()
+        self._note()
+        return found, self._most_bytes - start_bytes
+
+    def _note(self, *_: object) -> None:
+        self._most_bytes = max(self._most_bytes, torch.accelerator.max_memory_allocated(self._device))
+        self._forget(self._device)
+
+
+class Run(transformers.Trainer):
+    """A training that takes its batches in their order, and notes the peak, the end and the loss of each step.
+
+    Args:
+        model: The model.
+        data: A batch for each step.
+        evaluated: The batches of each evaluation.
+        peaks: Tells the peak of a step.
+        every: After so many steps the model is evaluated.
+        offloading: A callback, whose state is noted.
+        options: Arguments of the training.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Sequence[Batch],
+        evaluated: Sequence[Batch],
+        peaks: Peaks,
+        every: int,
+        offloading: OffloadCallback | None = None,
+    ) -> None:
+        self.peaks_bytes: list[int] = []
+        self.ends_s: list[float] = []
+        self.states: list[str] = []
+        self.losses: list[torch.Tensor] = []
+        self._data, self._evaluated, self._peaks, self._offloading = data, evaluated, peaks, offloading
+        self._folder = TemporaryDirectory()
+        arguments = transformers.TrainingArguments(
+            self._folder.name,
+            max_steps=len(data),
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            eval_strategy="steps",
+            eval_steps=every,
+            logging_steps=every,
+            logging_nan_inf_filter=False,  # looking at each loss would wait for the device
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+            use_cpu=model.device.type == "cpu",
+        )
+        callbacks = [] if offloading is None else [offloading]
+        super().__init__(model, arguments, train_dataset=data, eval_dataset=evaluated, callbacks=callbacks)
+
+    def get_train_dataloader(self) -> Any:
+        """In order, one batch at a time."""
+        return self.accelerator.prepare(torch.utils.data.DataLoader(self._data, batch_size=None))
+
+    def get_eval_dataloader(self, *_: Any) -> Any:
+        """The same."""
+        return self.accelerator.prepare(torch.utils.data.DataLoader(self._evaluated, batch_size=None))
+
+    def training_step(self, *given: Any, **options: Any) -> Any:
+        """Forward and backward of one batch."""
+        loss, peak_bytes = self._peaks.of(partial(super().training_step, *given, **options))
+        self.peaks_bytes.append(peak_bytes)
+        self.ends_s.append(time.perf_counter())
+        self.losses.append(loss)
+        handle = None if self._offloading is None else self._offloading.handle
+        self.states.append("" if handle is None else handle.state)
+        return loss
+
+    def run(self) -> float:
+        """Train: the seconds from an idle device to an idle device."""
+        synchronize(self.model.device)
+        begin = time.perf_counter()
+        self.train()
+        synchronize(self.model.device)
+        self._folder.cleanup()
+        return time.perf_counter() - begin
+
+
+class Messages(logging.Handler):
+    """What the library says of its plans while a model is trained, each message with the number of steps before it.
+
+    Args:
+        steps: Tells how many there were so far.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[tuple[int, str]] = []
+        self._steps = steps
+        self._loggers = [logging.getLogger(name) for name in ("offload.measuring", "py.warnings")]
+        self._level = self._loggers[0].level
+        self._warnings = warnings.catch_warnings()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a message."""
+        said = record.getMessage()
+        if record.name != "py.warnings" or "memory_budget" in said:
+            self.found.append((self._steps(), said.strip()))
+
+    def __enter__(self) -> Messages:
+        self._warnings.__enter__()
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        self._loggers[0].setLevel(logging.INFO)
+        for logger in self._loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+        self._loggers[0].setLevel(self._level)
+        logging.captureWarnings(False)
+        self._warnings.__exit__(*error)
+
+
+class Case:
+    """The ways to train, and their rows.
+
+    Args:
+        device: Where the model is trained.
+        steps: How many.
+        small: A small model and short sequences.
+        share: The budget, as a part of what the longest batch adds.
+    """
+
+    def __init__(self, device: torch.device, steps: int, *, small: bool, share: float) -> None:
+        self.device, self.small, self.share = device, small, share
+        self.batches = batches(steps, **(SMALL if small else SIZES))
+        self.evaluated = batches(EVALUATED, **(SMALL if small else SIZES), seed=1)
+        self.longest = max(self.batches, key=lambda batch: batch["input_ids"].shape[1])
+        self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
+        self.budget_bytes = self.most_bytes = 0
+        self.plan: offload.Plan | None = None
+        self._losses: list[torch.Tensor] = []
+
+    def measure(self) -> list[Row]:
+        """All rows."""
+        self._prepare()
+        half = len(self.batches) // 2
+        by_hand: Row = {"what": "plan by hand"}
+        rows = [by_hand, *({"what": what} for what in ("memory_budget", "nothing", "gradient checkpointing"))]
+        self._train(by_hand, self.batches[:half], around=self._follow)
+        offloading = OffloadCallback(memory_budget=self.budget_bytes, min_bytes=self.min_bytes)
+        self._train(rows[1], self.batches, offloading=offloading)
+        self._train(by_hand, self.batches[half:], around=self._follow)
+        self._train(rows[2], self.batches)
+        self._train(rows[3], self.batches, around=checkpointed)
+        settled = [number for number in range(len(self.batches)) if number % half >= SETTLED]
+        for row in rows:
+            if "error" not in row and "error" not in by_hand:
+                row["ratio"] = row["train_s"] / by_hand["train_s"]
+                steps_s = [[one["steps_s"][number] for number in settled] for one in (row, by_hand)]
+                row["settled_ratio"] = math.fsum(steps_s[0]) / math.fsum(steps_s[1]) if settled else None
+        for row in rows:
+            row.pop("steps_s", None)
+        return rows
+
+    def _prepare(self) -> None:
+        """The budget, and a plan for the longest batch that keeps to it, as a user makes it."""
+        model = build(self.device, small=self.small)
+        batch = {name: tensor.to(self.device) for name, tensor in self.longest.items()}
+
+        def step() -> None:
+            model(**batch).loss.backward()
+            model.zero_grad()
+
+        step()
+        self.most_bytes, _ = metered(step, self.device)
+        self.budget_bytes = left = round(self.share * self.most_bytes)
+        options = {"min_bytes": self.min_bytes, "device": self.device, "steps": 1 if self.small else PROFILED}
+        profile = offload.profile_layers(model.model.layers, step, regions=True, **options)
+        link = offload.measure_link(self.device)
+        for _ in range(TRIES):
+            self.plan = offload.plan(profile, left, link)
+            with warnings.catch_warnings(), self._follow(model):
+                warnings.simplefilter("ignore")
+                for _ in range(3):
+                    step()
+                peak_bytes, _ = metered(step, self.device)
+            amounts = map(format_bytes, (left, peak_bytes, self.budget_bytes))
+            print("plan by hand for {}: peak {}, budget {}".format(*amounts), flush=True)
+            if peak_bytes <= self.budget_bytes:
+                break
+            left -= peak_bytes - self.budget_bytes
+
+    def _follow(self, model: Any) -> AbstractContextManager[Any]:
+        return offload.offload_layers(model.model.layers, plan=self.plan, min_bytes=self.min_bytes)
+
+    def _train(self, row: Row, data: Sequence[Batch], **options: Any) -> None:
+        """Train a new model, and add what its steps took to the row."""
+        give_memory_back(self.device)
+        attempt(row, lambda: self._trained(row, data, **options))
+        print({name: value for name, value in row.items() if name != "steps_s"}, flush=True)
+
+    def _trained(
+        self,
+        row: Row,
+        data: Sequence[Batch],
+        around: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+        offloading: OffloadCallback | None = None,
+    ) -> None:
+        model = build(self.device, small=self.small)
+        with Peaks(self.device) as peaks:
+            run = Run(model, data, self.evaluated, peaks, max(1, len(self.batches) // EVALUATIONS), offloading)
+            with Messages(lambda: len(run.states)) as messages, around(model):
+                row["train_s"] = row.get("train_s", 0.0) + run.run()
+        ends_s = [run.ends_s[0], *run.ends_s]
+        row["steps_s"] = row.get("steps_s", []) + [end - begin for begin, end in pairwise(ends_s)]
+        row["peak_bytes"] = max(row.get("peak_bytes", 0), *run.peaks_bytes)
+        first = 0 if data[0] is self.batches[0] else len(self.batches) - len(data)
+        over = [
+            {"step": number + first, "tokens": batch["input_ids"].numel(), "bytes": peak_bytes - self.budget_bytes}
+            for number, (batch, peak_bytes) in enumerate(zip(data, run.peaks_bytes, strict=True))
+            if peak_bytes > self.budget_bytes
+        ]
+        row["over_budget"] = row.get("over_budget", []) + over
+        row["measuring"] = [number for number, state in enumerate(run.states) if state == "measuring"]
+        row["messages"] = row.get("messages", []) + messages.found
+        if first == 0:  # a run of the second half begins with other weights
+            self._losses = self._losses or run.losses
+            row["same_losses"] = all(map(torch.equal, self._losses, run.losses))
+
+    def shown(self, row: Row) -> Row:
+        """A row as people read it."""
+        if "error" in row:
+            return {"what": row["what"], "note": row["error"][:80]}
+        most = max((one["bytes"] for one in row["over_budget"]), default=0)
+        return {
+            "what": row["what"],
+            "s": row["train_s"],
+            "x plan by hand": row.get("ratio"),
+            "x, settled": row.get("settled_ratio"),
+            "peak": format_bytes(row["peak_bytes"]),
+            "measuring steps": len(row["measuring"]),
+            "steps over the budget": len(row["over_budget"]),
+            "by at most, %": 100 * most / self.budget_bytes,
+            "losses": "same" if row["same_losses"] else "differ",
+        }
+
+
+@contextmanager
+def checkpointed(model: Any) -> Iterator[None]:
+    """Hugging Face's own checkpointing of all layers, by the name that the release has for it."""
+    new = hasattr(model, "activation_checkpointing_enable")
+    getattr(model, f"{'activation' if new else 'gradient'}_checkpointing_enable")()
+    yield
+
+
+def main() -> None:
+    """Measure, print the table, write the record."""
+    parser = argparse.ArgumentParser(description="Train within a memory budget with lengths that vary.")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--share", type=float, default=SHARE)
+    arguments, device = asked(parser, "results/varying_lengths.json")
+    transformers.utils.logging.set_verbosity_error()
+    case = Case(device, arguments.steps, small=arguments.small, share=arguments.share)
+    rows = case.measure()
+    facts = {"steps": arguments.steps, "share": arguments.share, "small": arguments.small}
+    facts |= {"budget_bytes": case.budget_bytes, "most_bytes": case.most_bytes}
+    write(arguments.out, environment(device) | facts | {"rows": rows})
+    print(f"budget {format_bytes(case.budget_bytes)} of {format_bytes(case.most_bytes)}")
+    print(table([case.shown(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
