@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import offload
 from offload.base import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +148,14 @@ def test_a_missing_private_name_is_an_error_that_names_the_version(monkeypatch: 
     use = torch_private._find("_C._no_such_function")
     with pytest.raises(RuntimeError, match=r"torch\._C\._no_such_function, which torch 3\.0\.0 does not have"):
         use(1)
+    monkeypatch.setattr(torch_private, "_lacking", ["_C._functions._NoNode"])
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda *_: None)  # as before the first layer
+    with pytest.raises(RuntimeError, match=r"torch\._C\._functions\._NoNode, which torch 3\.0\.0 does not have"):
+        offload.get_cpu_offload_context(True, 1, 3)
+    monkeypatch.setattr(torch_private, "_lacking", [])
+    monkeypatch.setattr(torch.nn, "Module", type("Module", (), {}))
+    with pytest.raises(RuntimeError, match=r"Module\._forward_pre_hooks, which torch 3\.0\.0 does not have"):
+        offload.get_cpu_offload_context(True, 1, 3)
 
 
 # Names.

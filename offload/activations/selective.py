@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from offload.activations.handles import SavedHandle
 from offload.activations.saved_storage import give_up_resized
@@ -57,6 +58,17 @@ def _owns(pack: object) -> bool:
     return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
 
 
+def _offload_is_save(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
+    """Save what a policy wants offloaded: eager PyTorch would recompute it, and says nothing."""
+    offloaded = CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD
+
+    def chosen(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+        choice = policy(*args, **kwargs)
+        return CheckpointPolicy.MUST_SAVE if choice in offloaded else choice
+
+    return chosen
+
+
 def patch_pytorch() -> None:
     """Let PyTorch tell of storages that are resized and of results that checkpoints keep; called by every context."""
-    patch_once(give_up_resized, _keep, _see, _takes, _owns)
+    patch_once(give_up_resized, _keep, _see, _takes, _owns, _offload_is_save)

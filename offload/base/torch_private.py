@@ -22,7 +22,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.fx.experimental.proxy_tensor
 import torch.utils._python_dispatch
-import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,13 +30,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def _take(name: str) -> Any:
-    """What PyTorch has under ``torch.name``; an error that names the version where PyTorch lacks it."""
+def _take(name: str, one: Any = torch) -> Any:
+    """What PyTorch has under ``torch.name``, or ``one`` has; an error that names the version where it lacks that."""
     try:
-        return functools.reduce(getattr, name.split("."), torch)
+        return functools.reduce(getattr, name.split("."), one)
     except AttributeError:
+        whose = getattr(one, "__name__", type(one).__name__)
         raise RuntimeError(
-            f"offload needs torch.{name}, which torch {torch.__version__} does not have; install a version of torch "
+            f"offload needs {whose}.{name}, which torch {torch.__version__} does not have; install a version of torch "
             "that this version of offload supports (see its page on installation)."
         ) from None
 
@@ -50,27 +50,36 @@ def _find(name: str) -> Any:
         return lambda *_, **__: _take(name)
 
 
-_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
-_pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
+_lacking: list[str] = []
+
+
+def _constant(name: str) -> Any:
+    """The same for what is no function: the first layer that is offloaded raises."""
+    try:
+        return _take(name)
+    except RuntimeError:
+        _lacking.append(name)
+
+
+_top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
 this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
 _executes = _find("_C._will_engine_execute_node")
-_mode_of_kind, _PROXY = _find("_C._get_dispatch_mode"), _take("_C._TorchDispatchModeKey.PROXY")
+_proxy_mode, _count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
-_pre_dispatch_mode, _count_modes = _find("_ops._get_dispatch_mode_pre_dispatch"), _find("_C._len_torch_dispatch_stack")
 dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
 """The dispatch modes that this thread has entered, the outermost first."""
 _pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils._python_dispatch._push_mode")
 _exclude, _set_excluded = _find("_C._ExcludeDispatchKeyGuard"), _find("_C._SetExcludeDispatchKeyGuard")
-_COUNTING = _take("_C.DispatchKey.ADInplaceOrView")
+_COUNTING = _constant("_C.DispatchKey.ADInplaceOrView")
 _uses, _set_eval_frame = _find("_C._storage_Use_Count"), _find("_C._dynamo.eval_frame.set_eval_frame")
 _RULES, _HIGHEST_NODE = "torch._dynamo.trace_rules", 2**64 - 1
+_HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
 COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
 _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-tree_leaves = torch.utils._pytree.tree_leaves
-FakeTensorMode = torch._subclasses.FakeTensorMode
+tree_leaves, FakeTensorMode = _find("utils._pytree.tree_leaves"), _find("_subclasses.FakeTensorMode")
 
 # Autograd.
 
@@ -84,9 +93,9 @@ keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the backward that runs was called with ``retain_graph=True``."""
 keep_versions = _find("autograd._unsafe_preserve_version_counter")
 """A context that undoes changes of a tensor's version."""
-CAST_NODE: Any = _take("_C._functions.ToCopyBackward0")
+CAST_NODE = _constant("_C._functions.ToCopyBackward0")
 """The node of ``Tensor.to``, which autocast calls on a parameter."""
-RESHAPED_NODE: Any = _take("_C._functions.UnsafeViewBackward0")
+RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")
 """The node that gives a matrix product's result its shape."""
 
 
@@ -161,7 +170,7 @@ without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 def is_traced() -> bool:
     """Whether operations are recorded: by ``torch.jit.trace``, ``torch.fx``, ``make_fx`` or ``torch.export``."""
-    return bool(_tracing() or _mode_of_kind(_PROXY) or _pre_dispatch_mode(_PROXY) or _fx_traces())
+    return bool(_tracing() or _proxy_mode() or _fx_traces())
 
 
 def is_transformed() -> bool:
@@ -204,8 +213,8 @@ def state_of(module: nn.Module) -> list[dict[str, Any]]:
 
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """What an operation, as a dispatch mode is given it, takes, returns and writes."""
-CAST, OPERATOR = torch.ops.aten._to_copy.default, torch._ops.OpOverload
-MODULE_CALL = nn.Module._call_impl.__code__
+CAST, OPERATOR = torch.ops.aten._to_copy.default, _constant("_ops.OpOverload")
+MODULE_CALL = _constant("nn.Module._call_impl.__code__")
 
 
 def without_wrapper(function: Any) -> Any:
@@ -238,11 +247,11 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 APPLY = "_apply"
 """The method of a module that ``to``, ``cuda``, ``half`` and others call."""
 forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
-running_ddp: Callable[[], Any] = functools.partial(getattr, DistributedDataParallel, "_active_ddp_module")
+running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)
 """The ``DistributedDataParallel`` whose forward runs, if there is one."""
-ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = operator.attrgetter("_module_parameters")
+ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = functools.partial(_take, "_module_parameters")
 """The parameters whose gradients a ``DistributedDataParallel`` reduces."""
-pipeline_microbatches: Callable[[Any], int] = operator.attrgetter("_n_microbatches")
+pipeline_microbatches: Callable[[Any], int] = functools.partial(_take, "_n_microbatches")
 """How many microbatches a schedule of ``torch.distributed.pipelining`` runs in a step."""
 
 
@@ -259,12 +268,12 @@ def flat_weights(module: nn.Module) -> list[Any]:
 def ignore_in_ddp(module: nn.Module, names: set[str]) -> None:
     """Let ``DistributedDataParallel`` leave out parameters of a module, beside those that it was told before."""
     ignored = names.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    _take("_set_params_and_buffers_to_ignore_for_model", DistributedDataParallel)(module, ignored)
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:
     """The stages that a schedule of ``torch.distributed.pipelining`` runs on this rank."""
-    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [_take("_stage", schedule)]
 
 
 # torch.compile, without loading the compiler, which takes seconds.
@@ -297,12 +306,13 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
 
 def with_default_generators(run: Callable[..., Result], *args: Any) -> Result:
     """Run what may be compiled: what is recomputed draws from the default generators, and from none of its own."""
-    config = _take("_functorch.config")
-    before, config.graphsafe_rng_functionalization = config.graphsafe_rng_functionalization, False
-    try:
+    with _take("_functorch.config").patch(graphsafe_rng_functionalization=False):
         return run(*args)
-    finally:
-        config.graphsafe_rng_functionalization = before
+
+
+def compiles() -> bool:
+    """Whether compiled code runs as such: PyTorch leaves it out under modes that want to see all operations."""
+    return "torch._dynamo" not in sys.modules or all(mode.ignore_compile_internals() for mode in dispatch_modes())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -365,6 +375,7 @@ def patch_once(
     see: Callable[[Sequence[object]], None],
     takes: Callable[[], bool],
     owns: Callable[[object], bool],
+    honour: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
     """Learn of what PyTorch has no hooks for; the second call and later ones do nothing.
 
@@ -373,29 +384,33 @@ def patch_once(
 
     What selective activation checkpointing keeps is below autograd and its hooks. ``keep`` takes such a result, and
     returns what gives it back, or ``None`` to leave it there; ``see`` is told of the arguments of each operation in a
-    checkpoint. ``takes`` says whether what checkpoints keep here is offloaded, as their policy may ask, and ``owns``
-    whether a hook on saved tensors is one of the library's.
+    checkpoint. ``takes`` says whether what checkpoints keep here is offloaded; then ``honour`` is given their policy,
+    which may ask for that. ``owns`` says whether a hook on saved tensors is one of the library's.
     """
     with _patching:
         resize: Any = torch.UntypedStorage.resize_
         if hasattr(resize, "before"):
             return
+        module, parameter, operation = nn.Module(), nn.Parameter(torch.empty(0)), torch.ops.aten.add.Tensor
+        read = {module: "_forward_pre_hooks", parameter: "_backward_hooks", operation: "_schema"}
+        for one, name in [*((torch, name) for name in _lacking), (torch.UntypedStorage(0), "_cdata"), *read.items()]:
+            _take(name, one)  # else the error where it is used would not name the version
 
         @functools.wraps(resize)
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
             before_resize(storage)
             resize(storage, nbytes)
 
-        _patch_checkpoint(keep, see, takes, owns)
+        _patch_checkpoint(keep, see, takes, owns, honour)
         vars(resize_)["before"] = before_resize
         storages: Any = torch.UntypedStorage
         storages.resize_ = resize_
 
 
-def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any) -> None:
+def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any, honour: Any) -> None:
     module: Any = torch.utils.checkpoint
     wrapper: Any = _take("utils.checkpoint._VersionWrapper")
-    caching, cached = module._CachingTorchDispatchMode, module._CachedTorchDispatchMode
+    caching, cached = (_take(f"utils.checkpoint._{kind}TorchDispatchMode") for kind in ("Caching", "Cached"))
     cache, look_up = caching.__torch_dispatch__, cached.__torch_dispatch__
     user_hooks = getattr(module, "_current_user_saved_tensors_hooks", lambda: None)  # since torch 2.14
 
@@ -419,7 +434,7 @@ def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any) -> None:
         if _HONOURS not in mode.storage:  # the checkpoint's first operation
             mode.storage[_HONOURS] = takes()
             if mode.storage[_HONOURS]:
-                mode.policy_fn = _offload_is_save(mode.policy_fn)
+                mode.policy_fn = honour(mode.policy_fn)
         hooks = user_hooks()
         if hooks is not None and owns(hooks[0]):
             mode.respect_saved_tensors_hooks = False  # keep() takes the tensor, with what counts its changes
@@ -428,23 +443,8 @@ def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any) -> None:
     @functools.wraps(look_up)
     def recompute(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if mode.storage.get(_HONOURS) and hasattr(mode, "policy_fn"):  # up to torch 2.12, which asks once more
-            mode.policy_fn, mode.storage[_HONOURS] = _offload_is_save(mode.policy_fn), False
+            mode.policy_fn, mode.storage[_HONOURS] = honour(mode.policy_fn), False
         return look_up(mode, function, types, args, kwargs)
 
     caching.__torch_dispatch__, cached.__torch_dispatch__ = dispatch, recompute
     module._VersionWrapper = Kept
-
-
-_HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
-
-
-def _offload_is_save(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Save what a policy wants offloaded: eager PyTorch would recompute it, and says nothing."""
-    choices = torch.utils.checkpoint.CheckpointPolicy
-    offloaded = (choices.MUST_CPU_OFFLOAD, choices.PREFER_CPU_OFFLOAD)
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        choice = policy(*args, **kwargs)
-        return choices.MUST_SAVE if choice in offloaded else choice
-
-    return chosen

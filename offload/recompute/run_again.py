@@ -24,6 +24,7 @@ from offload.base.torch_private import (
     CAST,
     TorchDispatchMode,
     address_of,
+    compiles,
     in_backward,
     is_compiled,
     keeps_graph,
@@ -35,7 +36,7 @@ from offload.base.torch_private import (
 from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.second_run import SecondRun
-from offload.recompute.state import LayerState, Settings, drawn_again
+from offload.recompute.state import LayerState, Settings, compiled_again, drawn_again
 
 Held = Callable[[], torch.Tensor]
 """Gives a tensor that is on the device or on the host until backward, ready for the current stream."""
@@ -163,7 +164,9 @@ class Frame:
         self.inputs: tuple[Any, Any] | None = inputs
         self.held = held
         self.settings = settings
-        self.blind = settings.casts or is_compiled(layer)
+        self.compiled = compiles() if is_compiled(layer) else None
+        """Whether a compiled layer runs as such; ``None`` for other layers."""
+        self.blind = settings.casts or self.compiled is not None
         """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
         self.random = random
         self.graph = graph
@@ -259,6 +262,7 @@ class Frame:
             nullcontext() if backward else without_listeners(),
             torch.enable_grad(),
             self.settings.again(),
+            compiled_again(self.compiled),
             drawn_again(self.random),
             self.state.as_in(self.before),
             mode or nullcontext(),

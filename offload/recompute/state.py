@@ -17,7 +17,17 @@ import torch
 from torch import nn
 
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
+from offload.base.torch_private import (
+    TorchDispatchMode,
+    address_of,
+    are_deterministic,
+    attention_kernels,
+    compiles,
+    dispatch_modes,
+    function_modes,
+    set_modes,
+    state_of,
+)
 
 CLONED_BYTES = 1 << 20
 """Buffers up to this size, which forward writes into, are cloned before each forward."""
@@ -84,6 +94,32 @@ class Settings(NamedTuple):
             if self.device is not None:
                 stack.enter_context(torch.device(self.device))
             yield
+
+
+@contextmanager
+def compiled_again(compiled: bool | None) -> Iterator[None]:
+    """Let a compiled layer run as compiled, or not, as it did in forward, whatever modes are entered."""
+    if compiled is None or compiled is compiles():
+        yield
+    elif not compiled:
+        with _SeesAll():
+            yield
+    else:
+        modes = dispatch_modes()
+        set_modes(mode for mode in modes if mode.ignore_compile_internals())
+        try:
+            yield
+        finally:
+            set_modes(modes)
+
+
+class _SeesAll(TorchDispatchMode):
+    """A mode under which no compiled code runs as such."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
 
 
 def in_autocast() -> bool:

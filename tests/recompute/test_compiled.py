@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lab import Lab
 from models import WIDTH, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 
@@ -153,6 +155,30 @@ def test_memory_is_let_go_and_each_layer_runs_once_more(lab: Lab) -> None:
         after.clear()
         assert peak_bytes() < (LAYERS + 12) * one
         assert after == [1] * LAYERS
+
+
+class Sees(TorchDispatchMode):
+    """Under such a mode, as under a memory meter, PyTorch runs no compiled code."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", ["forward", "backward"])
+def test_a_mode_in_one_pass_alone(seen: str, lab: Lab) -> None:
+    layers, x = compiled("decoder", wrapped, lab)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        with Sees() if seen == "forward" else nullcontext():
+            loss = loss_of(through(layers, x))
+        with Sees() if seen == "backward" else nullcontext():
+            loss.backward()
+
+    with offloaded(layers, lab, POLICIES["recompute"]) as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves_of(layers, x), step))
+        assert handle.regions(0) == {"compiled forward": "recompute"}
 
 
 def test_what_the_layer_is_called_with(lab: Lab) -> None:
