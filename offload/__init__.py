@@ -1,8 +1,8 @@
 """Train models that do not fit: activations move to host memory and back, beside compute."""
 
+from offload.activations.activation_set import OffloadState, OffloadStateError
 from offload.activations.context import OffloadContext, start_offload
 from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offload_context
-from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
 from offload.base.layer_events import remove

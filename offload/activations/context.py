@@ -15,10 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from offload.activations import selective
-from offload.activations.activation_set import ActivationSet
+from offload.activations.activation_set import ActivationSet, OffloadStateError
 from offload.activations.copies import NO_HOST_MEMORY, Transfers
 from offload.activations.round import Round
-from offload.activations.states import OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import given_tensors
 from offload.base import torch_private, trace

@@ -11,9 +11,8 @@ from typing import Any, Literal, Protocol, overload
 
 import torch
 
-from offload.activations.activation_set import ActivationSet
+from offload.activations.activation_set import ActivationSet, OffloadState, OffloadStateError
 from offload.activations.context import DEFAULT_MIN_BYTES, LayerOutput, OffloadContext
-from offload.activations.states import OffloadState, OffloadStateError
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, is_int
 from offload.device.backend import Stream

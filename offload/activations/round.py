@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from offload.activations.activation_set import ActivationSet, Saved
+from offload.activations.activation_set import ActivationSet, OffloadState, Saved
 from offload.activations.copies import Transfers
 from offload.activations.region_set import RegionSet
-from offload.activations.states import OffloadState
 from offload.activations.what_moves import Rules
 from offload.base import trace
 from offload.recompute.layer_policies import LayerPolicies

@@ -20,7 +20,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -80,14 +80,9 @@ class _Silence(threading.local):
 _silence = _Silence()
 
 
-@contextmanager
-def without_listeners() -> Iterator[None]:
+def without_listeners() -> AbstractContextManager[None]:
     """Run a layer without telling its listeners, who would take the run for the layer's next forward."""
-    before, _silence.on = _silence.on, True
-    try:
-        yield
-    finally:
-        _silence.on = before
+    return with_attribute(_silence, "on", value=True)
 
 
 class Handle(ABC):
@@ -110,6 +105,16 @@ def replace_attribute(holder: object, name: str, value: object) -> Callable[[], 
     setattr(holder, name, value)
     # No closure: a copy of the object copies this with it.
     return partial(delattr, holder, name) if before is None else partial(setattr, holder, name, before)
+
+
+@contextmanager
+def with_attribute(holder: object, name: str, value: object) -> Iterator[None]:
+    """The same inside the block."""
+    undo = replace_attribute(holder, name, value)
+    try:
+        yield
+    finally:
+        undo()
 
 
 class LayerListener:

@@ -13,12 +13,14 @@ starts in the first step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Self
 
 import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -28,16 +30,17 @@ from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import exclude, exclude_parameters
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Handle, replace_attribute
-from offload.base.torch_private import pipeline_stages
-from offload.device.backend import Backend
+from offload.base.tensors import tensors_in
+from offload.base.torch_private import pipeline_microbatches, pipeline_stages
+from offload.device.backend import Backend, Event
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.measuring.measure_link import measure_link
+from offload.measuring.memory_left import allocated_bytes
 from offload.pipelining.chunk import ChunkParts, LayeredChunk, StageLayers
-from offload.pipelining.order import Action, Chunk, read_actions
+from offload.pipelining.order import Action, Chunk, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
 from offload.pipelining.plan import PipelinePlan, check_options, plan_pipeline
 from offload.pipelining.rank_step import StageProfile
-from offload.pipelining.stages import Probe, held_by, known_order, skips_inputs
 from offload.planning.profile import Link
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule
@@ -291,3 +294,79 @@ class PipelineOffload(Handle):
         schedule = Schedule(1) if self.plan is None else self.plan.schedule
         policies_of = None if self._layers is None else self._layers.policies_of
         return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of, sees_all=True)
+
+
+def known_order(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: list[Any]
+) -> tuple[Action, ...] | None:
+    """The order that this rank will run; ``None`` if the schedule does not say.
+
+    GPipe and 1F1B list no order, or, on the last rank of 1F1B, another order than they run.
+    """
+    if isinstance(schedule, PipelineScheduleMulti):
+        order = read_actions(schedule.pipeline_order[schedule.rank])
+        for stage in stages:
+            if skips_inputs(stage):
+                order = without_idle_inputs(order, stage.stage_index)
+        return order
+    microbatches = pipeline_microbatches(schedule)
+    if isinstance(schedule, ScheduleGPipe):
+        return gpipe_order(stages[0].stage_index, microbatches)
+    if isinstance(schedule, Schedule1F1B):
+        return one_f_one_b_order(stages[0].stage_index, stages[0].num_stages, microbatches)
+    return None
+
+
+def skips_inputs(stage: Any) -> bool:
+    """Whether the stage does nothing in its backward for the inputs, and everything in that for the weights."""
+    return bool(stage.is_first) and stage.dw_builder is None
+
+
+def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterator[torch.Tensor]:
+    """The inputs of a chunk, which the stage keeps on the device until the chunk's backward."""
+    yield from tensors_in((args, kwargs))
+    for info in stage.args_recv_info.get(microbatch, ()):
+        yield from tensors_in(getattr(info, "buffer", None))
+
+
+class Probe:
+    """Measures one step of a rank: the seconds of its actions and the bytes that its chunks save."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._saved: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._weight_bytes: defaultdict[int, int] = defaultdict(int)
+        self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
+
+    @contextmanager
+    def watch(self, action: Action) -> Iterator[None]:
+        before_bytes = allocated_bytes(self._backend.device)
+        start = self._backend.mark()
+        yield
+        self._marks[action.stage, action.kind].append((start, self._backend.mark()))
+        if action.kind == "I":
+            more_bytes = allocated_bytes(self._backend.device) - before_bytes
+            self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes[action.stage])
+
+    def count(self, stage: int, tensors: tuple[int, ...], kept_bytes: int) -> None:
+        """Note what one of the stage's chunks has saved; the largest counts."""
+        if stage not in self._saved or sum(tensors) >= sum(self._saved[stage][0]):
+            self._saved[stage] = tensors, kept_bytes
+
+    def profile(self) -> dict[int, StageProfile]:
+        """The profile of each stage. Of several chunks the fastest counts, as the first ones also load kernels."""
+        return {
+            stage: StageProfile(
+                forward_s=self._fastest_s(stage, "F"),
+                backward_s=self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
+                weight_s=self._fastest_s(stage, "W"),
+                saved_bytes=sum(tensors),
+                tensors=tensors,
+                weight_bytes=self._weight_bytes[stage],
+                kept_bytes=kept_bytes,
+            )
+            for stage, (tensors, kept_bytes) in self._saved.items()
+        }
+
+    def _fastest_s(self, stage: int, kind: str) -> float:
+        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)

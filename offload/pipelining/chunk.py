@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from offload.activations.activation_set import ActivationSet
+from offload.activations.activation_set import ActivationSet, OffloadStateError
 from offload.activations.handles import SavedHandle
 from offload.activations.round import Round
-from offload.activations.states import OffloadStateError
 from offload.activations.what_moves import offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
 from offload.base.torch_private import address_of, pop_hooks, push_hooks

@@ -10,8 +10,6 @@ which parameters have a gradient on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -51,15 +49,6 @@ class GradientReducer:
         """The next backward begins anew."""
         self._left = len(self._layers)  # the first so many layers have not been averaged
         self._used: dict[HostParameter, bool] = {}  # what has been averaged, and whether this rank has a gradient of it
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Average nothing inside the block."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
 
     def see_forward(self) -> None:
         """Decide at a forward whether its backward averages, as ``DistributedDataParallel`` does."""

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.activations.stats import as_table, since
 from offload.base.checks import check_int, format_bytes, format_s, warn_caller
-from offload.base.layer_events import Attachment, Handle, check_layers
+from offload.base.layer_events import Attachment, Handle, check_layers, with_attribute
 from offload.base.torch_private import APPLY, ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
@@ -98,7 +98,7 @@ class StreamedWeights(Handle):
         As with ``DistributedDataParallel.no_sync()``, which does the same, forward belongs into the block, too.
         """
         reducer = self._alive().reducer
-        return nullcontext() if reducer is None else reducer.off()
+        return nullcontext() if reducer is None else with_attribute(reducer, "enabled", value=False)
 
     def prepare_ddp(self, model: nn.Module) -> nn.Module:
         """Let ``DistributedDataParallel``, which is to wrap ``model``, leave the streamed parameters alone.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from offload.activations.states import OffloadState
+from offload import OffloadState
 from offload.observe.plot import COLORS, INK, new_figure, text_color
 
 if TYPE_CHECKING:
