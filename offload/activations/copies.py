@@ -47,19 +47,12 @@ class Reload:
     The device memory belongs to the compute stream ``stream``, which ``home`` tells from others.
     """
 
-    def __init__(self, done: Event | None, stream: Stream, home: object) -> None:
-        self._done = done
+    def __init__(self, done: Event, stream: Stream, home: object) -> None:
+        self.done = done
         self.stream = stream
         self.home = home
         self.awaited_by: object = None
         """The stream that has waited for it last, told as ``home`` is."""
-
-    @property
-    def done(self) -> Event:
-        """The event; of what compute itself has made, it is recorded when another stream first asks for it."""
-        if self._done is None:
-            self._done = self.stream.record_event()
-        return self._done
 
 
 class Transfers:

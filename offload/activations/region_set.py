@@ -69,7 +69,7 @@ class RegionSet(ActivationSet):
         self._policies = policies
 
     def enter(self, inputs: object = None) -> None:
-        layer = self._policies.layer
+        layer = self._policies.layer()
         leave_modes((Learn, HandOver))  # of a run that an interrupt has kept from leaving it
         if layer is not None and inputs is not None:
             self._begin(layer, inputs)

@@ -81,7 +81,7 @@ class FollowCompiledPlan(FollowPlan):
     def try_levels(self, number: int, inputs: Any, *, in_checkpoint: bool) -> None:
         """A layer's forward begins: try the layer at each level, unless that has been done."""
         policies = self._policies[number]
-        layer = policies.layer
+        layer = policies.layer()
         if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
             return
         timed = self._seconds[_kind_of(layer, inputs)]

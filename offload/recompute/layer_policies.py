@@ -34,7 +34,7 @@ class LayerPolicies(RegionPolicies):
 
     Args:
         patterns: Of regions' names; the first that matches decides.
-        layer: The layer, whose submodules give the regions their names; without, they are named by operation alone.
+        layer: The layer, whose submodules give the regions their names.
         measures: Whether learning also measures what each region costs.
         planned: What happens to the regions by their numbers, in place of patterns, and the regions of the plan.
     """
@@ -45,14 +45,14 @@ class LayerPolicies(RegionPolicies):
     def __init__(
         self,
         patterns: Mapping[str, Policy],
-        layer: nn.Module | None = None,
+        layer: nn.Module,
         *,
         measures: bool = False,
         planned: tuple[LayerPolicy, Sequence[RegionProfile]] | None = None,
     ) -> None:
         super().__init__(patterns, measures=measures)
         # Weakly, as what the layer's hooks hold must not keep the layer.
-        self._layer = None if layer is None else weakref.ref(layer)
+        self.layer = weakref.ref(layer)
         self.planned = planned
         self.ways: dict[InputKind, Way] = {}
         """What was learned, by kind of input."""
@@ -73,10 +73,6 @@ class LayerPolicies(RegionPolicies):
         """The marks at begin and end of each second run since the clock was set."""
         self.said: set[str] = set()
         """What was written into the log."""
-
-    @property
-    def layer(self) -> nn.Module | None:
-        return None if self._layer is None else self._layer()
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -108,16 +108,17 @@ class Way:
 
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
-        return [number for number, saved in enumerate(self.trace.saved) if saved.movable and self._made(number)]
+        saved = enumerate(self.trace.saved)
+        return [number for number, one in saved if one.movable and self.name_at(number) is not None]
 
     def names_of(self, numbers: Iterable[int]) -> set[str]:
         """The names of the regions that saved tensors look into."""
-        storages = (self.trace.saved[number].storage for number in numbers)
-        return {self.names[storage] for storage in storages if storage is not None and storage in self.names}
+        return {name for name in map(self.name_at, numbers) if name is not None}
 
-    def _made(self, number: int) -> bool:
+    def name_at(self, number: int) -> str | None:
+        """The name of the region that a saved tensor looks into; ``None`` for what the layer was given."""
         storage = self.trace.saved[number].storage
-        return storage is not None and storage in self.names
+        return None if storage is None else self.names.get(storage)
 
     def settle(self, policies: RegionPolicies, *, draws: bool = True) -> None:
         """Find what happens to each saved tensor."""
@@ -169,7 +170,7 @@ class Way:
         saved = self.trace.saved[number]
         if saved.storage is None or not saved.movable:
             return OFFLOAD
-        name = self.names.get(saved.storage)
+        name = self.name_at(number)
         if name is None:
             return policies.source
         policy = policies.of(name)
@@ -207,9 +208,7 @@ class Way:
 
     def by_name(self, policies: RegionPolicies) -> dict[str, str]:
         found = {name: policies.of(name) for name in self.names.values()}
-        for number, saved in enumerate(self.trace.saved):
-            if saved.storage is not None and saved.storage in self.names and saved.movable:
-                found[self.names[saved.storage]] = self.policies[number]
+        found |= {name: self.policies[one] for one in self.droppable() if (name := self.name_at(one)) is not None}
         return {name: policy.value for name, policy in found.items()}
 
 
