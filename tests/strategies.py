@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from offload.planning.layer_costs import inputs_of, region_costs, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import inputs_of, region_costs, saved_of
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.points import Move, Point, backward, forward
 from offload.schedule.schedule import Schedule

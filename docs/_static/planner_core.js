@@ -46,7 +46,7 @@ globalThis.offloadPlanner = (() => {
     return seconds ? `${fixed(seconds * 1e6, 2)} µs` : "0 s";
   }
 
-  // --- region_costs.py ----------------------------------------------------------------------------------------------
+  // --- layer_costs.py: regions --------------------------------------------------------------------------------------
 
   const operationOf = (regions, number) => regions[number].another_of ?? number;
   const savedOf = (regions) => new Set(range(regions.length).filter((number) => regions[number].saved));
@@ -93,7 +93,7 @@ globalThis.offloadPlanner = (() => {
     return all ? ways : [...ways, everything];
   }
 
-  // --- layer_costs.py -----------------------------------------------------------------------------------------------
+  // --- layer_costs.py: layers ---------------------------------------------------------------------------------------
 
   const piece = (kind, seconds, taken = 0, freed = 0, awaits = null, offloads = false) =>
     ({ kind, seconds, taken, freed, awaits, offloads });
@@ -166,7 +166,7 @@ globalThis.offloadPlanner = (() => {
     };
   }
 
-  // --- closed_form.py -----------------------------------------------------------------------------------------------
+  // --- layer_costs.py: steps ----------------------------------------------------------------------------------------
 
   /** The most on the device while each layer runs forward, while the loss runs, and while each layer runs backward. */
   function peaksOf(layers, k, loss_bytes) {

@@ -27,7 +27,7 @@ from offload.device.backend import Backend, Event
 from offload.long_context import use_chunked_loss
 from offload.measuring.layer_times import LayerTimes
 from offload.observe.memory import CpuAllocations
-from offload.planning.closed_form import with_workspace
+from offload.planning.layer_costs import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.recipes import TrainingBytes
 from offload.recompute.costs import RegionProfile

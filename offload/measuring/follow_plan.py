@@ -34,8 +34,7 @@ from offload.measuring.profile_layers import (
 )
 from offload.measuring.sizes import CostsBySize, elements_of
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
-from offload.planning.closed_form import peak_bytes
-from offload.planning.layer_costs import costs_of
+from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import Profile
 from offload.planning.search import Among

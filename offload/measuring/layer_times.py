@@ -18,7 +18,7 @@ from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
 from offload.observe.memory import MemoryPeak
-from offload.planning.closed_form import Peaks
+from offload.planning.layer_costs import Peaks
 from offload.planning.profile import LayerProfile
 
 

@@ -21,9 +21,8 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
 from offload.observe.memory import MemoryPeak, memory_peak
-from offload.planning.closed_form import with_workspace
+from offload.planning.layer_costs import region_costs, with_workspace
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.region_costs import region_costs
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy

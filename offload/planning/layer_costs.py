@@ -1,21 +1,119 @@
-"""The cost of a layer under a policy: forward and backward in pieces, and what the pieces add up to.
+"""The cost of a layer under a policy, and the seconds and peak of a step of such layers under the default schedule.
 
-A piece is the operation of a region, or the share of one saved tensor where the profile has no regions. The simulator
-runs the pieces one by one; the closed form and the search use their sums.
+Backward of a layer runs the layer's forward again once, hands over the regions that were kept, and skips each operation
+that no dropped region depends on. Forward and backward come in pieces: the operation of a region, or the share of one
+saved tensor where the profile has no regions. The simulator runs the pieces one by one; the search uses their sums.
+
+The default schedule, k of N, never copies in both directions at once: what is offloaded is on the host before the last
+forward begins. So each stream is one sum, without a timeline, and as exact as the simulation. And memory is taken and
+freed in the order of compute, whenever that is.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from offload.observe.spans import Kind
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import RegionCosts, operation_of, region_costs, saved_of
 from offload.recompute.costs import LayerPolicy, RegionProfile
+
+# Regions.
+
+
+class RegionCosts(NamedTuple):
+    """What a layer's regions cost if some of them are kept."""
+
+    kept: frozenset[int]
+    """The regions that are kept or offloaded until backward: saved ones, and the layer's inputs if any is dropped."""
+    dropped: frozenset[int]
+    """The saved regions that backward recomputes."""
+    rerun: tuple[int, ...]
+    """The regions whose operations run again, in the order of forward: the dropped ones, and those they depend on."""
+    kept_bytes: int
+    recompute_s: float
+
+
+@lru_cache(maxsize=4096)
+def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> RegionCosts:
+    """What a layer's regions cost if ``kept`` are kept. A region that cannot be recomputed is kept, too."""
+    inputs = inputs_of(regions)
+    available: set[int] = set()  # in backward: kept, recomputed, or an input
+    needed: set[int] = set()
+    for number, region in enumerate(regions):
+        can = region.recomputable and available.issuperset(region.reads)
+        if not can:
+            needed.add(number)
+        if can or region.saved or number in inputs:
+            available.add(number)
+    saved = saved_of(regions)
+    held = (kept | needed) & saved
+    dropped = saved - held
+    if dropped:
+        held |= inputs
+    rerun: set[int] = set()
+    waiting = [*dropped]
+    while waiting:
+        number = waiting.pop()
+        if number not in rerun and number not in held:
+            rerun.add(number)
+            waiting += regions[number].reads
+    kept_bytes = sum(regions[number].nbytes for number in held)
+    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+    recompute_s = math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in rerun})
+    return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
+
+
+def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
+    """The regions that autograd saves."""
+    return frozenset(number for number, region in enumerate(regions) if region.saved)
+
+
+def inputs_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
+    """The layer's inputs, which forward reads when it runs again."""
+    return frozenset(number for number, region in enumerate(regions) if not region.recomputable and not region.reads)
+
+
+def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
+    """The first result of the operation that makes a region: an operation makes all of its results at once."""
+    first = regions[number].another_of
+    return number if first is None else first
+
+
+def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
+    """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before.
+
+    Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
+    saved regions are the last set, even if the set before takes no longer.
+    """
+    everything = region_costs(regions, saved_of(regions))
+    found = [region_costs(regions, frozenset())]
+    while found[-1].recompute_s > 0:
+        last = found[-1]
+        results: defaultdict[int, set[int]] = defaultdict(set)
+        for number in sorted(last.dropped):  # of equally good operations the first is taken
+            if regions[number].only_with not in last.dropped:
+                results[operation_of(regions, number)].add(number)
+        more = [region_costs(regions, last.kept | made) for made in results.values()]
+        found.append(max(more, key=partial(gain, last)))
+    best: list[RegionCosts] = []
+    for way in sorted([*found, everything], key=lambda way: (way.kept_bytes, way.recompute_s)):
+        if not best or way.recompute_s < best[-1].recompute_s:
+            best.append(way)
+    return best if best[-1].kept == everything.kept else [*best, everything]
+
+
+def gain(before: RegionCosts, after: RegionCosts) -> float:
+    """Seconds saved per byte kept."""
+    return (before.recompute_s - after.recompute_s) / max(1, after.kept_bytes - before.kept_bytes)
+
+
+# Layers.
 
 
 class Piece(NamedTuple):
@@ -178,3 +276,96 @@ def costs_of(
     """The costs of each layer of a profile if these layers are offloaded."""
     layers = zip(profile.layers, policies or (None,) * len(profile.layers), strict=True)
     return [layer_costs(*layer, link, offloads=number in offloaded) for number, layer in enumerate(layers)]
+
+
+# Steps under the default schedule.
+
+
+class Peaks(NamedTuple):
+    """The most bytes on the device in each part of a step."""
+
+    forward: list[int]
+    """While each layer runs forward."""
+    between: int
+    """Between the last forward and its backward."""
+    backward: list[int]
+    """While each layer runs backward, by the layers' numbers."""
+
+
+def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
+    """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
+    peaks = peaks_of(layers, num_layers)
+    return max(*peaks.forward, peaks.between + loss_bytes, *peaks.backward)
+
+
+def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
+    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
+    resident = len(layers) - num_layers
+    held = 0
+    forward, backward = [], []
+    for number, layer in enumerate(layers):
+        if number >= resident:
+            held -= layers[number - resident].offloaded_bytes
+        forward.append(held + layer.forward_peak_bytes)
+        held += layer.held_bytes
+    between = held
+    for number in range(len(layers) - 1, -1, -1):
+        if 0 <= number - resident + 1 < num_layers:
+            held += layers[number - resident + 1].offloaded_bytes
+        held -= layers[number].held_bytes
+        backward.append(held + layers[number].backward_peak_bytes)
+    return Peaks(forward, between, backward[::-1])
+
+
+def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -> float:
+    """Seconds from the first forward to the end of the last backward, with ``loss_s`` of compute between the two."""
+    resident = len(layers) - num_layers
+    now_s = copied_s = 0.0
+    offloaded_s: list[float] = []
+    """When each layer and those before it are on the host."""
+    for number, layer in enumerate(layers):
+        if number >= resident:
+            now_s = max(now_s, offloaded_s[number - resident])
+        copied_s = max(copied_s + layer.offload_s, now_s + layer.offloaded_after_s)
+        offloaded_s.append(copied_s)
+        now_s += layer.forward_s
+    now_s += loss_s
+    reloads_s = [0.0] * len(layers)
+    """When the reload of each layer starts."""
+    for number in reversed(range(len(layers))):
+        reloaded = number - resident + 1
+        if 0 <= reloaded < num_layers:
+            reloads_s[reloaded] = max(copied_s, now_s)
+            copied_s = reloads_s[reloaded] + layers[reloaded].reload_s
+        now_s += layers[number].backward_s
+        if number < num_layers:
+            now_s = max(now_s, reloads_s[number] + layers[number].backward_after_s)
+    return now_s
+
+
+def with_workspace(
+    profile: Profile, measured: Peaks, num_layers: int = 0, policies: Sequence[LayerPolicy | None] = ()
+) -> Profile:
+    """A profile with the memory that layers and loss need beside the layers' activations.
+
+    Args:
+        profile: Without that memory.
+        measured: In a step under the default schedule.
+        num_layers: How many layers were offloaded in that step.
+        policies: Of the regions of each layer, if not all were kept or offloaded.
+    """
+    instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
+    expected = peaks_of(costs_of(profile, instant, range(num_layers), policies), num_layers)
+    layers = zip(profile.layers, measured.forward, measured.backward, expected.forward, expected.backward, strict=True)
+    return replace(
+        profile,
+        layers=tuple(
+            replace(
+                layer,
+                workspace_bytes=max(0, backward - held_backward),
+                forward_workspace_bytes=max(0, forward - held_forward),
+            )
+            for layer, forward, backward, held_forward, held_backward in layers
+        ),
+        loss_bytes=max(0, measured.between - expected.between),
+    )

@@ -18,9 +18,8 @@ from itertools import groupby
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
-from offload.planning.layer_costs import LayerCosts, costs_of
+from offload.planning.layer_costs import LayerCosts, costs_of, region_costs
 from offload.planning.profile import Link, Profile, check_link, check_profile
-from offload.planning.region_costs import region_costs
 from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
 from offload.recompute.costs import LayerPolicy

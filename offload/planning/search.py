@@ -22,10 +22,17 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from offload.planning.closed_form import peak_bytes, step_s
-from offload.planning.layer_costs import LayerCosts, layer_costs
+from offload.planning.layer_costs import (
+    LayerCosts,
+    RegionCosts,
+    gain,
+    layer_costs,
+    peak_bytes,
+    region_costs,
+    step_s,
+    ways_of,
+)
 from offload.planning.profile import Link, Profile
-from offload.planning.region_costs import RegionCosts, gain, region_costs, ways_of
 from offload.recompute.costs import LayerPolicy
 
 FEW = 2000

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
-from offload.planning.layer_costs import layer_pieces
+from offload.planning.layer_costs import inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
-from offload.planning.region_costs import inputs_of, saved_of
 from offload.recompute.costs import LayerPolicy
 from offload.schedule.points import Point, backward
 from offload.schedule.schedule import HasSchedule, Schedule, schedule_of

@@ -152,21 +152,13 @@ def drawn_again(states: Mapping[torch.Generator, torch.Tensor]) -> Iterator[None
             generator.set_state(state)
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """What operations on a device draw from, unless they are given another."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    generators: tuple[torch.Generator, ...] = module.default_generators
-    return generators[module.current_device() if device.index is None else device.index]
-
-
 def states_of(
     generators: Iterable[torch.Generator], devices: Iterable[torch.device]
 ) -> dict[torch.Generator, torch.Tensor]:
     """The states of generators and of the default ones of devices."""
     every = [torch.default_generator, *generators]
-    every += [default_generator(device) for device in devices if device.type == "cuda"]
+    indices = [device.index for device in devices if device.type == "cuda"]
+    every += [torch.cuda.default_generators[torch.cuda.current_device() if one is None else one] for one in indices]
     return {generator: generator.get_state() for generator in dict.fromkeys(every)}
 
 

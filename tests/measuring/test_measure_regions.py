@@ -16,9 +16,9 @@ import offload
 from benchmarks.workloads import DecoderBlock
 from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.measuring.profile_layers import measure_recomputed, with_regions
+from offload.planning.layer_costs import ways_of
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import ways_of
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.schedule import Schedule
 

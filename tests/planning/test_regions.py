@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 from strategies import default, links, region, region_layers, sizes, steps
 
 from offload.observe.timeline import Timeline
-from offload.planning.closed_form import Peaks, peak_bytes, peaks_of, step_s, with_workspace
-from offload.planning.layer_costs import costs_of
+from offload.planning.layer_costs import (
+    Peaks,
+    costs_of,
+    peak_bytes,
+    peaks_of,
+    region_costs,
+    saved_of,
+    step_s,
+    ways_of,
+    with_workspace,
+)
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import region_costs, saved_of, ways_of
 from offload.planning.simulate import simulate
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.schedule import Schedule

@@ -13,9 +13,9 @@ from strategies import default, layer_profiles, links, points, seconds, sizes, s
 import offload
 from offload.observe.spans import COPY_LANES, LANES
 from offload.observe.timeline import Timeline
+from offload.planning.layer_costs import region_costs
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.region_costs import region_costs
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
