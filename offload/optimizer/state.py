@@ -178,29 +178,40 @@ class StateStore:
         """Whether the parameter is the nearest bfloat16 number of a float32 one that the state completes."""
         return self.master_weights and parameter.dtype is torch.bfloat16
 
-    def take_over(self, states: Mapping[Any, Any]) -> None:
-        """Keep state that is in the pool already, as ``remove(on_device=False)`` leaves it: it is not pinned twice."""
-        for parameter, entry in states.items() if not self._resident_left else ():
-            if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict):
-                continue
-            part, state = local(parameter), self.of(parameter)
-            for key, dtype in self.layout(parameter).items():
-                value = entry.get(key)
-                if type(value) is not torch.Tensor or value.data_ptr() not in _pooled:
-                    continue
-                if (value.dtype, value.shape, value.stride()) == (dtype, part.shape, part.stride()):
-                    state.homes[key] = value
-                    self.counters["host_bytes"] += value.nbytes
+    def reserve(self, parameters: Iterable[torch.Tensor], states: Mapping[Any, Any]) -> None:
+        """Provide what the first step of these parameters will need, as far as it is known.
 
-    def reserve(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Allocate what the first step of these parameters will need, as far as it is known."""
+        State in ``states`` that is in its place is kept there: it is neither pinned twice nor twice on the device.
+        """
         wanted = []
         for parameter in parameters:
-            state, part = self.of(parameter), local(parameter)
-            for key, dtype in self.layout(parameter).items():
-                if key not in state.homes:
-                    wanted.append(_Wanted(state, key, part.shape, part.stride(), dtype))
+            state, part, there = self.of(parameter), local(parameter), states.get(parameter)
+            needed = [_Wanted(state, key, part.shape, part.stride(), one) for key, one in self.layout(parameter).items()]
+            self._place(state, sum(one.nbytes for one in needed))
+            for one in needed:
+                value = there.get(one.key) if isinstance(there, dict) else None
+                value = local(value) if isinstance(value, torch.Tensor) else value
+                if type(value) is torch.Tensor and self._is_in_place(value, one):
+                    state.homes[one.key] = value
+                    self.counters["resident_bytes" if state.resident else "host_bytes"] += value.nbytes
+                else:
+                    wanted.append(one)
         self._allocate(wanted)
+
+    def _place(self, state: ParameterState, nbytes: int) -> None:
+        """Let all of a parameter's state be resident if so many bytes are left for that."""
+        if nbytes and not state.homes and not state.resident and nbytes <= self._resident_left:
+            state.resident = True
+            self._resident_left -= nbytes
+
+    def _is_in_place(self, value: torch.Tensor, wanted: _Wanted) -> bool:
+        """Whether a state tensor is as it is wanted, in the pool or on the device."""
+        if (value.dtype, value.shape, value.stride()) != (wanted.dtype, wanted.size, wanted.stride):
+            return False
+        pooled = value.data_ptr() in _pooled
+        if not wanted.state.resident:
+            return pooled
+        return not pooled and value.device == self._backend.device and not value.is_inference()
 
     def add(self, state: ParameterState, values: dict[str, torch.Tensor]) -> None:
         """Allocate homes for these state tensors, or pieces of state tensors, where there are none."""
@@ -228,7 +239,7 @@ class StateStore:
             self.add(state, held)
             for key, value in parts.items():
                 if key in held:
-                    if value is not state.homes[key]:
+                    if value.data_ptr() != state.homes[key].data_ptr():
                         state.homes[key].copy_(value)  # blocks until it is there
                 elif is_large(value):
                     raise ValueError(
@@ -259,6 +270,8 @@ class StateStore:
         device = parameter.device if self._states[parameter].on_host else self._backend.device
         narrowed = self.state_dtype and value.ndim and value.is_floating_point()
         dtype = parameter.dtype if narrowed else value.dtype
+        if value.dtype is dtype and value.device == device and value.data_ptr() not in _pooled:
+            return value
         return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
 
     def _allocate(self, wanted: Sequence[_Wanted]) -> None:
@@ -267,12 +280,10 @@ class StateStore:
         for one in wanted:
             needed[one.state] += one.nbytes
         for state, nbytes in needed.items():
-            if state.resident or (not state.homes and nbytes <= self._resident_left):
-                state.resident = True
-                self._resident_left -= nbytes
-                self.counters["resident_bytes"] += nbytes
+            self._place(state, nbytes)  # unless it was known before the first step
         for one in (one for one in wanted if one.state.resident):
             device = self._backend.device
+            self.counters["resident_bytes"] += one.nbytes
             one.state.homes[one.key] = torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=device)
         host = [one for one in wanted if not one.state.resident]
         pool = get_host_pool(self._backend)

@@ -278,7 +278,8 @@ def stream_optimizer(
             ``"512MiB"``; an eighth of all streamed state where that is less. Optimizers that are not elementwise, such
             as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
-        resident_bytes: State of the first parameters, up to this size, that remains on the device.
+        resident_bytes: How much of the state remains on the device: that of the optimizer's first parameters, whole
+            parameters up to this size. Backward comes to them last, and has nothing left to hide their copies behind.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.
@@ -330,9 +331,9 @@ def stream_optimizer(
             "which needs whole parameters; leave the optimizer as it is."
         )
     with torch.no_grad():
-        stepper.store.take_over(optimizer.state)
         stepper.store.reserve(
-            [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state]
+            [parameter for parameter in parameters if parameter.requires_grad or parameter in optimizer.state],
+            optimizer.state,
         )
         stepper.store.adopt(optimizer.state)
     if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
