@@ -7,6 +7,7 @@ the end of the step after that, the recipe with the shortest predicted step is p
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,12 +25,15 @@ from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import AUTO_SHARE, bytes_of_gradients
+from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
+from offload.optimizer.stand_in import with_groups
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
-from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
+from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
@@ -64,18 +68,23 @@ class PreparedTraining(Handle):
         self._min_bytes: int | str = options["min_bytes"]
         self._chunk_bytes: int = options["chunk_bytes"]
         self._compile: object = options["compile"]
-        self.plan: TrainingPlan = plan
-        """Every recipe: the predicted seconds of its step, its memory, or why it does not fit."""
-        self.recipe: Recipe = _first_recipe(plan)
+        self._plan = plan
+        recipe = _first_recipe(plan)
+        first = next(one for one in plan.recipes if one.recipe == recipe)
+        self.recipe: Recipe = first.recipe
         """Where weights, gradients and optimizer state are now."""
+        self.resident_bytes: int = first.resident_bytes
+        """Optimizer state that is on the device by the recipe."""
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
         self._activations: FollowPlan | None = None
         self._decided = False
+        self._prediction: Prediction | None = None
+        """Of steps, from what was measured."""
         self._link_left: Link | None = None
         """For activations, beside the copies of the chosen recipe."""
         self._removed = False
-        self._put_in_place(self.recipe)
+        self._put_in_place(first)
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -84,6 +93,31 @@ class PreparedTraining(Handle):
         if self._removed:
             return "removed"
         return "following" if self._decided else "measuring"
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Every recipe: the predicted seconds of its step, its memory, or why it does not fit.
+
+        Of the recipe that is in place, step and memory are those of the activations' plan that is followed.
+        """
+        followed = self._activations
+        if self._prediction is None or followed is None or followed.plan is None:
+            return self._plan
+        return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)
+
+    def _followed(self, one: RecipePlan) -> RecipePlan:
+        """A recipe as it was planned, or, if it is in place, with what the activations' plan says."""
+        followed, predicted = self._activations, self._prediction
+        if one.recipe != self.recipe or followed is None or followed.plan is None or predicted is None:
+            return one
+        made, training, resident = followed.plan, self._training, self.resident_bytes
+        return replace(
+            one,
+            plan=made,
+            step_s=predicted.step_s(made, one.recipe, resident),
+            device_bytes=training.held_bytes(one.recipe, resident) + followed.missing_bytes + made.peak_bytes,
+            host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
+        )
 
     @property
     def activations(self) -> Plan | None:
@@ -124,12 +158,12 @@ class PreparedTraining(Handle):
 
     def device_bytes(self) -> int:
         """Of the budget, for what a step adds to weights and optimizer state."""
-        return max(1, self._usable_bytes - self._training.held_bytes(self.recipe))
+        return max(1, self._usable_bytes - self._training.held_bytes(self.recipe, self.resident_bytes))
 
     def host_bytes(self) -> int | None:
         """Of pinned memory, for activations."""
-        most = self.plan.max_host_bytes
-        return None if most is None else max(0, most - self._training.host_bytes(self.recipe))
+        most = self._plan.max_host_bytes
+        return None if most is None else max(0, most - self._training.host_bytes(self.recipe, self.resident_bytes))
 
     def link(self, measured: Link) -> Link:
         """For activations: the recipe's copies have the rest."""
@@ -151,9 +185,10 @@ class PreparedTraining(Handle):
 
     # Putting a recipe in place, and taking it away: between two steps.
 
-    def _put_in_place(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        if recipe.weights == "streamed":
+    def _put_in_place(self, planned: RecipePlan) -> None:
+        recipe = self.recipe = planned.recipe
+        self.resident_bytes = planned.resident_bytes
+        if recipe.weights == "streamed" and self._weights is None:
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
         most = self._most_pooled()
@@ -162,7 +197,7 @@ class PreparedTraining(Handle):
                 self._optimizer,
                 chunk_bytes=self._chunk_bytes,
                 max_host_bytes=most,
-                resident_bytes=_ALL if recipe.optimizer == "resident" else 0,
+                resident_bytes=_ALL if recipe.optimizer == "resident" else self.resident_bytes,
                 state_dtype=self._state_dtype,
                 in_backward=recipe.gradients == "consumed",
                 consume_gradients=recipe.gradients == "consumed",
@@ -177,11 +212,18 @@ class PreparedTraining(Handle):
 
     def _most_pooled(self) -> int | None:
         """Pinned memory that the pool may have: for activations, and for state that is streamed."""
-        most = self.plan.max_host_bytes
+        most = self._plan.max_host_bytes
         if most is None:
             return None
-        in_pool = self._training.state if self.recipe.optimizer == "streamed" else 0
-        return max(0, most - self._training.host_bytes(self.recipe) + in_pool)
+        pinned = self._training.layer_host_bytes(self.recipe)
+        if self.recipe.optimizer == "cpu":
+            pinned += self._training.state_bytes(self.recipe)[1]
+        return max(0, most - pinned)
+
+    def _arithmetic_s(self) -> float:
+        """Seconds in which the device steps all parameters if nothing waits for copies."""
+        seconds = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
+        return seconds * self._training.trained_elements
 
     def _take_away_activations(self) -> None:
         if self._activations is not None:
@@ -205,41 +247,64 @@ class PreparedTraining(Handle):
         if self._decided or activations is None or activations.profile is None:
             return
         self._decided = True
-        profile, link = activations.profile, activations.link
-        budget = self.plan.memory_budget
+        profile, link, arithmetic_s = activations.profile, activations.link, self._arithmetic_s()
+        self._prediction = Prediction.of(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
         made = plan_recipes(
             self._training,
             self._usable_bytes,
-            self.plan.max_host_bytes,
+            self._plan.max_host_bytes,
             link,
             lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
             activations.missing_bytes,
             self.recipe,
-            [one.recipe for one in self.plan.recipes],
+            [one.recipe for one in self._plan.recipes],
+            self.resident_bytes,
+            arithmetic_s,
         )
-        self.plan = replace(made, memory_budget=budget)
-        if all(one.reason for one in self.plan.recipes):
+        self._plan = self._only_reachable(replace(made, memory_budget=self._plan.memory_budget))
+        if all(one.reason for one in self._plan.recipes):
             return  # the activations have said that they do not fit
-        chosen, planned = self.plan.chosen.recipe, self.plan.chosen.plan
-        self._link_left = None if planned is None else planned.link
-        _logger.info("memory_budget = %s: %s\n%s", format_bytes(self.plan.memory_budget), chosen, self.plan)
-        if chosen == self.recipe:
+        chosen = self._plan.chosen
+        self._link_left = None if chosen.plan is None else chosen.plan.link
+        _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
+        same_state = chosen.resident_bytes == self.resident_bytes
+        if chosen.recipe == self.recipe and same_state:
             if self.link(link) != link:
                 activations.plan_again()
             return
-        if self._state is not None and chosen[::2] == self.recipe[::2]:  # only gradients differ: the state is in place
-            self._state.consume_gradients(chosen.gradients == "consumed")
-            self.recipe = chosen
+        if self._state is not None and same_state and chosen.recipe[::2] == self.recipe[::2]:  # only gradients differ
+            self._state.consume_gradients(chosen.recipe.gradients == "consumed")
+            self.recipe = chosen.recipe
             activations.context.limit_host(self._most_pooled())
             activations.plan_again()
             return
-        if chosen.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
+        if chosen.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
             self._take_away_activations()
         self._take_away_optimizer()
-        self._take_away_weights()
+        if chosen.recipe.weights != self.recipe.weights:
+            self._take_away_weights()
         self._put_in_place(chosen)
         if self._activations is activations:
             activations.plan_again()
+
+    def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
+        """Without recipes that a change to them would need too much memory for.
+
+        Weights move first, and state last: meanwhile the device has the more of the state, or the host.
+        """
+        training, most = self._training, plan.max_host_bytes
+
+        def reached(one: RecipePlan) -> RecipePlan:
+            if one.reason or one.recipe.weights == self.recipe.weights:
+                return one
+            state = sorted((one.resident_bytes, self.resident_bytes))
+            device = training.held_bytes(one.recipe, state[1]) + training.gradient_bytes(one.recipe)
+            host = training.host_bytes(one.recipe, state[0])
+            if device <= self._usable_bytes and (most is None or host <= most):
+                return one
+            return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
+
+        return replace(plan, recipes=tuple(map(reached, plan.recipes)))
 
 
 def prepare(
@@ -343,7 +408,8 @@ def training_bytes(
 ) -> TrainingBytes:
     """What a model's training holds beside activations."""
     layouts = prove(optimizer, state_dtype).layouts
-    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    in_turn = [parameter for _, parameter in with_groups(optimizer)]
+    stepped = set(in_turn)
 
     def of_state(parameter: nn.Parameter) -> int:
         if parameter not in stepped or not parameter.requires_grad:
@@ -351,7 +417,7 @@ def training_bytes(
         return parameter.numel() * sum(dtype.itemsize for dtype in layouts.get(parameter, {}).values())
 
     own = [list(layer.parameters()) for layer in layers]
-    return TrainingBytes.of(list(model.parameters()), own, of_state, NUM_SLOTS * chunk_bytes)
+    return TrainingBytes.of(list(model.parameters()), own, of_state, NUM_SLOTS * chunk_bytes, in_turn)
 
 
 def _chunk_bytes(budget: int) -> int:

@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -29,7 +29,7 @@ from offload.measuring.layer_times import LayerTimes
 from offload.observe.memory import CpuAllocations
 from offload.planning.layer_costs import with_workspace
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.recipes import TrainingBytes
+from offload.planning.training_bytes import TrainingBytes
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import ModuleNames
 from offload.recompute.operations import known_operation
@@ -132,11 +132,14 @@ def count_model(
         return parameter.requires_grad * (2 * parameter.nbytes if state is None else state * parameter.numel())
 
     own, names = [list(layer.parameters()) for layer in layers], [f"model.{name}" for name in lists]
+    training = TrainingBytes.of(list(model.parameters()), own, state_of, slots=0)
+    # The optimizer reads and writes weights and state, and reads gradients; trained weights are as large as these.
+    stepped_s = (2 * training.state + 3 * training.gradients) / rates.bytes_per_s
     return Counted(
-        profile,
+        replace(profile, other_s=stepped_s),
         names[0] if len(names) == 1 else f"[{', '.join(f'*{name}' for name in names)}]",
         sum(one.numel() for one in model.parameters()),
-        TrainingBytes.of(list(model.parameters()), own, state_of, slots=0),
+        training,
     )
 
 

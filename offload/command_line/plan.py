@@ -15,7 +15,8 @@ from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link
-from offload.planning.recipes import RECIPES, TrainingPlan, plan_recipes
+from offload.planning.recipes import TrainingPlan, plan_recipes
+from offload.planning.training_bytes import RECIPES
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
 """On PCIe Gen5 x16, as it was measured."""
@@ -26,6 +27,9 @@ DUPLEX = 1.83
 RATES = Rates(630e12, 4e12)
 """Of an H200: 64% of the matrix products and 83% of the memory bandwidth in its datasheet, 989 TFLOP/s in bfloat16 and
 4.8 TB/s. Single operations reach more (``results/long_context.json``), whole layers do not."""
+
+SIMPLER = 1.05
+"""How much longer a step may be with weights, gradients and state on the device, which leaves a training loop free."""
 
 USABLE = 0.92
 """Share of device memory; the rest is for the driver and for blocks that the allocator cannot split."""
@@ -58,7 +62,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         lines.append(f"\n{plan}")
     recipes = [
         {"recipe": str(one.recipe), "step_s": one.step_s if one.plan else None, "reason": one.reason}
-        | {"device_bytes": one.device_bytes, "host_bytes": one.host_bytes}
+        | {"device_bytes": one.device_bytes, "host_bytes": one.host_bytes, "state_bytes": one.state_bytes}
         for one in made.recipes
     ]
     return "\n".join(lines), {
@@ -76,7 +80,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> TrainingPlan:
     """Where weights, gradients and optimizer state may be, each with a plan of the activations in what is left."""
     training = replace(model.training, slots=NUM_SLOTS * min(CHUNK_BYTES, usable // 90))
-    return plan_recipes(
+    made = plan_recipes(
         training,
         usable,
         host,
@@ -84,11 +88,16 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
         lambda device, host, left: make_plan(model.profile, device, left, max_host_bytes=host),
         training.gradient_bytes(RECIPES[0]),
         RECIPES[0],
+        arithmetic_s=model.profile.other_s,
     )
+    simple, fits = made.recipes[0], any(not one.reason for one in made.recipes)
+    if fits and not simple.reason and simple.step_s <= SIMPLER * made.chosen.step_s:
+        made = replace(made, in_place=simple.recipe)
+    return made
 
 
 def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
-    """The call to write for the fastest recipe; ``None`` if none fits.
+    """The call to write for the chosen recipe; ``None`` if none fits.
 
     The budget of :func:`offload.offload_layers` is all that a step adds to weights and optimizer state, that of
     :func:`offload.prepare` all device memory.

@@ -186,7 +186,9 @@ class StateStore:
         wanted = []
         for parameter in parameters:
             state, part, there = self.of(parameter), local(parameter), states.get(parameter)
-            needed = [_Wanted(state, key, part.shape, part.stride(), one) for key, one in self.layout(parameter).items()]
+            needed = [
+                _Wanted(state, key, part.shape, part.stride(), one) for key, one in self.layout(parameter).items()
+            ]
             self._place(state, sum(one.nbytes for one in needed))
             for one in needed:
                 value = there.get(one.key) if isinstance(there, dict) else None

@@ -8,143 +8,29 @@ recipe and those of the plan share one link.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
 from offload.planning.profile import Link
-
-CPU_ELEMENTS_PER_S = 6e9
-"""Parameters per second that ``torch.optim.AdamW(fused=True)`` steps on 16 cores, in bfloat16: measured beside an H200.
-Only the order of recipes depends on it, and stepping on the CPU comes last anyway."""
+from offload.planning.training_bytes import RECIPES, Recipe, RecipeSeconds, TrainingBytes
 
 LEAST_SHARE = 0.05
 """Of the link, for activations beside copies that need all of it: a plan needs some speed."""
 
-LAYERS_IN_FLIGHT = 2
-"""Layers whose weights, or whose gradients, are on the device at once where they are streamed."""
+SHARES = (1 / 3, 2 / 3, 1.0)
+"""Of the state that can be resident at most, what is tried where the copies of the rest make the step longer."""
 
+WORTH = 0.005
+"""By what part of the step more resident state must be able to shorten it, so that it is planned for."""
 
-class Recipe(NamedTuple):
-    """Where weights, gradients and optimizer state are, and who steps."""
+LEAST_GAIN = 1e-3
+"""By what part of the step state must shorten it that is resident because the activations do not need the memory."""
 
-    weights: Literal["resident", "streamed"]
-    gradients: Literal["resident", "consumed", "host"]
-    """On the device until the step; consumed by the step of each parameter in backward; or copied to the host."""
-    optimizer: Literal["resident", "streamed", "cpu"]
-    """State on the device; on the host and stepped on the device in chunks; or on the host and stepped there."""
-
-    def __str__(self) -> str:
-        return f"weights {self.weights}, gradients {self.gradients}, optimizer {self.optimizer}"
-
-
-RECIPES = (
-    Recipe("resident", "resident", "resident"),
-    Recipe("resident", "resident", "streamed"),
-    Recipe("resident", "consumed", "streamed"),
-    Recipe("streamed", "consumed", "streamed"),
-    Recipe("streamed", "host", "streamed"),
-    Recipe("streamed", "host", "cpu"),
-)
-"""The one with the least traffic first, and the CPU last."""
-
-
-@dataclass(frozen=True)
-class TrainingBytes:
-    """The sizes of what a model's training has beside activations.
-
-    Args:
-        weights: Of all parameters.
-        gradients: Of all parameters that are trained.
-        state: Of the optimizer.
-        layer_weights: Of the parameters of each layer.
-        layer_gradients: Of those that are trained.
-        layer_state: Of the optimizer, for each layer's parameters.
-        largest_gradient: Of one parameter.
-        slots: Device memory through which optimizer state is streamed.
-        trained_elements: Elements of the parameters that are trained.
-    """
-
-    weights: int
-    gradients: int
-    state: int
-    layer_weights: tuple[int, ...]
-    layer_gradients: tuple[int, ...]
-    layer_state: tuple[int, ...]
-    largest_gradient: int
-    slots: int
-    trained_elements: int
-
-    @classmethod
-    def of(
-        cls, parameters: Sequence[Any], layers: Iterable[Sequence[Any]], state_of: Callable[[Any], int], slots: int
-    ) -> TrainingBytes:
-        """The sizes of a model's parameters, and of those of each layer, with ``state_of`` bytes of optimizer state."""
-
-        def gradient_of(parameter: Any) -> int:
-            return int(parameter.nbytes) if parameter.requires_grad else 0
-
-        def bytes_of(some: Sequence[Any]) -> tuple[int, int, int]:
-            return sum(one.nbytes for one in some), sum(map(gradient_of, some)), sum(map(state_of, some))
-
-        largest = max(map(gradient_of, parameters), default=0)
-        elements = sum(one.numel() for one in parameters if one.requires_grad)
-        by_layer: list[tuple[int, ...]] = [*zip(*map(bytes_of, layers), strict=True)]
-        return cls(*bytes_of(parameters), by_layer[0], by_layer[1], by_layer[2], largest, slots, elements)
-
-    def held_bytes(self, recipe: Recipe) -> int:
-        """What is on the device from step to step: weights, optimizer state, and slots."""
-        outside = self.weights - sum(self.layer_weights)
-        slots = LAYERS_IN_FLIGHT * max(self.layer_weights)
-        weights = self.weights if recipe.weights == "resident" else outside + slots
-        outside_state = self.state - sum(self.layer_state)
-        state = {"resident": self.state, "streamed": min(self.slots, self.state), "cpu": outside_state}
-        return weights + state[recipe.optimizer]
-
-    def gradient_bytes(self, recipe: Recipe) -> int:
-        """The most gradients on the device at once."""
-        outside = self.gradients - sum(self.layer_gradients)
-        flight = LAYERS_IN_FLIGHT * max(self.layer_gradients)
-        most = {"resident": self.gradients, "host": outside + flight, "consumed": max(flight, self.largest_gradient)}
-        return min(self.gradients, most[recipe.gradients])
-
-    def host_bytes(self, recipe: Recipe) -> int:
-        """Host memory beside activations, all of it pinned but the state that the CPU steps."""
-        state = {"resident": 0, "streamed": self.state, "cpu": sum(self.layer_state)}
-        return self.layer_host_bytes(recipe) + state[recipe.optimizer]
-
-    def layer_host_bytes(self, recipe: Recipe) -> int:
-        """Pinned host memory of the layers' weights and gradients."""
-        weights = sum(self.layer_weights) if recipe.weights == "streamed" else 0
-        return weights + (sum(self.layer_gradients) if recipe.gradients == "host" else 0)
-
-    def link_s(self, recipe: Recipe, link: Link) -> tuple[float, float, float]:
-        """Seconds that the link is busy with a recipe's copies: in forward, in backward, and in the optimizer's step.
-
-        Both directions are busy at once, and the slower one counts.
-        """
-        d2h, h2d = link.rates(d2h=True, h2d=True)
-        loaded = sent = 0  # bytes in backward
-        loaded_to_step = sent_to_step = 0
-        if recipe.weights == "streamed":
-            loaded += sum(self.layer_weights)
-            sent += sum(self.layer_gradients)  # or the new weights, which are as large
-        if recipe.optimizer == "streamed":
-            if recipe.gradients == "consumed":
-                loaded += self.state
-                sent += self.state
-            else:
-                loaded_to_step = sent_to_step = self.state
-            if recipe.gradients == "host":  # the step reads and writes the weights that are trained, too
-                loaded_to_step += 2 * sum(self.layer_gradients)
-                sent_to_step += sum(self.layer_gradients)
-        forward_s = sum(self.layer_weights) / link.h2d_bytes_per_s if recipe.weights == "streamed" else 0.0
-        step_s = max(loaded_to_step / h2d, sent_to_step / d2h)
-        if recipe.optimizer == "cpu":
-            step_s = self.trained_elements / CPU_ELEMENTS_PER_S
-        return forward_s, max(loaded / h2d, sent / d2h), step_s
+MARGIN = 0.02
+"""Of the budget, what such state leaves free."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +44,7 @@ class RecipePlan:
         device_bytes: The predicted peak of device memory, or what is needed beside activations if there is no plan.
         host_bytes: Pinned host memory.
         reason: Why the recipe does not fit.
+        state_bytes: Optimizer state on the device, and on the host.
     """
 
     recipe: Recipe
@@ -166,6 +53,12 @@ class RecipePlan:
     device_bytes: int
     host_bytes: int
     reason: str = ""
+    state_bytes: tuple[int, int] = (0, 0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Optimizer state that remains on the device."""
+        return self.state_bytes[0]
 
 
 @dataclass(frozen=True)
@@ -175,23 +68,28 @@ class TrainingPlan:
     recipes: tuple[RecipePlan, ...]
     memory_budget: int
     max_host_bytes: int | None
+    in_place: Recipe | None = None
+    """The recipe that was chosen before, and is followed."""
 
     @property
     def chosen(self) -> RecipePlan:
         """The one with the shortest step of those that fit; of equals the first, which copies the least."""
         fitting = [one for one in self.recipes if not one.reason]
-        return min(fitting, key=lambda one: one.step_s)
+        fitting = [one for one in fitting if one.recipe == self.in_place] or fitting
+        shortest = min(one.step_s for one in fitting)
+        return next(one for one in fitting if one.step_s <= shortest * (1 + WORTH))
 
     def __str__(self) -> str:
-        lines = [f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'step':>10}{'device':>12}{'host':>12}"]
+        head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
+        lines = [f"{head}{'step':>10}{'device':>12}{'host':>12}"]
         best = self.chosen if any(not one.reason for one in self.recipes) else None
         for one in self.recipes:
             step = format_s(one.step_s) if one.plan is not None else "-"
-            sizes = f"{format_bytes(one.device_bytes):>12}{format_bytes(one.host_bytes):>12}"
+            here, there, device, host = map(format_bytes, (*one.state_bytes, one.device_bytes, one.host_bytes))
             note = "chosen" if one is best else one.reason
             recipe = one.recipe
-            cells = f"{recipe.weights:<10}{recipe.gradients:<11}{recipe.optimizer:<11}{step:>10}{sizes}"
-            lines.append(f"{cells}  {note}".rstrip())
+            cells = f"{recipe.weights:<10}{recipe.gradients:<11}{recipe.optimizer:<11}{here:>16}{there:>12}"
+            lines.append(f"{cells}{step:>10}{device:>12}{host:>12}  {note}".rstrip())
         host = "no limit" if self.max_host_bytes is None else format_bytes(self.max_host_bytes)
         lines.append(f"budget {format_bytes(self.memory_budget)}, host memory {host}")
         return "\n".join(lines)
@@ -203,9 +101,20 @@ def without_activations(
     """Which recipes fit as far as arithmetic tells: before any step, without a word on activations."""
     found = []
     for recipe in recipes:
-        device, host = training.held_bytes(recipe) + training.gradient_bytes(recipe), training.host_bytes(recipe)
-        found.append(RecipePlan(recipe, None, 0.0, device, host, _reason(device, host, memory_budget, max_host_bytes)))
+        resident = training.least_resident(recipe, max_host_bytes)
+        one = _beside_activations(training, recipe, resident)
+        reason = _reason(one.device_bytes, one.host_bytes, memory_budget, max_host_bytes)
+        if reason and resident:
+            host = format_bytes(training.host_bytes(recipe))
+            reason = f"needs {format_bytes(one.device_bytes)} of device memory, or {host} of host memory"
+        found.append(replace(one, reason=f"{reason} without activations" if reason else ""))
     return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
+
+
+def _beside_activations(training: TrainingBytes, recipe: Recipe, resident: int) -> RecipePlan:
+    device = training.held_bytes(recipe, resident) + training.gradient_bytes(recipe)
+    host = training.host_bytes(recipe, resident)
+    return RecipePlan(recipe, None, 0.0, device, host, state_bytes=training.state_bytes(recipe, resident))
 
 
 def plan_recipes(
@@ -217,6 +126,8 @@ def plan_recipes(
     missing_bytes: int,
     measured: Recipe,
     recipes: Iterable[Recipe] = RECIPES,
+    resident_bytes: int = 0,
+    arithmetic_s: float = 0.0,
 ) -> TrainingPlan:
     """Every recipe with a plan for the activations in what it leaves.
 
@@ -231,30 +142,59 @@ def plan_recipes(
             under ``measured``: gradients, the loss, what libraries allocate.
         measured: The recipe of the measured steps.
         recipes: What to choose from.
+        resident_bytes: State that was on the device in the measured steps, if the recipe streams it.
+        arithmetic_s: Seconds in which the device steps all parameters if nothing waits for copies.
     """
     beside = max(0, missing_bytes - training.gradient_bytes(measured))
-    found = []
-    for one in without_activations(training, memory_budget, max_host_bytes, recipes).recipes:
-        recipe = one.recipe
-        if one.reason:
-            found.append(one)
-            continue
-        left = memory_budget - one.device_bytes - beside
+    seconds = Prediction.of(training, link, measured, resident_bytes, arithmetic_s).step_s
+
+    def planned(recipe: Recipe, resident: int) -> RecipePlan:
+        """With so much of the state on the device."""
+        one = _beside_activations(training, recipe, resident)
+        left = max(0, memory_budget - one.device_bytes - beside)
         host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
-        busy, busy_when_measured = training.link_s(recipe, link), training.link_s(measured, link)
         try:
-            plans = [plan(max(0, left), host_left, link)]
-            rest = link_beside(link, busy[1], backward_s(plans[0]))
-            plans += [plan(max(0, left), host_left, rest)] * (rest != link)
+            plans = [plan(left, host_left, link)]
+            rest = link_beside(link, training.link_s(recipe, link, resident)[1], backward_s(plans[0]))
+            plans += [plan(left, host_left, rest)] * (rest != link)
         except ValueError as error:
-            found.append(RecipePlan(recipe, None, math.inf, one.device_bytes, one.host_bytes, _first_words(error)))
+            return replace(one, step_s=math.inf, reason=_first_words(error))
+        made = min(plans, key=lambda each: seconds(each, recipe, resident))
+        return _with_plan(one, made, seconds(made, recipe, resident), beside)
+
+    def filled(one: RecipePlan) -> RecipePlan:
+        """With the same plan, and as much more of the state on the device as it leaves free."""
+        free = memory_budget * (1 - MARGIN) - one.device_bytes
+        resident = training.most_resident(one.resident_bytes + free)
+        if one.plan is None or one.recipe.optimizer != "streamed" or resident <= one.resident_bytes:
+            return one
+        step_s = seconds(one.plan, one.recipe, resident)
+        if step_s >= one.step_s * (1 - LEAST_GAIN):
+            return one
+        return _with_plan(_beside_activations(training, one.recipe, resident), one.plan, step_s, beside)
+
+    found: list[RecipePlan] = []
+    for least in without_activations(training, memory_budget, max_host_bytes, recipes).recipes:
+        recipe = least.recipe
+        if least.reason:
+            found.append(least)
             continue
-        step_s, made = min(
-            ((_step_s(each, link, busy, busy_when_measured), each) for each in plans), key=lambda pair: pair[0]
-        )
-        device = one.device_bytes + beside + made.peak_bytes
-        found.append(RecipePlan(recipe, made, step_s, device, one.host_bytes + made.host_bytes))
+        best = filled(planned(recipe, least.resident_bytes))
+        most = memory_budget - beside - _beside_activations(training, recipe, 0).device_bytes
+        for share in SHARES if recipe.optimizer == "streamed" else ():
+            resident = training.most_resident(least.resident_bytes + share * (most - least.resident_bytes))
+            if resident <= best.resident_bytes or best.plan is None:
+                continue
+            shortest = min(one.step_s for one in (*found, best) if not one.reason)
+            if seconds(best.plan, recipe, resident) < (1 - WORTH) * shortest:  # as if activations had as much memory
+                best = min(best, filled(planned(recipe, resident)), key=lambda one: one.step_s)
+        found.append(best)
     return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
+
+
+def _with_plan(one: RecipePlan, made: Plan, step_s: float, beside: int) -> RecipePlan:
+    device, host = one.device_bytes + beside + made.peak_bytes, one.host_bytes + made.host_bytes
+    return replace(one, plan=made, step_s=step_s, device_bytes=device, host_bytes=host)
 
 
 def link_beside(link: Link, busy_s: float, seconds: float) -> Link:
@@ -272,20 +212,41 @@ def _forward_s(plan: Plan) -> float:
     return math.fsum(layer.forward_s for layer in plan.profile.layers)
 
 
-def _step_s(plan: Plan, link: Link, recipe: tuple[float, float, float], measured: tuple[float, float, float]) -> float:
-    """Forward and backward take as long as compute or the link; then comes the optimizer's step."""
-    copied_s = plan.host_bytes / link.h2d_bytes_per_s
-    sent_s = plan.host_bytes / link.d2h_bytes_per_s
-    rest_s = max(0.0, plan.profile.other_s - measured[2])
-    in_forward = max(_forward_s(plan), recipe[0] + (sent_s if recipe[0] else 0.0))
-    return in_forward + max(backward_s(plan), recipe[1] + (copied_s if recipe[1] else 0.0)) + recipe[2] + rest_s
+class Prediction(NamedTuple):
+    """Predicts steps of recipes from a profile that was measured under one of them."""
+
+    training: TrainingBytes
+    link: Link
+    arithmetic_s: float
+    measured: RecipeSeconds
+
+    @classmethod
+    def of(
+        cls, training: TrainingBytes, link: Link, measured: Recipe, resident_bytes: int, arithmetic_s: float
+    ) -> Prediction:
+        """From steps under ``measured``, with so much of the state resident; see :func:`plan_recipes`."""
+        return cls(training, link, arithmetic_s, training.seconds(measured, link, resident_bytes, arithmetic_s))
+
+    def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
+        """Forward and backward take as long as compute or the link; then comes the optimizer's step.
+
+        What the optimizer's arithmetic and copies have added to the measured steps does not count.
+        """
+        busy, before = self.training.seconds(recipe, self.link, resident, self.arithmetic_s), self.measured
+        copied_s = plan.host_bytes / self.link.h2d_bytes_per_s
+        sent_s = plan.host_bytes / self.link.d2h_bytes_per_s
+        rest_s = max(0.0, plan.profile.other_s - before.step - before.tail)
+        in_forward = max(_forward_s(plan), busy.forward + (sent_s if busy.forward else 0.0))
+        computed_s = max(0.0, backward_s(plan) - before.beside) + busy.beside + busy.tail
+        copying_s = busy.backward + (copied_s if busy.backward else 0.0)
+        return in_forward + max(computed_s, copying_s) + busy.step + rest_s
 
 
 def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | None) -> str:
     if device >= memory_budget:
-        return f"needs {format_bytes(device)} of device memory without activations"
+        return f"needs {format_bytes(device)} of device memory"
     if max_host_bytes is not None and host > max_host_bytes:
-        return f"needs {format_bytes(host)} of host memory without activations"
+        return f"needs {format_bytes(host)} of host memory"
     return ""
 
 

@@ -77,6 +77,7 @@ CASES = {
     "FSDP2, clipped, accumulated": (sharded, {"microbatches": 3, "clip": True}),
     "FSDP2, in backward": (sharded, {"in_backward": True}),
     "FSDP2, in backward, accumulated": (sharded, {"in_backward": True, "consume_gradients": True, "microbatches": 2}),
+    "FSDP2, in backward, a part resident": (sharded, {"in_backward": True, "resident_bytes": "20KiB"}),
     "DDP": (replicated, {}),
     "DDP, clipped, accumulated": (replicated, {"microbatches": 3, "clip": True}),
 }

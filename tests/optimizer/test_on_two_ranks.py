@@ -29,6 +29,7 @@ def test_the_bits_of_the_resident_optimizer(case: str, ranks: Found) -> None:
         assert stats.steps == STEPS
         assert stats.host_bytes > 0
         assert (stats.backward_chunks == stats.chunks) == ("in backward" in case)
+        assert (stats.resident_bytes > 0) == ("resident" in case)
 
 
 def test_each_rank_holds_its_own_part(ranks: Found) -> None:

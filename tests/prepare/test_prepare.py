@@ -14,7 +14,8 @@ from models import WIDTH, assert_same, build
 from torch import nn
 
 import offload
-from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, TrainingPlan, plan_recipes, without_activations
+from offload.planning.recipes import plan_recipes
+from offload.planning.training_bytes import RECIPES, Recipe
 
 STEPS = 8
 WORDS = 16384
@@ -171,11 +172,12 @@ def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch
     """Neither on the device nor, pinned, a second time on the host."""
     monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED, CONSUMED))
     monkeypatch.setattr(PREPARE, "_first_recipe", lambda _: STREAMED)
+    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[1]))
     model = Model().to(lab.device)
     optimizer = adamw(model)
     state = 2 * weight_bytes()
     options: dict[str, Any] = {"device": lab.device, "min_bytes": 0, "step_in_backward": True}
-    with offload.prepare(model, optimizer, 1 << 30, state + (4 << 20), **options) as prepared:
+    with offload.prepare(model, optimizer, 7 * weight_bytes() // 2, state + (4 << 20), **options) as prepared:
         peaks = []
         while prepared.recipe != CONSUMED:
             model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
@@ -349,105 +351,73 @@ def _out_of_range() -> torch.Tensor:
     raise IndexError  # on a GPU, the kernel would end the process
 
 
-# The arithmetic.
-
-GIB = 1 << 30
-LLAMA = TrainingBytes(
-    weights=15 * GIB,
-    gradients=15 * GIB,
-    state=60 * GIB,
-    layer_weights=(13 * GIB // 32,) * 32,
-    layer_gradients=(13 * GIB // 32,) * 32,
-    layer_state=(52 * GIB // 32,) * 32,
-    largest_gradient=GIB,
-    slots=GIB,
-    trained_elements=8 * 10**9,
-)
+# A part of the state on the device.
 
 
-def test_sizes_of_recipes() -> None:
-    held = {one.recipe: (one.device_bytes / GIB, one.host_bytes / GIB) for one in _without(200).recipes}
-    assert held[RESIDENT] == (90, 0)
-    assert held[STREAMED] == (31, 60)
-    assert held[CONSUMED] == (17, 60)
-    layer = 13 / 32
-    # Two layers' weights, and gradients: here the largest of one parameter is larger.
-    assert held[ALL_CONSUMED] == pytest.approx((2 + 2 * layer + 1 + 1, 13 + 60))
-    assert held[ALL_STREAMED] == pytest.approx((2 + 2 * layer + 1 + 2 + 2 * layer, 26 + 60))
-    device, host = held[ON_HOST]
-    assert device == pytest.approx(2 + 2 * layer + 8 + 2 + 2 * layer)
-    assert host == pytest.approx(26 + 52)
+def test_the_device_has_the_state_that_the_host_cannot_hold(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED,))
+    most = weight_bytes()
+    tables: list[str] = []
+    prepared = offload.prepare
 
+    def prepare(*given: Any, **options: Any) -> offload.PreparedTraining:
+        made = prepared(*given, max_host_bytes=most, **options)
+        tables.append(str(made.plan))
+        assert made.resident_bytes == made.plan.recipes[0].state_bytes[0] > 0
+        return made
 
-def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
-    return without_activations(LLAMA, budget_gib * GIB, None if host_gib is None else host_gib * GIB)
-
-
-def test_what_fits() -> None:
-    def fits(plan: TrainingPlan) -> list[Recipe]:
-        return [one.recipe for one in plan.recipes if not one.reason]
-
-    assert fits(_without(140)) == [*RECIPES]
-    assert fits(_without(80)) == [STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
-    assert fits(_without(24)) == [CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
-    assert fits(_without(14, 100)) == [ALL_CONSUMED, ALL_STREAMED, ON_HOST]
-    assert fits(_without(24, 85)) == [CONSUMED, ALL_CONSUMED, ON_HOST]
-    assert fits(_without(24, 70)) == [CONSUMED]
-    assert fits(_without(80, 50)) == []
-
-
-def test_seconds_of_the_link() -> None:
-    """In forward, in backward and in the step, both directions at once at half of both directions' speed."""
-    link = offload.Link(60e9, 60e9, 100e9)
-    layers_s, both_s = 13 * GIB / 60e9, GIB / 50e9
-    assert LLAMA.link_s(CONSUMED, link) == pytest.approx((0, 60 * both_s, 0))
-    # Loads of weights and state; copies of state and new weights.
-    assert LLAMA.link_s(ALL_CONSUMED, link) == pytest.approx((layers_s, 73 * both_s, 0))
-    assert LLAMA.link_s(ALL_STREAMED, link) == pytest.approx((layers_s, 13 * both_s, 86 * both_s))
-    assert LLAMA.link_s(ON_HOST, link)[:2] == pytest.approx((layers_s, 13 * both_s))
-
-
-def test_the_shortest_recipe_is_chosen() -> None:
-    """The link carries state, weights and activations: a budget that holds the state has the shorter step."""
-    link = offload.Link(50e9, 50e9, 100e9)
-    layer = offload.LayerProfile(0.05, 0.1, GIB)
-    profile = offload.Profile((layer,) * 32)
-
-    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
-        return offload.plan(profile, device, left, max_host_bytes=host)
-
-    def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
-        return plan_recipes(LLAMA, budget_gib * GIB, None, link, plan, missing_gib * GIB, STREAMED)
-
-    assert made(140).chosen.recipe == RESIDENT
-    assert made(70).chosen.recipe == CONSUMED
-    by_recipe = {one.recipe: one for one in made(70).recipes}
-    assert by_recipe[RESIDENT].plan is None
-    assert by_recipe[STREAMED].step_s - by_recipe[CONSUMED].step_s == pytest.approx(60 * GIB / 50e9, rel=0.01)
-    assert all(one.device_bytes <= 70 * GIB for one in made(70).recipes if not one.reason)
-    # Two GiB beside gradients and activations, in every recipe.
-    assert by_recipe[STREAMED].device_bytes == 33 * GIB + by_recipe[STREAMED].plan.peak_bytes
-
-
-def test_activations_get_what_the_state_leaves_of_the_link() -> None:
-    """Loads of activations beside the state would make backward longer than recomputing them does."""
-    link = offload.Link(50e9, 50e9, 100e9)
-    regions = (
-        offload.RegionProfile("linear", GIB, 0.015, saved=True),
-        offload.RegionProfile("gelu", GIB, 1e-3, reads=(0,), saved=True),
+    monkeypatch.setattr(offload, "prepare", prepare)
+    pinned: list[int] = []
+    found, _ = train(
+        lab, 5 * most, steps=4, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes)
     )
-    layer = offload.LayerProfile(0.016, 0.032, 2 * GIB, regions=regions)
-    profile = offload.Profile((layer,) * 32)
-    planned_for: list[offload.Link] = []
+    assert_same(train(lab, None, steps=4)[0], found)
+    assert max(pinned) <= most
+    assert "state on device     on host" in tables[0]
 
-    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
-        planned_for.append(left)
-        return offload.plan(profile, device, left, max_host_bytes=host)
 
-    made = plan_recipes(LLAMA, 40 * GIB, None, link, plan, 17 * GIB, STREAMED, [CONSUMED])
-    alone = offload.plan(profile, made.chosen.plan.memory_budget, link)
-    assert {one.h2d_bytes_per_s < link.h2d_bytes_per_s for one in planned_for} == {False, True}
-    assert made.chosen.plan.host_bytes < alone.host_bytes
-    state_s, backward_s = 60 * GIB / 50e9, 32 * 0.032
-    assert made.chosen.step_s < 32 * 0.016 + state_s + alone.host_bytes / 50e9
-    assert made.chosen.step_s >= 32 * 0.016 + max(backward_s, state_s)
+def test_what_neither_side_can_hold_is_refused() -> None:
+    model = Model()
+    nbytes = weight_bytes()
+    with pytest.raises(ValueError, match=r"needs .* of device memory, or .* of host memory without activations"):
+        offload.prepare(model, adamw(model), 2 * nbytes, nbytes, device="cpu", step_in_backward=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [STREAMED, CONSUMED, ALL_CONSUMED], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), (1, 2), (2, 1)])
+def test_another_part_of_the_state_is_resident(
+    recipe: Recipe, before: int, after: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of it, that of the layers, or all."""
+    parts = (0, 2 * (weight_bytes() - 2 * WORDS * WIDTH * 4), 2 * weight_bytes())
+
+    def with_part(*given: Any) -> offload.TrainingPlan:
+        made = plan_recipes(*given)
+        [one] = made.recipes
+        return replace(made, recipes=(replace(one, state_bytes=(parts[after], parts[2] - parts[after])),))
+
+    monkeypatch.setattr(PREPARE, "RECIPES", (recipe,))
+    monkeypatch.setattr(PREPARE, "plan_recipes", with_part)
+    monkeypatch.setattr("offload.planning.training_bytes.TrainingBytes.least_resident", lambda *_: parts[before])
+    held: list[tuple[int, int]] = []
+    prepare = offload.prepare
+
+    def watched(*given: Any, **options: Any) -> offload.PreparedTraining:
+        made.append(prepare(*given, **options))
+        return made[-1]
+
+    made: list[offload.PreparedTraining] = []
+    monkeypatch.setattr(offload, "prepare", watched)
+
+    def look() -> None:
+        stats = made[-1].stats()["optimizer"]
+        assert isinstance(stats, offload.OptimizerStats)
+        held.append((stats.resident_bytes, stats.host_bytes))
+
+    found, recipes = train(lab, 1 << 30, steps=5, step_in_backward=True, after_step=look)
+    assert_same(train(lab, None, steps=5)[0], found)
+    assert recipes == [recipe] * 5
+    assert held[0] == (parts[before], parts[2] - parts[before])
+    assert held[-1] == (parts[after], parts[2] - parts[after])
+    assert lab.pool.pinned_bytes <= parts[2] + (8 << 20)  # what was pinned for the state is not pinned twice

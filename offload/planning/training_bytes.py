@@ -1,0 +1,206 @@
+"""Where weights, gradients and optimizer state can be, and the bytes and seconds of each: arithmetic on sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from typing import Any, Literal, NamedTuple
+
+from offload.planning.profile import Link
+
+CPU_ELEMENTS_PER_S = 6e9
+"""Parameters per second that ``torch.optim.AdamW(fused=True)`` steps on 16 cores, in bfloat16: measured beside an H200.
+Only the order of recipes depends on it, and stepping on the CPU comes last anyway."""
+
+LAYERS_IN_FLIGHT = 2
+"""Layers whose weights, or whose gradients, are on the device at once where they are streamed."""
+
+GAP_BYTES = 1 << 10
+"""Between two tensors in flat host memory there is no more than this."""
+
+
+class Recipe(NamedTuple):
+    """Where weights, gradients and optimizer state are, and who steps."""
+
+    weights: Literal["resident", "streamed"]
+    gradients: Literal["resident", "consumed", "host"]
+    """On the device until the step; consumed by the step of each parameter in backward; or copied to the host."""
+    optimizer: Literal["resident", "streamed", "cpu"]
+    """State on the device; on the host, or a part of it, and stepped on the device in chunks; or stepped on the CPU."""
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, gradients {self.gradients}, optimizer {self.optimizer}"
+
+
+RECIPES = (
+    Recipe("resident", "resident", "resident"),
+    Recipe("resident", "resident", "streamed"),
+    Recipe("resident", "consumed", "streamed"),
+    Recipe("streamed", "consumed", "streamed"),
+    Recipe("streamed", "host", "streamed"),
+    Recipe("streamed", "host", "cpu"),
+)
+"""The one with the least traffic first, and the CPU last."""
+
+
+class RecipeSeconds(NamedTuple):
+    """What a recipe adds to a step beside the activations."""
+
+    forward: float
+    """The link is busy for so long in forward."""
+    backward: float
+    """The link is busy for so long in backward."""
+    tail: float
+    """Backward ends so much later: nothing is left to hide the loads of what it comes to last."""
+    step: float
+    """After backward."""
+    beside: float
+    """Of the optimizer's arithmetic, what runs in backward, where it takes the device's time from the layers."""
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """The sizes of what a model's training has beside activations.
+
+    Args:
+        weights: Of all parameters.
+        gradients: Of all parameters that are trained.
+        state: Of the optimizer.
+        layer_weights: Of the parameters of each layer.
+        layer_gradients: Of those that are trained.
+        layer_state: Of the optimizer, for each layer's parameters.
+        largest_gradient: Of one parameter.
+        slots: Device memory through which optimizer state is streamed.
+        trained_elements: Elements of the parameters that are trained.
+        parameter_state: Of the optimizer, for each of its parameters in order. State of the first ones can be resident.
+        front_state: Of the first parameters, those before the layers', which backward comes to last.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    layer_weights: tuple[int, ...]
+    layer_gradients: tuple[int, ...]
+    layer_state: tuple[int, ...]
+    largest_gradient: int
+    slots: int
+    trained_elements: int
+    parameter_state: tuple[int, ...] = ()
+    front_state: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Sequence[Any],
+        layers: Iterable[Sequence[Any]],
+        state_of: Callable[[Any], int],
+        slots: int,
+        stepped: Sequence[Any] | None = None,
+    ) -> TrainingBytes:
+        """The sizes of a model's parameters, and of those of each layer, with ``state_of`` bytes of optimizer state.
+
+        The optimizer has its parameters in the order ``stepped``; that of ``parameters`` if left out.
+        """
+
+        def gradient_of(parameter: Any) -> int:
+            return int(parameter.nbytes) if parameter.requires_grad else 0
+
+        def bytes_of(some: Sequence[Any]) -> tuple[int, int, int]:
+            return sum(one.nbytes for one in some), sum(map(gradient_of, some)), sum(map(state_of, some))
+
+        layers = [*layers]
+        in_layers = {one for own in layers for one in own}
+        in_turn = parameters if stepped is None else stepped
+        front = sum(map(state_of, takewhile(lambda one: one not in in_layers, in_turn)))
+        largest = max(map(gradient_of, parameters), default=0)
+        elements = sum(one.numel() for one in parameters if one.requires_grad)
+        by_layer: list[tuple[int, ...]] = [*zip(*map(bytes_of, layers), strict=True)]
+        of_layers = by_layer[0], by_layer[1], by_layer[2]
+        of_each = tuple(map(state_of, in_turn))
+        return cls(*bytes_of(parameters), *of_layers, largest, slots, elements, of_each, front)
+
+    def held_bytes(self, recipe: Recipe, resident: int = 0) -> int:
+        """What is on the device from step to step: weights, optimizer state, and slots.
+
+        Of streamed state, ``resident`` bytes are on the device, here and below.
+        """
+        outside = self.weights - sum(self.layer_weights)
+        slots = LAYERS_IN_FLIGHT * max(self.layer_weights)
+        weights = self.weights if recipe.weights == "resident" else outside + slots
+        state, _ = self.state_bytes(recipe, resident)
+        return weights + state + (min(self.slots, self.state - state) if recipe.optimizer == "streamed" else 0)
+
+    def state_bytes(self, recipe: Recipe, resident: int = 0) -> tuple[int, int]:
+        """Optimizer state on the device, and on the host."""
+        outside = self.state - sum(self.layer_state)
+        here = {"resident": self.state, "streamed": resident, "cpu": outside}[recipe.optimizer]
+        return here, self.state - here
+
+    def gradient_bytes(self, recipe: Recipe) -> int:
+        """The most gradients on the device at once."""
+        outside = self.gradients - sum(self.layer_gradients)
+        flight = LAYERS_IN_FLIGHT * max(self.layer_gradients)
+        most = {"resident": self.gradients, "host": outside + flight, "consumed": max(flight, self.largest_gradient)}
+        return min(self.gradients, most[recipe.gradients])
+
+    def host_bytes(self, recipe: Recipe, resident: int = 0) -> int:
+        """Host memory beside activations, all of it pinned but the state that the CPU steps."""
+        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1]
+
+    def layer_host_bytes(self, recipe: Recipe) -> int:
+        """Pinned host memory of the layers' weights and gradients."""
+        weights = sum(self.layer_weights) if recipe.weights == "streamed" else 0
+        return weights + (sum(self.layer_gradients) if recipe.gradients == "host" else 0)
+
+    def most_resident(self, nbytes: float) -> int:
+        """The state of as many of the first parameters as have so many bytes together."""
+        return max((one for one in self._sums() if one <= nbytes), default=0)
+
+    def least_resident(self, recipe: Recipe, max_host_bytes: int | None) -> int:
+        """The state that must be resident because the host cannot hold it; 0 where that would not be enough."""
+        if recipe.optimizer != "streamed" or max_host_bytes is None:
+            return 0
+        over = self.host_bytes(recipe) - max_host_bytes
+        gaps = GAP_BYTES * len(self.parameter_state)
+        return 0 if over <= 0 else next((one for one in self._sums() if one >= over + gaps), 0)
+
+    def _sums(self) -> Iterable[int]:
+        return accumulate(self.parameter_state, initial=0)
+
+    def link_s(self, recipe: Recipe, link: Link, resident: int = 0) -> tuple[float, float, float]:
+        """Seconds that the link is busy with a recipe's copies: in forward, in backward, and in the optimizer's step.
+
+        Both directions are busy at once, and the slower one counts.
+        """
+        d2h, h2d = link.rates(d2h=True, h2d=True)
+        loaded = sent = 0  # bytes in backward
+        loaded_to_step = sent_to_step = 0
+        streamed = self.state - resident
+        if recipe.weights == "streamed":
+            loaded += sum(self.layer_weights)
+            sent += sum(self.layer_gradients)  # or the new weights, which are as large
+        if recipe.optimizer == "streamed":
+            if recipe.gradients == "consumed":
+                loaded += streamed
+                sent += streamed
+            else:
+                loaded_to_step = sent_to_step = streamed
+            if recipe.gradients == "host":  # the step reads and writes the weights that are trained, too
+                loaded_to_step += 2 * sum(self.layer_gradients)
+                sent_to_step += sum(self.layer_gradients)
+        forward_s = sum(self.layer_weights) / link.h2d_bytes_per_s if recipe.weights == "streamed" else 0.0
+        step_s = max(loaded_to_step / h2d, sent_to_step / d2h)
+        if recipe.optimizer == "cpu":
+            step_s = self.trained_elements / CPU_ELEMENTS_PER_S
+        return forward_s, max(loaded / h2d, sent / d2h), step_s
+
+    def seconds(self, recipe: Recipe, link: Link, resident: int = 0, arithmetic_s: float = 0.0) -> RecipeSeconds:
+        """What a recipe adds to a step, where the device steps all parameters in ``arithmetic_s`` if nothing waits."""
+        forward_s, backward_s, step_s = self.link_s(recipe, link, resident)
+        if recipe.gradients != "consumed":
+            # Copies and arithmetic of different chunks run at the same time; and the CPU is no faster than the device.
+            return RecipeSeconds(forward_s, backward_s, 0.0, max(step_s, arithmetic_s), 0.0)
+        _, h2d = link.rates(d2h=True, h2d=True)
+        tail_s = max(0, self.front_state - resident) / h2d
+        return RecipeSeconds(forward_s, backward_s, tail_s, step_s, arithmetic_s)

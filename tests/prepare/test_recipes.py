@@ -1,0 +1,189 @@
+"""Where weights, gradients and optimizer state are: sizes, seconds, and how much of the state is resident."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import offload
+from offload.planning.recipes import Prediction, plan_recipes, without_activations
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
+
+RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
+
+GIB = 1 << 30
+LLAMA = TrainingBytes(
+    weights=15 * GIB,
+    gradients=15 * GIB,
+    state=60 * GIB,
+    layer_weights=(13 * GIB // 32,) * 32,
+    layer_gradients=(13 * GIB // 32,) * 32,
+    layer_state=(52 * GIB // 32,) * 32,
+    largest_gradient=GIB,
+    slots=GIB,
+    trained_elements=8 * 10**9,
+)
+
+
+def test_sizes_of_recipes() -> None:
+    held = {one.recipe: (one.device_bytes / GIB, one.host_bytes / GIB) for one in _without(200).recipes}
+    assert held[RESIDENT] == (90, 0)
+    assert held[STREAMED] == (31, 60)
+    assert held[CONSUMED] == (17, 60)
+    layer = 13 / 32
+    # Two layers' weights, and gradients: here the largest of one parameter is larger.
+    assert held[ALL_CONSUMED] == pytest.approx((2 + 2 * layer + 1 + 1, 13 + 60))
+    assert held[ALL_STREAMED] == pytest.approx((2 + 2 * layer + 1 + 2 + 2 * layer, 26 + 60))
+    device, host = held[ON_HOST]
+    assert device == pytest.approx(2 + 2 * layer + 8 + 2 + 2 * layer)
+    assert host == pytest.approx(26 + 52)
+
+
+def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
+    return without_activations(LLAMA, budget_gib * GIB, None if host_gib is None else host_gib * GIB)
+
+
+def test_what_fits() -> None:
+    def fits(plan: offload.TrainingPlan) -> list[Recipe]:
+        return [one.recipe for one in plan.recipes if not one.reason]
+
+    assert fits(_without(140)) == [*RECIPES]
+    assert fits(_without(80)) == [STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(24)) == [CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(14, 100)) == [ALL_CONSUMED, ALL_STREAMED, ON_HOST]
+    assert fits(_without(24, 85)) == [CONSUMED, ALL_CONSUMED, ON_HOST]
+    assert fits(_without(24, 70)) == [CONSUMED]
+    assert fits(_without(80, 50)) == []
+
+
+def test_seconds_of_the_link() -> None:
+    """In forward, in backward and in the step, both directions at once at half of both directions' speed."""
+    link = offload.Link(60e9, 60e9, 100e9)
+    layers_s, both_s = 13 * GIB / 60e9, GIB / 50e9
+    assert LLAMA.link_s(CONSUMED, link) == pytest.approx((0, 60 * both_s, 0))
+    # Loads of weights and state; copies of state and new weights.
+    assert LLAMA.link_s(ALL_CONSUMED, link) == pytest.approx((layers_s, 73 * both_s, 0))
+    assert LLAMA.link_s(ALL_STREAMED, link) == pytest.approx((layers_s, 13 * both_s, 86 * both_s))
+    assert LLAMA.link_s(ON_HOST, link)[:2] == pytest.approx((layers_s, 13 * both_s))
+
+
+def test_the_shortest_recipe_is_chosen() -> None:
+    """The link carries state, weights and activations: a budget that holds the state has the shorter step."""
+    link = offload.Link(50e9, 50e9, 100e9)
+    layer = offload.LayerProfile(0.05, 0.1, GIB)
+    profile = offload.Profile((layer,) * 32)
+
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        return offload.plan(profile, device, left, max_host_bytes=host)
+
+    def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
+        return plan_recipes(LLAMA, budget_gib * GIB, None, link, plan, missing_gib * GIB, STREAMED)
+
+    assert made(140).chosen.recipe == RESIDENT
+    assert made(70).chosen.recipe == CONSUMED
+    by_recipe = {one.recipe: one for one in made(70).recipes}
+    assert by_recipe[RESIDENT].plan is None
+    assert by_recipe[STREAMED].step_s - by_recipe[CONSUMED].step_s == pytest.approx(60 * GIB / 50e9, rel=0.01)
+    assert all(one.device_bytes <= 70 * GIB for one in made(70).recipes if not one.reason)
+    # Two GiB beside gradients and activations, in every recipe.
+    assert by_recipe[STREAMED].device_bytes == 33 * GIB + by_recipe[STREAMED].plan.peak_bytes
+
+
+def test_activations_get_what_the_state_leaves_of_the_link() -> None:
+    """Loads of activations beside the state would make backward longer than recomputing them does."""
+    link = offload.Link(50e9, 50e9, 100e9)
+    regions = (
+        offload.RegionProfile("linear", GIB, 0.015, saved=True),
+        offload.RegionProfile("gelu", GIB, 1e-3, reads=(0,), saved=True),
+    )
+    layer = offload.LayerProfile(0.016, 0.032, 2 * GIB, regions=regions)
+    profile = offload.Profile((layer,) * 32)
+    planned_for: list[offload.Link] = []
+
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        planned_for.append(left)
+        return offload.plan(profile, device, left, max_host_bytes=host)
+
+    made = plan_recipes(LLAMA, 40 * GIB, None, link, plan, 17 * GIB, STREAMED, [CONSUMED])
+    alone = offload.plan(profile, made.chosen.plan.memory_budget, link)
+    assert {one.h2d_bytes_per_s < link.h2d_bytes_per_s for one in planned_for} == {False, True}
+    assert made.chosen.plan.host_bytes < alone.host_bytes
+    state_s, backward_s = 60 * GIB / 50e9, 32 * 0.032
+    assert made.chosen.step_s < 32 * 0.016 + state_s + alone.host_bytes / 50e9
+    assert made.chosen.step_s >= 32 * 0.016 + max(backward_s, state_s)
+
+
+# How much of the state is resident.
+
+PARTS = replace(LLAMA, parameter_state=(4 * GIB, *LLAMA.layer_state, 4 * GIB), front_state=4 * GIB)
+"""An embedding, layers of one parameter each, a head."""
+LINK = offload.Link(50e9, 50e9, 100e9)
+PROFILE = offload.Profile((offload.LayerProfile(0.05, 0.1, GIB),) * 32)
+
+
+def _plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+    return offload.plan(PROFILE, device, left, max_host_bytes=host)
+
+
+def test_the_least_that_the_host_cannot_hold_is_resident() -> None:
+    """Whole parameters, the first ones."""
+    layer = 52 * GIB // 32
+    by_recipe = {one.recipe: one for one in without_activations(PARTS, 80 * GIB, 50 * GIB).recipes}
+    consumed, all_consumed = by_recipe[CONSUMED], by_recipe[ALL_CONSUMED]
+    assert consumed.state_bytes == (4 * GIB + 4 * layer, 56 * GIB - 4 * layer)
+    assert consumed.host_bytes == consumed.state_bytes[1] <= 50 * GIB
+    assert consumed.device_bytes == 15 * GIB + GIB + GIB + consumed.resident_bytes
+    assert all_consumed.host_bytes == 13 * GIB + all_consumed.state_bytes[1] <= 50 * GIB
+    assert not consumed.reason
+    assert "device memory, or 60.00 GiB of host memory without" in (
+        without_activations(PARTS, 26 * GIB, 50 * GIB, [CONSUMED]).recipes[0].reason
+    )
+    # Weights alone are more than the host has.
+    assert "of host memory without" in without_activations(PARTS, 80 * GIB, 10 * GIB, [ALL_CONSUMED]).recipes[0].reason
+
+
+def test_state_is_resident_where_the_step_is_shorter_for_it() -> None:
+    """In the step, nothing hides its copies; beside backward, only those of what backward comes to last."""
+
+    def made(recipe: Recipe, training: TrainingBytes, budget_gib: int) -> offload.RecipePlan:
+        return plan_recipes(training, budget_gib * GIB, None, LINK, _plan, 17 * GIB, STREAMED, [recipe]).recipes[0]
+
+    part, none = (made(STREAMED, training, 100) for training in (PARTS, LLAMA))
+    assert part.resident_bytes > 30 * GIB
+    assert none.resident_bytes == 0
+    assert none.step_s - part.step_s == pytest.approx(part.resident_bytes / 50e9, rel=1e-3)
+    assert part.device_bytes <= 100 * GIB
+    assert sum(part.state_bytes) == 60 * GIB
+    # Little is kept beside backward where activations need the memory, and it is the embedding's.
+    consumed = made(CONSUMED, PARTS, 100)
+    assert consumed.resident_bytes >= PARTS.front_state
+    assert made(CONSUMED, LLAMA, 100).step_s == pytest.approx(consumed.step_s)  # it has no parameters in front
+
+
+def test_a_tail_is_what_backward_comes_to_last() -> None:
+    assert PARTS.seconds(CONSUMED, LINK).tail == pytest.approx(4 * GIB / 50e9)
+    assert PARTS.seconds(CONSUMED, LINK, 4 * GIB).tail == 0
+    assert PARTS.seconds(STREAMED, LINK).tail == 0
+
+
+@pytest.mark.parametrize("measured", [RESIDENT, STREAMED, CONSUMED])
+def test_the_arithmetic_counts_once_whatever_was_measured(measured: Recipe) -> None:
+    """It is in the measured steps already: in the layers' backward, or after it."""
+    arithmetic_s = 0.32
+    before = PARTS.seconds(measured, LINK, 0, arithmetic_s)
+    layer = offload.LayerProfile(0.05, 0.1 + before.beside / 32, GIB)
+    profile = offload.Profile((layer,) * 32, other_s=0.5 + before.step + before.tail)
+    plan = offload.plan(profile, "40GiB", LINK)
+    step_s = Prediction.of(PARTS, LINK, measured, 0, arithmetic_s).step_s
+    compute_s = 32 * 0.15 + 0.5
+    assert step_s(plan, RESIDENT, 0) == pytest.approx(compute_s + arithmetic_s)
+    assert step_s(plan, CONSUMED, 0) == pytest.approx(compute_s + arithmetic_s + 4 * GIB / 50e9)
+    assert step_s(plan, CONSUMED, 60 * GIB) == pytest.approx(compute_s + arithmetic_s)
+    assert step_s(plan, STREAMED, 0) == pytest.approx(compute_s + 60 * GIB / 50e9)
+
+
+def test_the_recipe_in_place_is_the_chosen_one() -> None:
+    made = plan_recipes(PARTS, 140 * GIB, None, LINK, _plan, 17 * GIB, STREAMED)
+    assert made.chosen.recipe == RESIDENT
+    assert replace(made, in_place=STREAMED).chosen.recipe == STREAMED
