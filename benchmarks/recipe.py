@@ -4,7 +4,13 @@
 
 Each row runs in a process of its own, which PyTorch keeps to the budget: a step that needs more fails. The allocator
 has expandable segments, which leave fewer gaps. The first row has weights, gradients and optimizer state on the device
-and is checkpointed by Hugging Face. The loss is in chunks.
+and is checkpointed by Hugging Face. The loss is in chunks. A row takes about ``--seconds``: it runs steps until the
+recipe and the plan of the activations are settled, as far as there is time, and times what steps are left. The record
+is written after each row; ``--merge`` keeps the rows that it has.
+
+``--by-hand`` adds, for each budget, each recipe that fits, put together by ``stream_weights``, ``stream_optimizer`` and
+``offload_layers``. ``--largest`` looks for the model with the most layers that the one line trains, beside the limit by
+arithmetic: the memory of device and host, in parameters. ``--longest`` looks for the longest sequence by budget.
 """
 
 from __future__ import annotations
@@ -19,28 +25,65 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 import offload
 from benchmarks.instruments import Row, limit_memory, peak_bytes, pinned_by_torch, reset_peak, timed
-from benchmarks.llama_8b import GIB, Training
+from benchmarks.llama_8b import GIB, SHAPE, SMALL, Training
+from benchmarks.longest_context import Lengths, in_blocks, search
 from benchmarks.report import asked, environment, table, write
 from offload.device.select import resolve_device
+from offload.optimizer.chunks import NUM_SLOTS
+from offload.optimizer.stream import CHUNK_BYTES
+from offload.planning.recipes import without_activations
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 BUDGETS_GIB = (24, 32, 48, 80, 140)
-MOST_PINNED = "100GiB"
 UNTIL_SETTLED = 12
-"""Steps before those that are timed: measured, changed over, compared."""
+"""Steps before those that are timed, if there is time: measured, changed over, compared."""
+LEAST_UNTIL_SETTLED = 4
 STEPS = 3
 SMALL_BUDGET = 1 << 20
+BYTES_OF_A_PARAMETER = 10
+"""Weights in bfloat16, and two float32 moments; gradients are consumed."""
+FREE_SHARE = 0.06
+"""Of a budget, for what a step needs beside weights and optimizer state, where the search for a model begins."""
+LEAST_SHARE = 0.8
+"""Of the layers that arithmetic allows, where that search ends."""
+GRAIN = 4096
+"""Lengths that are tried are multiples of so many tokens."""
 
 
 class FineTune(Training):
     """The model, without gradients until backward makes them."""
 
     has_gradients = False
+
+
+class Deep(FineTune):
+    """A model with more layers, of which each is made on the device and then put where it is to begin."""
+
+    def __init__(self, device: torch.device, tokens: int, layers: int, *, small: bool, on_host: bool) -> None:
+        shape = (SMALL if small else SHAPE) | {"num_hidden_layers": 1}
+        super().__init__(device, tokens, small=small, shape=shape, dtype=torch.bfloat16)
+        inner, config = self._model.model, self._model.config
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types * layers
+        place = torch.device("cpu") if on_host else device
+        inner.layers[0].to(place)
+        for number in range(1, layers):
+            with torch.device(device):
+                layer = type(inner.layers[0])(config, number).to(torch.bfloat16).train()
+            for parameter in layer.parameters():
+                if parameter.ndim > 1:
+                    parameter.data.normal_(std=config.initializer_range)
+            inner.layers.append(layer.to(place))
+        self.optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
 
 
 def step(model: Training) -> None:
@@ -50,53 +93,200 @@ def step(model: Training) -> None:
     model.optimizer.zero_grad()
 
 
-def measure(budget_gib: float, tokens: int, until_settled: int, *, small: bool) -> Row:
+def budget_of(budget_gib: float, *, small: bool) -> int:
+    """In bytes."""
+    return round(budget_gib * (SMALL_BUDGET if small else GIB))
+
+
+def model_of(arguments: argparse.Namespace, device: torch.device) -> Training:
+    """The model that a process trains."""
+    small, tokens = arguments.small, arguments.tokens[0]
+    if not arguments.layers:
+        return FineTune(device, tokens, small=small, dtype=torch.bfloat16)
+    weights = 2 * parameters_of(arguments.layers, small=small)
+    on_host = weights > budget_of(arguments.one, small=small) / 2
+    return Deep(device, tokens, arguments.layers, small=small, on_host=on_host)
+
+
+@contextlib.contextmanager
+def by_hand(model: Training, recipe: Recipe, budget: int, device: torch.device, min_bytes: int) -> Iterator[None]:
+    """A recipe put together by the calls for its parts; activations have what the rest leaves of nine tenths."""
+    training = bytes_of(model.module, model.layers)
+    held = training.held_bytes(recipe) + training.gradient_bytes(recipe)
+    with contextlib.ExitStack() as stack:
+        if recipe.weights == "streamed":
+            stack.enter_context(offload.stream_weights(model.layers, device))
+            model.module.to(device)
+        consumed = recipe.gradients == "consumed"
+        stack.enter_context(
+            offload.stream_optimizer(
+                model.optimizer,
+                state_dtype=torch.float32,
+                resident_bytes="1TiB" if recipe.optimizer == "resident" else 0,
+                in_backward=consumed,
+                consume_gradients=consumed,
+            )
+        )
+        left = int(0.9 * budget) - held
+        stack.enter_context(offload.offload_layers(model.layers, memory_budget=left, min_bytes=min_bytes))
+        yield
+
+
+def bytes_of(module: nn.Module, layers: list[nn.Module]) -> TrainingBytes:
+    """What a model's training has, with AdamW's moments in float32."""
+    own = [list(layer.parameters()) for layer in layers]
+    state_of = lambda parameter: 8 * parameter.numel()  # noqa: E731
+    return TrainingBytes.of(list(module.parameters()), own, state_of, NUM_SLOTS * CHUNK_BYTES)
+
+
+def measure(arguments: argparse.Namespace) -> Row:
     """One budget, or with 0 everything on the device and checkpointed."""
-    device = resolve_device(None)
-    budget = round(budget_gib * GIB)
-    if small:
-        budget = round(budget_gib * SMALL_BUDGET)
+    device, small, begin = resolve_device(None), arguments.small, time.perf_counter()
+    budget, tokens = budget_of(arguments.one, small=small), arguments.tokens[0]
     row: Row = {"tokens": tokens, "budget_bytes": budget}
     if budget:
         limit_memory(device, budget)
-    model = FineTune(device, tokens, small=small, dtype=torch.bfloat16)
+    model = model_of(arguments, device)
+    row["parameters"] = sum(one.numel() for one in model.module.parameters())
     options: dict[str, Any] = {"state_dtype": torch.float32}
-    begin = time.perf_counter()
+    min_bytes = 1 if small else 1 << 21
+    made_s = time.perf_counter()
+    prepared = None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        if arguments.in_blocks:
+            stack.enter_context(in_blocks())
         if not budget:
             stack.enter_context(model.checkpointing())
             stack.enter_context(offload.stream_optimizer(model.optimizer, resident_bytes="1TiB", **options))
-            prepared = None
+        elif arguments.recipe is not None:
+            recipe = RECIPES[arguments.recipe]
+            stack.enter_context(by_hand(model, recipe, budget, device, min_bytes))
+            row["recipe"] = str(recipe)
         else:
-            stack.enter_context(warnings.catch_warnings())
             prepared = stack.enter_context(
                 offload.prepare(
                     model.module,
                     model.optimizer,
                     budget,
-                    MOST_PINNED,
+                    budget_of(arguments.host, small=small),
                     layers="model.layers",
                     step_in_backward=True,
-                    min_bytes=1 if small else 1 << 21,
+                    min_bytes=min_bytes,
                     **options,
                 )
             )
-        row["prepared_s"] = time.perf_counter() - begin
-        for _ in range(until_settled if prepared else 2):
-            step(model)
+            print("before any step:", prepared.plan, sep="\n", file=sys.stderr, flush=True)
+        row["prepared_s"] = time.perf_counter() - made_s
+        end = begin + arguments.seconds
+        row["steps_before"], last_s = 0, 0.0
+        least, most = (LEAST_UNTIL_SETTLED, arguments.until_settled) if budget else (1, 2)
+        while row["steps_before"] < most:
+            if row["steps_before"] >= least and time.perf_counter() + STEPS * last_s > end:
+                break
+            last_s = timed(lambda: step(model), device)
+            row["steps_before"] += 1
+            print(f"step {row['steps_before']}: {last_s:.2f} s", file=sys.stderr, flush=True)
         reset_peak(device)
-        row["times_s"] = [timed(lambda: step(model), device) for _ in range(STEPS)]
+        row["times_s"] = []
+        while len(row["times_s"]) < STEPS and (not row["times_s"] or time.perf_counter() + last_s < end):
+            row["times_s"].append(timed(lambda: step(model), device))
         row["step_s"] = statistics.median(row["times_s"])
+        row["tokens_per_s"] = tokens / row["step_s"]
         row["peak_bytes"] = peak_bytes(device)
         row["pinned_bytes"] = pinned_by_torch(device)
         if prepared is not None:
-            chosen = prepared.plan.chosen
-            row |= {"recipe": str(prepared.recipe), "predicted_s": chosen.step_s, "table": str(prepared.plan)}
-            row["activations"] = repr(prepared.activations)
-            row |= {"predicted_peak_bytes": chosen.device_bytes, "predicted_host_bytes": chosen.host_bytes}
-            stats = prepared.stats()
-            row["pinned_bytes"] = stats["activations"].pinned_bytes
+            describe(prepared, row)
+        row["seconds"] = time.perf_counter() - begin
     return row
+
+
+def describe(prepared: offload.PreparedTraining, row: Row) -> None:
+    """What was chosen, and what was predicted."""
+    plan, stats = prepared.plan, prepared.stats()
+    chosen = plan.chosen
+    row |= {"recipe": str(prepared.recipe), "predicted_s": chosen.step_s, "table": str(plan)}
+    row |= {"state_bytes": list(chosen.state_bytes), "activations": repr(prepared.activations)}
+    row |= {"predicted_peak_bytes": chosen.device_bytes, "predicted_host_bytes": chosen.host_bytes}
+    row["pinned_bytes"] = stats["activations"].pinned_bytes
+    weights = stats.get("weights")
+    if weights is not None:
+        row["pinned_bytes"] += weights.weight_bytes
+
+
+def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: str) -> Row:
+    """A row, by a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.recipe", "--one", str(budget_gib), "--tokens", str(tokens)]
+    command += ["--until-settled", str(arguments.until_settled), "--seconds", str(arguments.seconds)]
+    command += ["--host", str(arguments.host), *(["--small"] if arguments.small else []), *more]
+    row: Row = {"tokens": tokens, "budget_bytes": budget_of(budget_gib, small=arguments.small)}
+    most_s = 2 * arguments.seconds
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=most_s,
+            env=os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        )
+        lines, said = done.stdout.splitlines(), done.stderr
+        if done.returncode or not lines:
+            row["error"] = (said.strip().splitlines() or ["nothing was printed"])[-1]
+        else:
+            row = json.loads(lines[-1])
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode() if isinstance(error.stderr, bytes) else error.stderr or ""
+        steps = [line for line in said.splitlines() if line.startswith("step ")]
+        row["error"] = f"cut after {most_s:.0f} s; {steps[-1] if steps else 'no step was over'}"
+    print(said[-4000:], file=sys.stderr)
+    print(row.pop("table", ""), row, sep="\n", flush=True)
+    known = environment(torch.device("cpu"))
+    return row | {key: known[key] for key in ("commit", "date")}
+
+
+def parameters_of(layers: int, *, small: bool) -> int:
+    """Parameters of the model with so many layers."""
+    shape = SMALL if small else SHAPE
+    hidden = shape["hidden_size"]
+    key = hidden * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * hidden * (hidden + key) + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    return layers * layer + 2 * shape["vocab_size"] * hidden + hidden
+
+
+def find_largest(arguments: argparse.Namespace, budget_gib: float, tokens: int) -> Row:
+    """The model with the most layers that trains: from what arithmetic allows, to fewer."""
+    small = arguments.small
+    device, host = (budget_of(one, small=small) for one in (budget_gib, arguments.host))
+    limit = (device + host) // BYTES_OF_A_PARAMETER
+    layer, outside = parameters_of(1, small=small) - parameters_of(0, small=small), parameters_of(0, small=small)
+    usable = 0.92 * device - FREE_SHARE * device + host
+    layers = arguments.layers or int((usable / BYTES_OF_A_PARAMETER - outside) / layer)
+    tried: Row = {}
+    least = LEAST_SHARE * layers
+    row: Row = {}
+    while layers >= least:
+        print(f"limit {limit / 1e9:.2f}e9 parameters; {layers} layers have", parameters_of(layers, small=small) / 1e9)
+        row = run(arguments, budget_gib, tokens, "--layers", str(layers))
+        tried[str(layers)] = row.get("error", "trains")
+        if "error" not in row:
+            break
+        layers -= max(1, round(0.02 * layers))
+    row |= {"layers": layers, "tried": tried, "limit_parameters": limit, "host_limit_bytes": host}
+    return row | {"of_limit": row.get("parameters", 0) / limit}
+
+
+def find_longest(arguments: argparse.Namespace, budget_gib: float) -> Row:
+    """The longest sequence, each try a process with attention in blocks, which has the memory of whole attention."""
+    grain = 16 if arguments.small else GRAIN
+
+    def attempt(tokens: int) -> Row | None:
+        row = run(arguments, budget_gib, tokens, "--in-blocks")
+        return None if "error" in row else row
+
+    lengths = Lengths(budget_of(budget_gib, small=arguments.small), 4 * grain, grain, 128 * grain)
+    found = search(attempt, lengths, 4 * arguments.seconds)
+    return {"budget_bytes": budget_of(budget_gib, small=arguments.small)} | found
 
 
 def main() -> None:
@@ -104,40 +294,62 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune Llama-8B's shape in full within memory budgets.")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS_GIB, help="in GiB")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536])
+    parser.add_argument("--host", type=float, default=100.0, help="pinned memory, in GiB")
     parser.add_argument("--one", type=float, help="run this budget in this process, and print its row")
+    parser.add_argument("--recipe", type=int, help="of that process: put this recipe together by hand")
+    parser.add_argument("--layers", type=int, help="of that process, or where --largest begins")
+    parser.add_argument("--in-blocks", action="store_true", help="of that process: attention in blocks of tokens")
     parser.add_argument("--until-settled", type=int, default=UNTIL_SETTLED, help="steps before those that are timed")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each row")
+    parser.add_argument("--by-hand", action="store_true", help="each recipe that fits, too")
+    parser.add_argument("--largest", action="store_true", help="the largest model, and no other rows")
+    parser.add_argument("--longest", action="store_true", help="the longest sequences, and no other rows")
+    parser.add_argument("--merge", action="store_true", help="keep the rows of the record")
     arguments, device = asked(parser, "results/recipe.json")
-    settled = arguments.until_settled
     if arguments.one is not None:
         logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
         logging.getLogger("offload").setLevel(logging.INFO)
-        print(json.dumps(measure(arguments.one, arguments.tokens[0], settled, small=arguments.small)))
+        print(json.dumps(measure(arguments)))
         return
-    rows: list[Row] = []
-    record: dict[str, Any] = environment(device) | {"small": arguments.small, "rows": rows}
+    before = json.loads(arguments.out.read_text("utf-8")) if arguments.merge and arguments.out.exists() else {}
+    record: dict[str, Any] = before | environment(device) | {"small": arguments.small}
+    parts = {"largest": arguments.largest, "longest": arguments.longest, "by_hand": arguments.by_hand}
+    lists = {name: record.setdefault(name, []) for name in ("rows", *(part for part in parts if parts[part]))}
+
+    def keep(part: str, row: Row, *keys: str) -> None:
+        """In place of an older row of the same budget."""
+        same = [one for one in lists[part] if all(one.get(key) == row.get(key) for key in ("budget_bytes", *keys))]
+        for one in same:
+            lists[part].remove(one)
+        lists[part].append(row)
+        write(arguments.out, record)
+
+    for budget in arguments.budgets if arguments.largest or arguments.longest else ():
+        if arguments.largest:
+            keep("largest", find_largest(arguments, budget, arguments.tokens[0]), "tokens")
+        if arguments.longest:
+            keep("longest", find_longest(arguments, budget))
+    if arguments.largest or arguments.longest:
+        print(table([shown_found(row) for part in ("largest", "longest") for row in lists.get(part, ())]))
+        return
     for tokens in arguments.tokens:
         for budget in (0, *arguments.budgets):
-            command = [sys.executable, "-m", "benchmarks.recipe", "--one", str(budget), "--tokens", str(tokens)]
-            command += ["--until-settled", str(settled)]
-            done = subprocess.run(
-                [*command, *(["--small"] if arguments.small else [])],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-            )
-            lines = done.stdout.splitlines()
-            row = {"tokens": tokens, "budget_bytes": round(budget * GIB)}
-            if done.returncode or not lines:
-                row["error"] = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-                print(done.stderr[-4000:], file=sys.stderr)
-            else:
-                row = json.loads(lines[-1])
-                print(done.stderr[-4000:], file=sys.stderr)
-            rows.append(row)
-            print(row.pop("table", ""), row, sep="\n", flush=True)
-            write(arguments.out, record)
-    print(table([shown(row, rows) for row in rows]))
+            keep("rows", run(arguments, budget, tokens), "tokens")
+            for recipe in fitting(budget, arguments) if budget and arguments.by_hand else ():
+                row = run(arguments, budget, tokens, "--recipe", str(recipe))
+                keep("by_hand", {"recipe": str(RECIPES[recipe])} | row, "tokens", "recipe")
+    rows = lists["rows"]
+    print(table([shown(row, rows) for row in rows] + [shown(row, rows) for row in lists.get("by_hand", ())]))
+
+
+def fitting(budget_gib: float, arguments: argparse.Namespace) -> list[int]:
+    """The numbers of the recipes that fit, but for the CPU's: it does not step in float32."""
+    small = arguments.small
+    with torch.device("meta"):
+        model = FineTune(torch.device("meta"), 64, small=small, dtype=torch.bfloat16)
+    budget, host = (budget_of(one, small=small) for one in (budget_gib, arguments.host))
+    found = without_activations(bytes_of(model.module, model.layers), int(0.9 * budget), host).recipes
+    return [number for number, one in enumerate(found) if not one.reason and one.recipe.optimizer != "cpu"]
 
 
 def shown(row: Row, rows: list[Row]) -> Row:
@@ -153,6 +365,15 @@ def shown(row: Row, rows: list[Row]) -> Row:
         found["predicted s, %"] = 100 * (row["predicted_s"] / row["step_s"] - 1)
         found["predicted GiB, %"] = 100 * (row["predicted_peak_bytes"] / max(1, row["peak_bytes"]) - 1)
     return found
+
+
+def shown_found(row: Row) -> Row:
+    """A row of what was looked for."""
+    found: Row = {"budget GiB": row["budget_bytes"] / GIB, "tokens": row.get("longest_tokens", row.get("tokens"))}
+    if "limit_parameters" in row:
+        found |= {"layers": row["layers"], "1e9 parameters": row.get("parameters", 0) / 1e9}
+        found |= {"limit": row["limit_parameters"] / 1e9, "of the limit": row["of_limit"]}
+    return found | {key: row.get(key) for key in ("step_s", "tokens_per_s", "recipe", "error")}
 
 
 if __name__ == "__main__":

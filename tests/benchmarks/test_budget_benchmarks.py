@@ -65,3 +65,27 @@ def test_recipes_within_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row["recipe"].startswith("weights resident")
     assert row["step_s"] > 0
     assert "chosen" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_recipes_put_together_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = record_of(
+        recipe, tmp_path / "record.json", "--tokens", "64", "--budgets", "8", "--by-hand", "--until-settled", "4"
+    )
+    rows = record["by_hand"]
+    assert len({row["recipe"] for row in rows}) == len(rows) == 5
+    assert all(row["step_s"] > 0 for row in rows)
+    assert "weights streamed" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_largest_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It fills the device's budget and the host's, with a part of the state on either side."""
+    sizes = ["--tokens", "64", "--budgets", "8", "--host", "4", "--until-settled", "4"]
+    [row] = record_of(recipe, tmp_path / "record.json", "--largest", *sizes)["largest"]
+    assert row["tried"][str(row["layers"])] == "trains"
+    assert row["limit_parameters"] == 12 * 2**20 // 10
+    assert row["of_limit"] > 0.75
+    assert all(row["state_bytes"])
+    assert sum(row["state_bytes"]) == 8 * row["parameters"]
+    assert "of the limit" in capsys.readouterr().out
