@@ -182,6 +182,8 @@ class RegionSet(ActivationSet):
         """
         known, first, token = self._known, self._first_node, self._token
         blind, sized, stays = frame is None or frame.blind, self._sized, self._stays
+        # Autograd holds the pack hook as long as anything that it has packed: nothing may be left in a variable here.
+        made: list[SavedHandle] = []
         tensor = yield None
         for node, shape, stride, dtype, policy in way.expected[: way.limit]:
             now = next_node()
@@ -205,14 +207,15 @@ class RegionSet(ActivationSet):
             handle = KeptHandle(tensor, token) if policy is KEEP or stays else self.pack(tensor)
             if stride is not None and frame is not None:
                 frame.kept[number] = handle.unpack
-            del tensor
-            tensor = yield handle
+            made.append(handle)
+            del tensor, handle
+            tensor = yield made.pop()
         while True:
             if known.operation and next_node() != known.node:
                 self._end_operation()
-            handle = self._pack_unexpected(tensor, way, frame)
+            made.append(self._pack_unexpected(tensor, way, frame))
             del tensor
-            tensor = yield handle
+            tensor = yield made.pop()
 
     def _pack_unexpected(self, tensor: torch.Tensor, way: Way, frame: Frame | None) -> SavedHandle:
         """A tensor that is saved where the way depends on data, or that was not learned."""

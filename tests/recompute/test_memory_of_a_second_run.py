@@ -14,6 +14,7 @@ from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
 from test_policies import ALL, Function, Seen, offloaded
 from test_second_run import garbage, step
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 
@@ -205,15 +206,22 @@ def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> 
 
 
 def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) -> None:
-    """The second run ends before, and needs none of it: the peak is not above that of keeping everything."""
+    """The second run ends before, and needs none of it; nor is it held as what was saved last."""
+    made: list[StorageWeakRef] = []
+    freed: list[bool] = []
 
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x.relu()).sin().exp())
+            if torch._C._current_graph_task_id() != -1:
+                freed.extend(one.expired() for one in made)
+                made.clear()
+            hidden = self.up(x.relu()).sin().exp()
+            made.append(StorageWeakRef(hidden.untyped_storage()))
+            return self.down(hidden)
 
     layers, x = build(Layer, 1, lab.device)
     x = x.detach().repeat(64, *[1] * (x.ndim - 1)).requires_grad_()
@@ -222,8 +230,11 @@ def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) ->
         with offloaded(layers, lab, {"relu": policy, "*": "keep"}, 0) as handle:
             step(layers, x)
             step(layers, x)
+            made.clear()
+            freed.clear()
             with offload.memory_meter(lab.device) as meter:
                 step(layers, x)
             assert handle.regions(0)["relu"] == policy
         peaks[policy] = meter.peak_bytes
+    assert freed == [True]
     assert peaks["recompute"] <= peaks["keep"]
