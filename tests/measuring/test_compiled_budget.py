@@ -37,6 +37,18 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+class Mlp(nn.Module):
+    """Little for the compiler to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
 def built(block: Any, lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
     """Layers, and an input of which they save more than the parameters have."""
     layers, _ = build(block, LAYERS, lab.device)
@@ -96,7 +108,7 @@ def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
     tries: list[Any] = []
     try_levels = follow_compiled.try_levels
     monkeypatch.setattr(follow_compiled, "try_levels", lambda *given: (tries.append(given), try_levels(*given))[1])
-    layers, _ = built("decoder", lab)
+    layers, _ = built(Mlp, lab)
     inputs = {tokens: torch.randn(4, tokens, WIDTH, device=lab.device).requires_grad_() for tokens in (32, 16, 64, 96)}
     expected = {tokens: seeded(layers, x) for tokens, x in inputs.items()}
     with budgeted(layers, "1MiB", compile=EAGER) as handle:
@@ -142,7 +154,7 @@ def wrapped(layer: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("how", [in_place, wrapped])
 def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
-    layers, x = built("gpt", lab)
+    layers, x = built(Mlp, lab)
     layers = nn.ModuleList(how(layer) for layer in layers)
     expected = seeded(layers, x)
     forward, call = vars(layers[0]).get("forward"), layers[0]._compiled_call_impl
@@ -156,7 +168,7 @@ def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Modu
 
 
 def test_copies_of_a_layer_run_without_the_library(lab: Lab) -> None:
-    layers, x = built("decoder", lab)
+    layers, x = built(Mlp, lab)
     keys = list(layers.state_dict())
     with budgeted(layers, "1GiB", compile=EAGER):
         y = layers[0](x)
@@ -164,7 +176,7 @@ def test_copies_of_a_layer_run_without_the_library(lab: Lab) -> None:
         for twin in (copy.deepcopy(layers[0]), pickle.loads(pickle.dumps(layers[0]))):
             assert twin.forward.__self__ is twin
             with torch.no_grad():
-                twin.down.weight.zero_()
+                twin.up.weight.zero_()
                 assert not torch.equal(y, twin(x))
         assert torch.equal(y, layers[0](x))
 
@@ -265,7 +277,7 @@ def test_operations_that_draw_are_never_kept() -> None:
 
 
 def test_through_prepare(lab: Lab) -> None:
-    layers, x = built("gpt", lab)
+    layers, x = built(Mlp, lab)
     found = []
     for options in ({}, {"compile": EAGER}):
         model = nn.Sequential(*copy.deepcopy(layers))
@@ -282,18 +294,6 @@ def test_through_prepare(lab: Lab) -> None:
             assert ("products" in names) is ("compile" in options)
         found.append([parameter.detach().cpu().clone() for parameter in model.parameters()])
     assert_same(*found)
-
-
-class Mlp(nn.Module):
-    """Little for the compiler to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
 
 
 @pytest.mark.nightly  # the compiler takes half a minute for it
