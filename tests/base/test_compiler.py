@@ -24,11 +24,18 @@ def in_fresh_process(program: str) -> str:
 
 @pytest.mark.slow
 def test_importing_loads_nothing_heavy() -> None:
-    """Only this package and Python's own modules, beyond what PyTorch has loaded."""
-    program = "import sys, torch; before = set(sys.modules); import offload; print(*set(sys.modules) - before)"
-    loaded = {name.partition(".")[0] for name in in_fresh_process(program).split()}
-    assert "offload" in loaded
-    assert loaded - {"offload"} <= sys.stdlib_module_names
+    """Only this package and Python's own modules, beyond what PyTorch has loaded; of this package no command, and no
+    trainer's callback.
+    """
+    program = (
+        "import sys, torch; before = set(sys.modules); import offload; print(*set(sys.modules) - before)\n"
+        "import offload.callbacks.base; print(*set(sys.modules) - before)"
+    )
+    library, callbacks = (set(line.split()) for line in in_fresh_process(program).splitlines())
+    assert "offload" in library
+    assert {name.partition(".")[0] for name in callbacks} - {"offload"} <= sys.stdlib_module_names
+    assert not library & {"offload.command_line", "offload.callbacks"}
+    assert not callbacks & {"offload.callbacks.huggingface", "offload.callbacks.lightning"}
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from offload.command_line.main import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/command_line.md"
 BLOCKS = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
-LLAMA = {
+LLAMA = {  # as many parameters in fewer layers, which takes less time to plan
     "model_type": "llama",
     "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
+    "num_hidden_layers": 8,
+    "intermediate_size": 65536,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,

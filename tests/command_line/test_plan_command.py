@@ -88,16 +88,16 @@ def test_a_slower_machine_takes_longer(capsys, model):
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.6, marks=pytest.mark.nightly)])
 def test_offload_layers_meets_the_budget_that_is_printed(share):
     """``memory_budget`` is what a step adds to weights and optimizer state: gradients and loss are in it."""
-    sizes = ["num_hidden_layers=6", "hidden_size=64", "intermediate_size=256", "num_attention_heads=4"]
+    sizes = ["num_hidden_layers=4", "hidden_size=64", "intermediate_size=256", "num_attention_heads=4"]
     config = read_config("llama", [*sizes, "num_key_value_heads=4", "vocab_size=512", "dtype=float32"])
-    counted = count_model(config, 2, 2048, Rates(630e12, 4e12), 1 << 12)
+    counted = count_model(config, 2, 1024, Rates(630e12, 4e12), 1 << 12)
     fixed = counted.parameters * 16
     usable = int(fixed + counted.profile.loss_bytes + share * counted.profile.saved_bytes)
     call = call_for(counted, recipes_for(counted, usable, LINK, 0), usable)  # nothing on the host: weights are resident
     budget = call.partition('memory_budget="')[2].partition('"')[0]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    numbers = torch.randint(512, (2, 2048))
+    numbers = torch.randint(512, (2, 1024))
 
     def step():
         model.zero_grad()
