@@ -1,3 +1,5 @@
+"""Layers whose offload, release and reload the program starts itself, as in Transformer Engine's interface."""
+
 import re
 import threading
 import time
@@ -7,38 +9,26 @@ from contextlib import contextmanager
 import pytest
 import torch
 from lab import late_copies
-from torch import nn
+from models import assert_same, build
 
 from offload import OffloadStateError, get_cpu_offload_context
 from offload.activations.activation_set import ActivationSet
 from offload.device.select import get_backend
 
 LAYERS = 4
-WIDTH = 64
 MIN_BYTES = 1024
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def layers():
-    torch.manual_seed(0)
-    return nn.ModuleList(Block() for _ in range(LAYERS))
+    return build("decoder", LAYERS, CPU)[0]
 
 
 @pytest.fixture
 def inputs():
     torch.manual_seed(1)
-    return [torch.randn(16, WIDTH) for _ in range(3)]
+    return [torch.randn(2, 64, 32) for _ in range(3)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,49 +61,36 @@ def run(layers, x, after=lambda _: None, context=None, sync=lambda x: x):
     return x.square().sum()
 
 
-def manual(**options):
+def manual(device=CPU, **options):
     return get_cpu_offload_context(
-        enabled=True,
-        model_layers=LAYERS,
-        manual_synchronization=True,
-        min_bytes=MIN_BYTES,
-        device="cpu",
-        **options,
+        True, model_layers=LAYERS, manual_synchronization=True, min_bytes=MIN_BYTES, device=device, **options
     )
 
 
-def assert_equal(found, expected):
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def release_all(controller):
+    for layer in range(LAYERS):
+        controller.release_activation_forward_gpu_memory(layer)
 
 
-def test_transformer_engines_example(layers, inputs):
-    num_layers, x = LAYERS, inputs[0]
-    expected = expected_gradients(layers, inputs[:1])
+def reload_all(controller):
+    for layer in reversed(range(LAYERS)):
+        controller.start_reload_layer(layer)
 
-    offload_stream = get_backend("cpu").new_stream("user")
-    offload_stream.delay_s = 0.002
-    context, sync, controller = get_cpu_offload_context(
-        enabled=True,
-        model_layers=num_layers,
-        manual_synchronization=True,
-        offload_stream=offload_stream,
-        min_bytes=MIN_BYTES,
-        device="cpu",
-    )
-    out = x
-    for i in range(num_layers):
-        with context:
-            out = layers[i](out)
-        out = sync(out)
-        controller.start_offload_layer(i)
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_transformer_engines_example(device, layers, inputs):
+    layers, x = layers.to(device), inputs[0].to(device)
+    expected = expected_gradients(layers, [x])
+    offload_stream = torch.cuda.Stream() if device == "cuda" else get_backend("cpu").new_stream("user")
+    if device == "cpu":
+        offload_stream.delay_s = 0.002
+    context, sync, controller = manual(device, offload_stream=offload_stream)
+    loss = run(layers, x, controller.start_offload_layer, context, sync)
     offload_stream.synchronize()
-    for i in range(num_layers):
-        controller.release_activation_forward_gpu_memory(i)
-    for i in range(num_layers - 1, -1, -1):
-        controller.start_reload_layer(i)
-    out.square().sum().backward()
-
-    assert_equal(gradients(layers), expected)
+    release_all(controller)
+    reload_all(controller)
+    loss.backward()
+    assert_same(expected, gradients(layers))
     stats = context.stats()
     assert stats.offloaded_bytes == stats.reloaded_bytes > 0
     assert stats.late_reloads == 0
@@ -125,13 +102,13 @@ def test_layers_without_a_call_stay(layers, inputs):
     loss = run(layers, inputs[0], lambda layer: layer == 1 and controller.start_offload_layer(1), context, sync)
     one_layer = context.stats().offloaded_bytes
     loss.backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
 
     loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
     # The first layer saves the input too; the others share what is between two of them.
     assert context.stats().offloaded_bytes - one_layer > 2 * one_layer
     loss.backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
     assert context.stats().reloaded_bytes == 0
 
 
@@ -144,10 +121,9 @@ def test_offload_inside_the_forward(layers, inputs):
             controller.start_offload_layer(number)
             x = layer(x)
         x = sync(x)
-    for layer in range(LAYERS):
-        controller.release_activation_forward_gpu_memory(layer)
+    release_all(controller)
     x.square().sum().backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
     assert context.stats().late_reloads == LAYERS
 
 
@@ -178,7 +154,7 @@ def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
         found = list(threads.map(backward, sums, leaves))
     assert reloads == [0]
     assert context.stats().late_reloads == 1
-    assert_equal(found, expected)
+    assert_same(expected, found)
 
 
 def test_late_reload_is_correct_and_counted(layers, inputs):
@@ -189,7 +165,7 @@ def test_late_reload_is_correct_and_counted(layers, inputs):
         controller.release_activation_forward_gpu_memory(layer)
     controller.start_reload_layer(1)
     loss.backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
     assert context.stats().late_reloads == 2
 
 
@@ -208,7 +184,7 @@ def test_named_microbatches_in_any_order(layers, inputs):
         for layer in reversed(range(LAYERS)):
             controller.start_reload_layer(layer, microbatch=microbatch)
         losses[microbatch].backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
     assert context.stats().late_reloads == 0
 
 
@@ -235,7 +211,7 @@ def test_a_microbatch_whose_backward_is_over_is_not_released(layers, inputs):
     controller.release_activation_forward_gpu_memory(0)
     loss.backward()
     assert context.stats().late_reloads > 0, "nothing of this microbatch was released"
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
 
 
 def test_a_layer_that_saved_nothing(layers, inputs):
@@ -256,12 +232,10 @@ def test_evaluation_between_forward_and_backward(layers, inputs):
     loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
     with torch.no_grad():
         run(layers, inputs[1], controller.start_offload_layer, context, sync)
-    for layer in range(LAYERS):
-        controller.release_activation_forward_gpu_memory(layer)
-    for layer in reversed(range(LAYERS)):
-        controller.start_reload_layer(layer)
+    release_all(controller)
+    reload_all(controller)
     loss.backward()
-    assert_equal(gradients(layers), expected)
+    assert_same(expected, gradients(layers))
     assert context.stats().late_reloads == 0
 
 
@@ -327,28 +301,3 @@ def test_unknown_microbatch(layers, inputs):
     run(layers, inputs[0], context=context, sync=sync)
     with refused("microbatch must be from 0 to 0, that of the last forward, got 1", ValueError):
         controller.start_reload_layer(0, microbatch=1)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(inputs):
-    torch.manual_seed(0)
-    layers = nn.ModuleList(Block() for _ in range(LAYERS)).cuda()
-    x = inputs[0].cuda()
-    expected = expected_gradients(layers, [x])
-    offload_stream = torch.cuda.Stream()
-    context, sync, controller = get_cpu_offload_context(
-        enabled=True,
-        model_layers=LAYERS,
-        manual_synchronization=True,
-        offload_stream=offload_stream,
-        min_bytes=MIN_BYTES,
-    )
-    loss = run(layers, x, controller.start_offload_layer, context, sync)
-    offload_stream.synchronize()
-    for layer in range(LAYERS):
-        controller.release_activation_forward_gpu_memory(layer)
-    for layer in reversed(range(LAYERS)):
-        controller.start_reload_layer(layer)
-    loss.backward()
-    assert_equal(gradients(layers), expected)
-    assert context.stats().offloaded_bytes > 0
