@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 EACH = os.environ.get("FAULTS", "")
 PART, PARTS = map(int, os.environ.get("FAULTS_PART", "0/1").split("/"))
 SEED = int(os.environ["OUTSIDE_SEED"])
-SAMPLE = 3
+SAMPLE = 2
 LAYERS, OFFLOADED, WIDTH = 4, 2, 16
 STEPS, CLEAN_STEPS = 2, 5
 

@@ -100,8 +100,15 @@ def compiled_layers(model: Model) -> Callable[[torch.Tensor], Any]:
 @pytest.mark.slow
 # Where a graph breaks in a function, the compiler looks at the results of layers, which are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("kind", ["activations", "weights"])
-@pytest.mark.parametrize("compiled", [compiled_model, compiled_step, compiled_in_place, compiled_layers])
+@pytest.mark.parametrize(
+    ("compiled", "kind"),
+    [
+        (compiled_model, "activations"),
+        (compiled_step, "weights"),
+        (compiled_in_place, "weights"),
+        (compiled_layers, "activations"),
+    ],
+)
 def test_hooks_that_come_and_go_after_a_compiled_step(
     compiled: Callable[[Model], Callable[[torch.Tensor], Any]], kind: str, device: torch.device, lab: Lab
 ) -> None:

@@ -88,7 +88,7 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.parametrize(("budget", "options"), [("320KiB", {}), ("1GiB", {}), ("320KiB", MIXED)])
+@pytest.mark.parametrize(("budget", "options"), [("1GiB", {}), ("320KiB", MIXED)])
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
     trainer = trained(tmp_path, callback, max_steps=6, **options)
@@ -101,7 +101,7 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.parametrize("options", [{}, MIXED, {"optim": "sgd"}, {"max_grad_norm": 0.01}])
+@pytest.mark.parametrize("options", [{**MIXED, "max_grad_norm": 0.01}, {"optim": "sgd"}])
 def test_trains_the_same_with_a_whole_recipe(tmp_path, options):
     """Clipping, accumulation, mixed precision and a scheduler; the recipe changes in between."""
     callback = PrepareCallback("1GiB", min_bytes=1)
@@ -146,7 +146,7 @@ def moving_llama():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, MIXED, {"activation_checkpointing": True, "optim": "sgd"}, {"max_grad_norm": 0.01}]
+    "options", [{**MIXED, "max_grad_norm": 0.01}, {"activation_checkpointing": True, "optim": "sgd"}]
 )
 def test_trains_streamed_weights_the_same(tmp_path, options):
     """Trainer moves the model twice, clips gradients, evaluates, saves."""
