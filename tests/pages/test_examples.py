@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RANKS = ("ddp", "fsdp2", "pipeline", "weights_ddp")  # they use two GPUs, or none
+NIGHTLY = ("pipeline", "lora_long_context")  # starts its ranks itself; as another one, and a page, with adapters
 TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "lora_long_context", "peft_lora", "trl_sft"}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -38,7 +39,7 @@ def run(example: Path, folder: Path, variables: dict[str, str], imported: Sequen
 
 
 ON_THE_CPU = [
-    pytest.param(path, id=path.name, marks=pytest.mark.nightly if path.stem == "pipeline" else ())  # starts its ranks
+    pytest.param(path, id=path.name, marks=pytest.mark.nightly if path.stem in NIGHTLY else ())
     for path in EXAMPLES
     if not needs_cuda(path) and path.stem not in set(RANKS) - {"pipeline"}
 ]
