@@ -199,15 +199,6 @@ def test_sync_that_is_left_out_costs_time_only(lab: Lab) -> None:
 # Use
 
 
-def test_sync_returns_the_same_object() -> None:
-    context, sync = make(0)
-    x = torch.ones(2, requires_grad=True)
-    for value in (x.exp(), (x.exp(), None), [x.exp()], {"x": x.exp()}, None, "text", x.detach(), x):
-        with context:
-            pass
-        assert sync(value) is value
-
-
 def test_sync_twice_and_late(lab: Lab) -> None:
     layers, x = build("decoder", 5, lab.device)
     offloaded = offloading(3, 5, lab.device)
@@ -253,17 +244,6 @@ def test_as_a_decorator(lab: Lab) -> None:
     assert offloaded.stats.late_reloads == 0
 
 
-def test_layers_are_numbered_in_the_order_of_their_calls() -> None:
-    context, _ = make(1, 3)
-    numbers = []
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(7):
-            with context:
-                numbers.append((context.microbatch, context._open.layer))
-    assert numbers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
-
-
 def test_reset_begins_a_new_round() -> None:
     context, _ = make()
     with context:
@@ -271,15 +251,6 @@ def test_reset_begins_a_new_round() -> None:
     context.reset()
     with context:
         assert context._open.layer == 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nesting_is_allowed_where_nothing_is_saved(mode: Any) -> None:
-    context, sync = make()
-    with mode(), context, context:
-        sync(torch.ones(1))
-    with context, mode(), context:
-        pass
 
 
 def test_repr() -> None:

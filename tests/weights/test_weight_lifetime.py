@@ -20,7 +20,6 @@ from streaming import assert_same, backward, forward, gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
 from offload.base.tensors import aligned
@@ -92,21 +91,6 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
         assert_as_before(handle, layers, x, expected)
         assert torch.equal(forward(layers.eval(), x), forward(layers, x))
     assert handle.stats().loads > 0
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_failing_recomputation(use_reentrant: bool, device: torch.device) -> None:
-    layers, x = build(Failing, LAYERS, device)
-    expected = gradients(layers, x)
-    with stream_weights(layers, device) as handle:
-        y = x
-        for layer in layers:
-            y = checkpoint(layer, y, use_reentrant=use_reentrant)
-        layers[1].where = "before"
-        with pytest.raises(ValueError, match="stop"):
-            loss_of(y).backward()
-        layers[1].where = ""
-        assert_as_before(handle, layers, x, expected)
 
 
 def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None:

@@ -165,28 +165,6 @@ def test_a_fused_step_that_skips_updates_is_warned_of_once() -> None:
     assert "SGD with fused=True skips updates of bfloat16" in str(seen[0].message)
 
 
-def test_lbfgs(device: torch.device) -> None:
-    def run(layers: nn.ModuleList) -> list[torch.Tensor]:
-        optimizer = torch.optim.LBFGS(layers.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-        x = inputs(device)[0]
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(forward(layers, x))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return [parameter.detach().cpu() for parameter in layers.parameters()]
-
-    layers, _ = build("gpt", 2, device)
-    twin = copy.deepcopy(layers)
-    expected = run(twin.eval())
-    with stream_weights(layers.eval(), device):
-        found = run(layers)
-    torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if device.type == "cpu" else {}))
-
-
 def test_state_dict_save_and_load(device: torch.device) -> None:
     layers, _ = build("gpt", LAYERS, torch.device("cpu"))
     layers.eval()

@@ -154,15 +154,6 @@ def test_layers_without_parameters(device: torch.device) -> None:
 # Recomputation and activation offload.
 
 
-def checkpointed(use_reentrant: bool) -> Forward:
-    def forward(layers: Sequence[nn.Module], x: Any) -> Any:
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=use_reentrant)
-        return x
-
-    return forward
-
-
 class InnerCheckpoint(GptBlock):
     """Recomputes a part of itself, where no module hook of the layer runs."""
 
@@ -175,14 +166,6 @@ class InnerCheckpoint(GptBlock):
 
 class InnerReentrantCheckpoint(InnerCheckpoint):
     use_reentrant = True
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers(use_reentrant: bool, device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    stats = check(layers, x, checkpointed(use_reentrant), microbatches=2).stats()
-    assert stats.loads == 4 * (2 * LAYERS - 2)
-    assert stats.late_loads == 4
 
 
 class UsedTwice(nn.Module):
@@ -288,23 +271,6 @@ class TiedInside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(torch.tanh(self.one(x)))
-
-
-def shared_layers(device: torch.device) -> tuple[nn.ModuleList, torch.Tensor]:
-    """Layers 0, 2 and 4 share a weight, as an embedding and a head do; layers 1 and 3 a whole module."""
-    layers, x = build("gpt", LAYERS, device)
-    layers[2].out.weight = layers[0].out.weight
-    layers[4].out.weight = layers[0].out.weight
-    layers[3].mlp = layers[1].mlp
-    return layers, x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "num_slots"), [(torch.float32, 3), (torch.bfloat16, 2)])
-def test_shared_between_layers(dtype: torch.dtype, num_slots: int, device: torch.device) -> None:
-    layers, x = shared_layers(device)
-    layers, x = layers.to(dtype), x.detach().to(dtype).requires_grad_()
-    check(layers, x, microbatches=3, num_slots=num_slots)
 
 
 # How layers are called.
