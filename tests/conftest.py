@@ -41,7 +41,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 # A busy machine is no fault of the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few examples", settings.get_profile("any machine"), max_examples=10)
 settings.load_profile("any machine")
 
