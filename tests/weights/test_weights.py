@@ -217,34 +217,6 @@ def test_compiled_layers(device: torch.device) -> None:
 # Which gradients there are.
 
 
-def test_frozen_from_the_bottom(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    layers[:3].requires_grad_(False)
-    stats = check(layers, x.detach()).stats()
-    # Backward ends where nothing needs a gradient; one layer was loaded ahead.
-    assert stats.loads == 2 * (LAYERS + 1)
-
-
-def test_unfreezing_between_steps(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    layers.eval()
-    twin = copy.deepcopy(layers)
-    layers.requires_grad_(False)
-    layers[4].requires_grad_()
-    with stream_weights(layers, device) as handle:
-        backward(layers, x)
-        backward(layers, x)
-        layers.requires_grad_()
-        for microbatches in (1, 2):
-
-            def step(model: nn.Module, x: torch.Tensor, microbatches: int = microbatches) -> None:
-                for _ in range(microbatches):
-                    backward(model, x)
-
-            assert_same(gradients(twin, x, step), gradients(layers, x, step))
-    assert_moved(handle)
-
-
 class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
