@@ -224,3 +224,27 @@ class Save(torch.autograd.Function):
 def save(x: torch.Tensor, receive: Callable[[tuple[torch.Tensor, ...]], object], *saved: torch.Tensor) -> torch.Tensor:
     """Save tensors for backward without computing anything with them."""
     return Save.apply(x, receive, *saved)
+
+
+class _SavesDetached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.detach().t())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, transposed = ctx.saved_tensors
+        return gradient @ transposed.t(), gradient.t() @ x
+
+
+class Product(nn.Module):
+    """A product that saves its weight as a tensor of its own, as some checkpointing does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _SavesDetached.apply(x, self.weight)
+        return result

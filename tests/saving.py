@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from lab import Lab
 from models import Offloading, assert_moved, offloading, save
+
+from offload.activations.saved_storage import SavedStorage
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -70,3 +74,14 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 WHERE = {"nowhere": 0, "offloaded": 0, "small": 0, "first that stays": 1, "a later one": 2}
 """Where a tensor is saved that is changed then → in which layer."""
+
+
+def finish_copies(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the host are over before the program goes on: what changes later has not been copied."""
+    start = SavedStorage.start_offload
+
+    def start_and_finish(storage: SavedStorage) -> None:
+        start(storage)
+        lab.drain()
+
+    monkeypatch.setattr(SavedStorage, "start_offload", start_and_finish)

@@ -1,9 +1,8 @@
 """What is not offloaded is remembered by its storage, for as long as the storage lives."""
 
-from typing import Any
-
 import pytest
 import torch
+from models import Product
 from torch import nn
 
 from offload import mark_not_offload, offload_layers
@@ -33,32 +32,8 @@ def test_casts_of_activations_and_what_lies_in_a_marked_storage() -> None:
     assert why(tensor.view(2, 4)[1]) == "marked"
 
 
-class Detached(torch.autograd.Function):
-    """A product that saves its weight as a tensor of its own, as some checkpointing does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight.detach().t())
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, transposed = ctx.saved_tensors
-        return gradient @ transposed.t(), gradient.t() @ x
-
-
-class Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Detached.apply(x, self.weight)
-        return result
-
-
 def test_parameters_of_offloaded_layers_are_known_before_one_is_saved() -> None:
-    layers = nn.ModuleList(Product() for _ in range(4))
+    layers = nn.ModuleList(Product(8) for _ in range(4))
     x = torch.randn(4, 8, requires_grad=True)
     with offload_layers(layers, 2, min_bytes=0, device="cpu") as handle:
         y = x

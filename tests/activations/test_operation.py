@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import NOTHING, Offloading, assert_same, gradients, leaves_of, loss_of, offloading, save
+from saving import finish_copies
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import Schedule
-from offload.activations.saved_storage import SavedStorage
 from offload.pipelining.chunk import ChunkParts
 
 Tensors = tuple[torch.Tensor, ...]
@@ -23,14 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @pytest.fixture
 def lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """Copies to the host are over before the program goes on: what is written later has not been copied."""
-    start = SavedStorage.start_offload
-
-    def start_and_finish(storage: SavedStorage) -> None:
-        start(storage)
-        lab.drain()
-
-    monkeypatch.setattr(SavedStorage, "start_offload", start_and_finish)
+    finish_copies(lab, monkeypatch)
     lab.backend.poison = True
     return lab
 

@@ -20,7 +20,7 @@ from models import (
     offloading,
     save,
 )
-from saving import FLOAT8, assert_identical, normal, nothing, round_trip, run
+from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
-from offload.activations.saved_storage import SavedStorage, probing
+from offload.activations.saved_storage import probing
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
@@ -463,22 +463,12 @@ def test_change_before_saving_is_allowed(lab: Lab) -> None:
     assert_moved((0, 0), offloaded)
 
 
-@pytest.fixture
-def copied_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies to the host are over before the program goes on: what changes later has not been copied."""
-    start = SavedStorage.start_offload
-
-    def start_and_finish(storage: SavedStorage) -> None:
-        start(storage)
-        lab.drain()
-
-    monkeypatch.setattr(SavedStorage, "start_offload", start_and_finish)
-
-
-@pytest.mark.usefixtures("copied_at_once")
 @pytest.mark.parametrize("second", [0, 1, 2])
-def test_parts_of_a_storage_that_count_their_changes_for_themselves(second: int, lab: Lab, x: torch.Tensor) -> None:
+def test_parts_of_a_storage_that_count_their_changes_for_themselves(
+    second: int, lab: Lab, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first one has been saved by layer 0 when the others change, in layer ``second``."""
+    finish_copies(lab, monkeypatch)
     whole = [normal(3, 8).to(lab.device)]
     expected = whole[0] + 1
     parts = list(torch.unsafe_chunk(whole.pop(), 3))

@@ -111,23 +111,6 @@ def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor],
     case.assert_unharmed()
 
 
-@pytest.mark.slow
-def test_step_recorded_without_offloading(case: Case) -> None:
-    """Forward and backward in one graph."""
-
-    def recorded(model: nn.Module) -> Any:
-        def whole_step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
-
-        return make_fx(whole_step)(case.x)
-
-    expected, found = recorded(case.plain), recorded(case.model)
-    assert operations(found) == operations(expected)
-    assert_same(expected(case.x), found(case.x))
-    assert case.stats.offloaded_bytes == 0
-    case.assert_unharmed()
-
-
 # Refused
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from lab import late_copies
-from models import build, loss_of, offloading, step_gradients, through
+from models import build, loss_of, offloading, step_gradients
 from ranks import true_in_a_child
 
-from offload import stream_weights
 from offload.base.worker import Worker
 
 CPU = torch.device("cpu")
@@ -73,17 +72,6 @@ class TestFork:
         assert true_in_a_child(goes_on)
         assert done == ["parent"]
 
-    def test_offloaded_activations(self) -> None:
-        layers, x = build("gpt", 4, CPU)
-        expected, offloaded = step_gradients(layers, x), offloading(2, 4, CPU)
-
-        def trains() -> bool:
-            return all(map(torch.equal, expected, step_gradients(layers, x, offloaded)))
-
-        assert trains()
-        assert true_in_a_child(trains)
-        assert trains()
-
     def test_a_graph_from_before_the_fork(self) -> None:
         """What its parent has on the host, the child has too."""
         layers, x = build("gpt", 4, CPU)
@@ -97,32 +85,3 @@ class TestFork:
 
         assert true_in_a_child(is_right)
         assert is_right()
-
-    @pytest.mark.slow
-    def test_streamed_weights(self) -> None:
-        layers, x = build("gpt", 4, CPU)
-
-        def forward() -> torch.Tensor:
-            torch.manual_seed(1)
-            return through(layers, x)
-
-        def step() -> list[torch.Tensor]:
-            layers.zero_grad()
-            for _ in range(2):  # the second microbatch is added by a thread
-                loss_of(forward()).backward()
-            return [parameter.grad.clone() for parameter in layers.parameters()]
-
-        expected, output = step(), forward().detach()
-
-        def trains() -> bool:
-            return all(map(torch.equal, expected, step()))
-
-        @torch.no_grad()
-        def evaluates() -> bool:
-            return torch.equal(output, forward())
-
-        with stream_weights(layers, CPU):
-            assert trains()
-            assert true_in_a_child(trains)
-            assert true_in_a_child(evaluates)
-            assert trains()

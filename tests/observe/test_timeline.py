@@ -131,13 +131,6 @@ class TestPlot:
         assert figure.get_facecolor()[3] == 0
         assert all(ax.get_facecolor()[3] == 0 for ax in figure.axes)
 
-    def test_streams_are_labelled_by_layer(self):
-        streams = busy_timeline().plot().axes[0]
-        texts = [text.get_text() for text in streams.texts]
-        assert [text for text in texts if text[0] in "FB"] == list(map(repr, Schedule.default(3, 5).order))
-        assert [text for text in texts if text.isdigit()] == ["2", "1", "0", "0", "1", "2"]
-        assert [label.get_text().split("\n")[0] for label in streams.get_yticklabels()] == ["h2d", "d2h", "compute"]
-
     def test_stalls_are_hatched(self):
         timeline = busy_timeline()
         hatched = [patch for patch in timeline.plot().axes[0].patches if patch.get_hatch()]
@@ -158,11 +151,6 @@ class TestPlot:
         high = max(box.get_window_extent().height for box in streams.patches)
         assert [text.get_text() for text in streams.texts if text.get_window_extent().height > high] == []
         assert any(text.get_text() == "rest of the step" for text in streams.texts) is (rest_s == 0.5)
-
-    def test_memory_curve_below_if_there_is_memory(self, timeline):
-        _, memory = timeline.plot().axes
-        assert [text.get_text() for text in memory.texts] == ["peak 400 B"]
-        assert len(Timeline(timeline.spans).plot().axes) == 1
 
     def test_draws_into_given_axes(self, timeline):
         import matplotlib.pyplot as plt

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab import late_copies
+from models import Product
 from pipeline_worker import FAST_LINK, attach, same
 from pipeline_worker import one_step as step
 from ranks import group, run_ranks
@@ -345,32 +346,9 @@ def test_inputs_and_outputs_that_the_stage_holds_are_not_offloaded():
         assert handle.stats().wasted_bytes == 0
 
 
-class SavesDetached(torch.autograd.Function):
-    """A product that saves its weight as a tensor of its own, as some checkpointing does."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight.detach())
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
-
-
-class Product(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(pipeline_worker.WIDTH, pipeline_worker.WIDTH))
-
-    def forward(self, x):
-        return SavesDetached.apply(x, self.weight)
-
-
 @pytest.mark.usefixtures("_group")
 def test_parameters_are_not_offloaded_however_they_are_saved():
-    stage = PipelineStage(nn.Sequential(Product(), Product()), 0, 1, torch.device("cpu"))
+    stage = PipelineStage(nn.Sequential(*(Product(pipeline_worker.WIDTH) for _ in range(2))), 0, 1, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 4, loss_fn=pipeline_worker.loss_of)
     with attach(schedule, fraction=1.0, parts=1) as handle:
         step(schedule, stage)
