@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
-from test_policies import ALL, Function, Seen, offloaded
+from test_policies import ALL, Function, Seen, assert_right, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -1405,13 +1405,8 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("full_device")
 def test_what_is_kept_is_handed_over_where_the_device_has_no_memory_for_copies(lab: Lab) -> None:
-    layers, x = functions(lambda x, w: (x + 1).sin() * w.mean(), lab)
-    expected = step(layers, x)
-    with offloaded(layers, lab, ADD) as handle:
-        for _ in range(3):
-            assert_same(expected, step(layers, x))
-        assert handle.regions(0)["add"] == "keep"
-        assert handle.regions(0)["sin"] == "recompute"
+    regions = assert_right(lambda x, w: (x + 1).sin() * w.mean(), lab, ADD)
+    assert (regions["add"], regions["sin"]) == ("keep", "recompute")
 
 
 @pytest.mark.usefixtures("full_device")
