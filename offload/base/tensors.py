@@ -39,9 +39,9 @@ def whole(memory: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
-def aligned(nbytes: int) -> int:
-    """``nbytes`` and the gap up to where the next tensor may start."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """``nbytes`` and the gap up to the next multiple of ``unit``: where the next tensor may start."""
+    return -(-nbytes // unit) * unit
 
 
 def own_storage(flat: torch.Tensor) -> torch.Tensor:
@@ -83,21 +83,17 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
                 yield from tensors_in(object.__getattribute__(value, field.name))
 
 
-def has_memory(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage with a size has memory: that of a zero tensor or of a wrapper has none."""
-    try:
-        return bool(storage.data_ptr())
-    except RuntimeError:
-        return False
-
-
 def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain tensor: of no subclass but ``Parameter``, strided, with memory; ``None`` for others."""
     kind = type(tensor)
     if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
         return None
     memory = tensor.untyped_storage()
-    return None if tensor.is_quantized or tensor.is_nested or not has_memory(memory) else memory
+    try:
+        has_memory = bool(memory.data_ptr())  # that of a zero tensor has none
+    except RuntimeError:  # a wrapper's
+        return None
+    return memory if has_memory and not (tensor.is_quantized or tensor.is_nested) else None
 
 
 def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:

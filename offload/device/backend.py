@@ -168,10 +168,5 @@ class Backend:
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
-        if self.poison and owners(flat) == 1:
+        if self.poison and owners_of(flat.untyped_storage()) == 1:
             whole(flat.untyped_storage()).fill_(0xFF)
-
-
-def owners(tensor: torch.Tensor) -> int:
-    """How many tensors share the storage of ``tensor``, itself included."""
-    return owners_of(tensor.untyped_storage())

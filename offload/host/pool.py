@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
+from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.device.select import get_backend
@@ -105,7 +106,7 @@ class HostPool:
         ready = self.ready.get(nbytes)
         if ready:
             return ready.popleft()
-        ranges = self._carve(_round_up(max(nbytes, 1), BUFFER_ALIGNMENT_BYTES))
+        ranges = self._carve(aligned(max(nbytes, 1), BUFFER_ALIGNMENT_BYTES))
         buffer = HostBuffer(nbytes, ranges)
         events = (event for copied, event in self._copied if any(map(copied.overlaps, ranges)))
         buffer.events = tuple(dict.fromkeys(events))
@@ -135,7 +136,7 @@ class HostPool:
             ranges: dict[int, Range] = {}
             missing: list[list[int]] = []  # numbers of the buffers in each new slab
             room = 0  # what the last of these can still take
-            rounded = [_round_up(max(size, 1), BUFFER_ALIGNMENT_BYTES) for size in sizes]
+            rounded = [aligned(max(size, 1), BUFFER_ALIGNMENT_BYTES) for size in sizes]
             for number in sorted(range(len(sizes)), key=rounded.__getitem__, reverse=True):
                 size = rounded[number]
                 fitting = [piece for piece in self._free if piece.nbytes >= size]
@@ -147,7 +148,7 @@ class HostPool:
                     room = max(RESERVE_BYTES, size)
                 missing[-1].append(number)
                 room -= size
-            slabs = [_round_up(sum(rounded[number] for number in numbers), PAGE_BYTES) for numbers in missing]
+            slabs = [aligned(sum(rounded[number] for number in numbers), PAGE_BYTES) for numbers in missing]
             if slabs:
                 self._check_size(sum(slabs))
                 check_room(sum(slabs))
@@ -185,7 +186,7 @@ class HostPool:
         """Pin now what is missing for ``nbytes`` bytes in total; what was pinned before an error stays in the pool."""
         with self._lock:
             self._refusal = None
-            missing = _round_up(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
+            missing = aligned(max(0, nbytes - self.pinned_bytes), PAGE_BYTES)
             if missing:
                 self._pin([min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)])
 
@@ -242,8 +243,8 @@ class HostPool:
 
     def _grow(self, missing: int) -> None:
         _forbid_in_capture(missing)
-        nbytes = _round_up(missing, PAGE_BYTES)
-        more = _round_up(self.pinned_bytes // GROWTH, PAGE_BYTES)
+        nbytes = aligned(missing, PAGE_BYTES)
+        more = aligned(self.pinned_bytes // GROWTH, PAGE_BYTES)
         if self._max_bytes is None or self.pinned_bytes + more <= self._max_bytes:
             nbytes = max(nbytes, more)
         size = self._check_size(nbytes)
@@ -290,10 +291,6 @@ def _forbid_in_capture(missing: int) -> None:
             f"{missing} bytes of pinned host memory are missing, and none can be added while a CUDA graph is being "
             "captured; run one step as a warm-up before the capture."
         )
-
-
-def _round_up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
 
 
 _pools: dict[torch.device, HostPool] = {}

@@ -244,7 +244,7 @@ def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
     elif any(plain_memory(one) is None for one in inputs.tensors):
         why = "an input is no plain tensor"
     else:
-        strange = next((one for one in _others(inputs.placed)), None)
+        strange = next(_others(inputs.placed), None)
         why = None if strange is None else f"forward may change its argument of type {type(strange).__name__}"
     if why is not None:
         raise NotCompiledError(why)

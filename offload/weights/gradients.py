@@ -18,8 +18,9 @@ import torch
 
 from offload.base import trace
 from offload.base.tensors import aligned, own_storage
+from offload.base.torch_private import owners_of
 from offload.base.worker import Worker
-from offload.device.backend import Backend, Event, owners
+from offload.device.backend import Backend, Event
 from offload.host.page_locked import page_locked
 from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import Gradients, HostParameter
@@ -139,7 +140,7 @@ class GradientWriter:
         for host in hosts:
             memory = self._memory.get(host)
             # Without other owners, the program has dropped parameter.grad and all its views.
-            if memory is None or memory.dtype is not host.gradient_dtype or owners(memory) > 1:
+            if memory is None or memory.dtype is not host.gradient_dtype or owners_of(memory.untyped_storage()) > 1:
                 missing.append(host)
         sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in missing]
         if missing:
