@@ -17,7 +17,7 @@ from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.copies import Transfers
 from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
-from offload.base.layer_events import LayerListener, Turn, listeners_on
+from offload.base.layer_events import LayerListener, Turn, is_sharded, listeners_on
 from offload.base.tensors import plain_memory
 from offload.base.torch_private import (
     address_of,
@@ -410,6 +410,5 @@ def _changed_argument(before: Any, after: Any, inputs: Any) -> str | None:
 
 def _is_gathered(layer: nn.Module) -> bool:
     """Whether the layer's parameters are brought for each run, by streaming or by FSDP."""
-    if any(kind.__name__ == "FSDPModule" for module in layer.modules() for kind in type(module).__mro__):
-        return True
-    return any(listener.turn is Turn.WEIGHTS for listener in listeners_on(layer, LayerListener))
+    streams = any(listener.turn is Turn.WEIGHTS for listener in listeners_on(layer, LayerListener))
+    return streams or any(map(is_sharded, layer.modules()))

@@ -182,6 +182,11 @@ def compute_device(layers: Iterable[nn.Module]) -> torch.device | None:
     return next((device for device in devices if device is not None), None)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module; by name, as importing FSDP takes time."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
 class _LayerEvents:
     """The listeners of one layer, and the hooks that tell them.
 
@@ -194,7 +199,7 @@ class _LayerEvents:
         self._running: dict[tuple[int, bool], LayerCall] = {}
         """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
-        inside = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
+        inside = is_sharded(layer)
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
             layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True, prepend=inside),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.activations.what_moves import Rules, offloaded_parts
-from offload.base.layer_events import compute_device
+from offload.base.layer_events import compute_device, is_sharded
 from offload.base.tensors import plain_memory, same_bits, tensors_in
 from offload.base.torch_private import address_of, has_gradient_hooks, in_checkpoint
 from offload.device.backend import Backend
@@ -235,7 +235,7 @@ def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
     why = None
     if compute_device([layer]) is not None:
         why = "its weights are streamed"
-    elif any(kind.__name__ == "FSDPModule" for module in layer.modules() for kind in type(module).__mro__):
+    elif any(map(is_sharded, layer.modules())):
         raise NotCompiledError("its weights are sharded", compiles=False)
     elif in_checkpoint():
         why = "the program checkpoints it"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.base.layer_events import without_listeners
+from offload.base.layer_events import is_sharded, without_listeners
 from offload.base.tensors import Geometry, geometry_of, look_into, same_bits, tensors_of
 from offload.base.torch_private import (
     CAST,
@@ -257,7 +257,7 @@ class Frame:
         args, kwargs = with_tensors(self.inputs, given)
         backward = in_backward()
         # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
-        call = self.layer.forward if self.state.is_sharded and not backward else self.layer
+        call = self.layer.forward if is_sharded(self.layer) and not backward else self.layer
         with (
             nullcontext() if backward else without_listeners(),
             torch.enable_grad(),

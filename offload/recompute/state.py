@@ -184,7 +184,6 @@ class LayerState:
                     self._names.append(name)
                 else:
                     self._empty.append(part)
-        self.is_sharded = any(kind.__name__ == "FSDPModule" for kind in type(layer).__mro__)
         self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
         self._counts: dict[tuple[int, str], int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
