@@ -40,13 +40,12 @@ class ComparePlans:
         self._ratios: dict[Among, float] = {}
         """By how much longer than predicted the microbatches of each kind of plan were."""
         self._plans: Mapping[Among, Plan] = {}
-        self._kind: Among | None = None
+        self._kind = Among.REGIONS
         self._left = 0
         """How many microbatches of this plan are still to come before the first that is measured."""
         self._begin: Event | None = None
-        self._marks: list[tuple[Event, Event]] = []
-        self._scales: list[float] = []
-        """Of each measured microbatch, how many times as many elements the plans are for."""
+        self._marks: list[tuple[float, Event, Event]] = []
+        """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end."""
         self._running = 0
         """How many microbatches have begun since the end of a backward."""
         self._elements = self._now = 0
@@ -54,14 +53,14 @@ class ComparePlans:
 
     @property
     def measures(self) -> bool:
-        return self._kind is not None and self._kind not in self._ratios
+        return bool(self._plans) and self._kind not in self._ratios
 
     def best(self, plans: Mapping[Among, Plan], elements: int) -> Plan:
         """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
         self._plans, self._elements = plans, elements
         # Of equals the last one, which costs the host the least.
         self._kind = min(reversed(Among), key=lambda kind: self._expected_s(plans, kind))
-        self._left, self._begin, self._marks, self._scales = UNMEASURED, None, [], []
+        self._left, self._begin, self._marks = UNMEASURED, None, []
         return plans[self._kind]
 
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
@@ -80,8 +79,7 @@ class ComparePlans:
 
     def end_backward(self) -> None:
         if self._begin is not None and self._running == 1:  # else another one has run in between
-            self._marks.append((self._begin, self._backend.mark()))
-            self._scales.append(self._elements / self._now)
+            self._marks.append((self._elements / self._now, self._begin, self._backend.mark()))
         self._begin, self._running = None, 0
 
     def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
@@ -91,11 +89,9 @@ class ComparePlans:
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""
         now = self._kind
-        if now is None:
-            return None
         predicted_s = _layers_s(self._plans[now])
-        seconds = self._backend.seconds(self._marks)
-        took_s = min(scale * one_s for scale, one_s in zip(self._scales, seconds, strict=True))
+        seconds = self._backend.seconds((begin, end) for _, begin, end in self._marks)
+        took_s = min(scale * one_s for (scale, *_), one_s in zip(self._marks, seconds, strict=True))
         self._ratios[now] = took_s / predicted_s if predicted_s > 0 else 1.0
         seconds_each = format_s(took_s), format_s(predicted_s)
         _logger.info("a microbatch takes %s, predicted %s, by a plan among %s", *seconds_each, now.name.lower())

@@ -1,4 +1,4 @@
 """Timelines, recorded or simulated, their pictures, and a memory meter.
 
-May import ``base``, ``schedule`` and ``device``. Open ``timeline.py`` first.
+May import ``recompute`` and what is below. Open ``timeline.py`` first.
 """
