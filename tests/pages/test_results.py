@@ -1,5 +1,6 @@
 """Measured figures in the pages, the pictures and the figures are those of the committed records and of the library."""
 
+import ast
 import re
 import sys
 
@@ -10,8 +11,10 @@ pytest.importorskip("matplotlib")
 import drawing
 import page_text
 import recipe_results
+import varying_results
 
 import results
+from benchmarks.recipe import MOST_PINNED
 
 DRAWINGS = drawing.at_both_widths(results.PICTURES)
 NIGHTLY = pytest.mark.nightly
@@ -145,6 +148,39 @@ def test_without_a_record_of_whole_trainings_the_pages_say_so(tmp_path):
     failed = MADE | {"rows": MADE["rows"][:2]}
     assert recipe_results.line_of(failed) == recipe_results.line_of(None)
     assert "benchmarks.recipe" in recipe_results.table_of(None)
+
+
+def test_a_table_of_several_runs_says_when_each_row_was_measured():
+    older = MADE["rows"][2] | {"date": "2026-11-23T12:00:00+00:00", "commit": "fedcba9876"}
+    text = recipe_results.table_of(MADE | {"rows": [*MADE["rows"][:2], older]})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"]
+    assert "2 runs (last column), 2026-11-23 and 2026-11-24." in text
+    assert [row[-1] for row in rows[2:]] == ["2026-11-24, 0123456", "2026-11-24, 0123456", "2026-11-23, fedcba9"]
+    assert "measured |" not in recipe_results.table_of(MADE)
+
+
+def test_a_record_of_varying_lengths_is_said_in_a_table():
+    ways = {"memory_budget": 1.04, "plan by hand": 1.0}
+    rows = [
+        {"what": what, "ratio": ratio, "train_s": 100 * ratio, "peak_bytes": 8 << 30, "same_losses": True}
+        | {"over_budget": [{"step": 3, "tokens": 9, "bytes": 1 << 27}], "measuring": [0, 1]}
+        for what, ratio in ways.items()
+    ]
+    record = MADE | {"steps": 500, "budget_bytes": 8 << 30, "most_bytes": 16 << 30, "rows": rows}
+    text = varying_results.told(record)
+    assert "500 steps within 8.00 GiB, where the longest batch adds 16.00 GiB. The largest excess" in text
+    assert "is 1.6%. Losses are identical in all ways." in text
+    assert re.search(r"\| `memory_budget` +\| +\+4.0% \| +8.00 \| +104 \| +1 \| +2 \|", text)
+    assert varying_results.told(None) == "No run on a GPU is recorded yet.\n"
+
+
+def test_the_call_of_the_start_page_is_the_one_that_was_measured():
+    code = re.search(r"```python\n(.*?)```", (results.ROOT / "index.md").read_text("utf-8"), re.DOTALL)[1]
+    call = ast.parse(code).body[-1].value
+    said = {one.arg: ast.unparse(one.value).replace("'", '"') for one in call.keywords}
+    assert said.pop("memory_budget") == '"24GiB"'
+    assert ", ".join(f"{name}={value}" for name, value in said.items()) == recipe_results.OPTIONS.strip("`")
+    assert recipe_results.PINNED == MOST_PINNED
 
 
 def test_the_readme_begins_like_the_start_page():

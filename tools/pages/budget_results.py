@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, label_axes
-from page_text import GIB, Row, gib, markdown_table, measured_on, more, ms, picture, read, table, torch_of
+from page_text import GIB, Row, gib, markdown_table, measured_on, more, ms, picture, read, table, torch_of, with_runs
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 
@@ -18,7 +18,7 @@ MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
 
 
 def _where(record: Row, *rows: Row) -> str:
-    return f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}."
+    return f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}."
 
 
 def budgets(model: str, _page: Path, name: str = "budget") -> str:
@@ -40,7 +40,7 @@ def budgets(model: str, _page: Path, name: str = "budget") -> str:
     same = " Gradients are bit-identical in every row." if all(row["bit_identical"] for row in rows) else ""
     note = record.get("notes", {}).get(model)
     noted = "" if note is None else f" This run: {note}."
-    told = markdown_table(shown, left=1, answer=("peak, GiB", "against nothing"))
+    told = markdown_table(with_runs(shown, rows, record), left=1, answer=("peak, GiB", "against nothing"))
     return f"{_where(record, *rows)}{same}{noted}\n\n{told}\n"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, draw_bars, label_axes
-from page_text import GIB, Row, gib, markdown_table, measured_on, picture, read, table, torch_of
+from page_text import GIB, Row, gib, markdown_table, measured_on, picture, read, table, torch_of, with_runs
 
 from offload.observe.plot import COLORS, INK, new_figure
 
@@ -64,7 +64,8 @@ def lengths_table(_page: Path) -> str:
                 "stall, s": f"{row['stall_s']:.1f}",
             }
         )
-    return f"{_where(rows)}\n\n{markdown_table(shown, left=2, answer=('against checkpointing',))}\n"
+    shown = with_runs(shown, rows, read("long_context"))
+    return f"{_where(rows, by_row=True)}\n\n{markdown_table(shown, left=2, answer=('against checkpointing',))}\n"
 
 
 @table("long_context_equal")
@@ -181,11 +182,11 @@ def _is_open(row: Row) -> bool:
     return failed is None or failed - row["longest_tokens"] > GRAIN
 
 
-def _where(rows: list[Row]) -> str:
+def _where(rows: list[Row], *, by_row: bool = False) -> str:
     record = read("long_context")
     return (
         f"{record['hardware']['gpu']}, {torch_of(record)}; Llama-3.1-8B's shape in bfloat16, random weights, forward "
-        f"and backward. Measured {measured_on(rows, record)}.\n"
+        f"and backward. Measured {measured_on(rows, record, by_row=by_row)}.\n"
     ).strip()
 
 

@@ -6,7 +6,7 @@ import math
 from itertools import groupby
 from pathlib import Path
 
-from page_text import Row, gib, markdown_table, measured_on, ms, read, table, torch_of
+from page_text import Row, gib, markdown_table, measured_on, ms, read, table, torch_of, with_runs
 
 from benchmarks.never_slower import beside
 
@@ -27,37 +27,53 @@ def never_slower_table(_page: Path) -> str:
     """Each model within each budget, beside the fastest other way in the same memory."""
     record = read("never_slower")
     rows: list[Row] = record["rows"]
-    shown, ratios = [], []
+    shown, ratios, budgets = [], [], []
     for model, group in groupby(rows, key=lambda row: row["model"]):
-        of_model = list(group)
-        nothing = of_model[0]
-        for row in (one for one in of_model if one["what"] == "budget"):
+        of_model = [one for one in group if "error" not in one]
+        for row in (one for one in of_model if one["what"].endswith("budget")):
+            compiled = row["what"].removesuffix("budget")
+            nothing = next(one for one in of_model if one["what"] == f"{compiled}nothing")
             other = beside(row, rows)
             ratio = math.nan if other is None else row["step_s"] / other["step_s"]
             ratios.append(ratio)
+            budgets.append(row)
             shown.append(
                 {
-                    "model": NAMES[model],
+                    "model": NAMES.get(model, model) + (", compiled" if compiled else ""),
                     "nothing": f"{ms(nothing['step_s'])} ms, {gib(nothing['peak_bytes'], 1)} GiB",
                     "budget, GiB": gib(row["budget_bytes"]),
                     "peak, GiB": gib(row["peak_bytes"]),
                     "step, ms": ms(row["step_s"]),
                     "fastest other way": "-" if other is None else f"{ms(other['step_s'])} ms: {_named(other)}",
-                    "ratio": f"{ratio:.2f}",
+                    "ratio": "-" if other is None else f"{ratio:.2f}",
                 }
             )
     said = (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. Of {len(ratios)} budgets, "
-        f"{sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest other way, "
-        f"{sum(ratio <= 0.97 for ratio in ratios)} at least 3% faster; the slowest takes {max(ratios):.2f} times as "
-        "long."
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. Of {len(ratios)} "
+        f"budgets, {sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest other way, "
+        f"{sum(ratio <= 0.97 for ratio in ratios)} at least 3% faster; the slowest takes "
+        f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
     )
-    if all(row["bit_identical"] for row in rows if row.get("bit_identical") is not None):
+    counts = {name: sum(one["model"] == name for one in shown) for name in dict.fromkeys(one["model"] for one in shown)}
+    most = max(counts.values())
+    if few := [f"{name} within {count}" for name, count in counts.items() if count < most]:
+        said += f" Models are measured within up to {most} budgets, {', '.join(few)}."
+    over = [one for one, row in zip(shown, budgets, strict=True) if row["peak_bytes"] > row["budget_bytes"]]
+    said += "".join(
+        f" Over its budget: {one['model']}, {one['peak, GiB']} of {one['budget, GiB']} GiB." for one in over
+    )
+    compared = [row for row in rows if row.get("bit_identical") is not None]
+    if all(row["bit_identical"] for row in compared):
         said += " Gradients are bit-identical."
+    elif all(row["bit_identical"] for row in compared if not row["what"].startswith("compiled")):
+        said += " Gradients are bit-identical where layers are not compiled."
+    shown = with_runs(shown, budgets, record, among=rows)
     return f"{said}\n\n{markdown_table(shown, left=1, answer=('ratio', 'fastest other way'))}\n"
 
 
 def _named(row: Row) -> str:
     layers = f" of {row['layers']} layers" if row["what"].endswith("some") else ""
     verb = {"checkpoint some": "checkpointing", "checkpoint all": "checkpointing all", "offload some": "offloading"}
-    return f"{verb.get(row['what'], row['what'])}{layers}"
+    what = row["what"].removeprefix("compiled ")
+    compiled = "compiled, " if what != row["what"] else ""
+    return f"{compiled}{verb.get(what, what)}{layers}"

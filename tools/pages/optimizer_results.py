@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from page_text import gib, markdown_table, measured_on, ms, read, table, torch_of
+from page_text import gib, markdown_table, measured_on, ms, read, table, torch_of, with_runs
 
 
 @table("optimizer_state")
@@ -25,8 +25,9 @@ def optimizer_state_table(_page: Path) -> str:
         for row in rows
     ]
     said = (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. Llama-8B's shape in bfloat16, "
-        "fused AdamW with float32 moments, checkpointed. Parameters of a smaller model are bit-identical."
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
+        "Llama-8B's shape in bfloat16, fused AdamW with float32 moments, checkpointed. Parameters of a smaller model are bit-identical."
     )
     assert all(record["equal"].values())
+    shown = with_runs(shown, rows, record)
     return f"{said}\n\n{markdown_table(shown, left=2, answer=('against resident', 'peak, GiB'))}\n"

@@ -111,8 +111,8 @@ def percent(share: float) -> str:
 
 
 def more(ratio: float) -> str:
-    """``1.0004`` is ``+0.0%``."""
-    return f"{100 * (ratio - 1):+.1f}%"
+    """``1.0004`` is ``+0.0%``, and ``0.9`` is ``−10.0%``, with a minus sign."""
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}%".replace("-", "−")
 
 
 def torch_of(record: Mapping[str, Any]) -> str:
@@ -138,11 +138,35 @@ def machine(record: Mapping[str, Any], link: Mapping[str, float], *others: str) 
     return ", ".join([record["hardware"]["gpu"], link_of(link), torch_of(record), *others])
 
 
-def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
-    """The days on which the rows were measured, with their commits where there are several."""
-    runs = sorted({(day_of(run), str(run["commit"])[:7]) for row in rows for run in [{**record, **row}]})
+def run_of(row: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[str, str]:
+    """The day and the commit of a row, which are its record's where the row has none of its own."""
+    run = {**record, **row}
+    return day_of(run), str(run["commit"])[:7]
+
+
+def with_runs(
+    shown: Sequence[Row], rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], *, among: Sequence[Row] = ()
+) -> list[Row]:
+    """Rows as people read them, with a last column that says when each was measured, if they are of several runs.
+
+    Args:
+        shown: The rows of a table.
+        rows: What was measured, row by row.
+        record: Where that is from.
+        among: Rows that stand in the table's sentences or other cells, and count as well.
+    """
+    if len({run_of(row, record) for row in [*rows, *among]}) == 1:
+        return list(shown)
+    return [one | {"measured": ", ".join(run_of(row, record))} for one, row in zip(shown, rows, strict=True)]
+
+
+def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], *, by_row: bool = False) -> str:
+    """The days on which the rows were measured; of several runs also their number, and their commits unless by row."""
+    runs = sorted({run_of(row, record) for row in rows})
     if len(runs) == 1:
         return runs[0][0]
+    if by_row:
+        return f"{len(runs)} runs (last column), {' and '.join(sorted({day for day, _ in runs}))}"
     commits: dict[str, list[str]] = {}
     for day, commit in runs:
         commits.setdefault(day, []).append(commit)

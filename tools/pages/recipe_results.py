@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from headline_results import LLAMA, activations_line, optimizer_line
-from page_text import ROOT, Row, gib, markdown_table, measured_on, more, percent, read, table, torch_of
+from page_text import ROOT, Row, gib, markdown_table, measured_on, more, read, table, torch_of, with_runs
 
 RECORD = ROOT / "results" / "recipe.json"
-OPTIONS = "`step_in_backward=True, state_dtype=torch.float32`"
+PINNED = "100GiB"
+OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
 
 def record_of(path: Path = RECORD) -> Row | None:
@@ -25,7 +26,7 @@ def resident_of(row: Row, rows: list[Row]) -> Row | None:
 def longer(row: Row, rows: list[Row]) -> str:
     """How much longer a step is than with everything on the device."""
     resident = resident_of(row, rows)
-    return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"]).replace("-", "−")
+    return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"])
 
 
 def best_of(rows: list[Row]) -> Row | None:
@@ -56,8 +57,8 @@ def line_of(record: Row | None) -> str:
     return (
         f"> AdamW on {LLAMA}, {row['tokens']:,} tokens: **{gib(resident['peak_bytes'], 0)} → "
         f"{gib(row['peak_bytes'], 0)} GiB**, step **{longer(row, record['rows'])}** against checkpointing with "
-        f"everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory and {OPTIONS}. "
-        f"{record['hardware']['gpu']}.\n"
+        f"everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory. The call chose "
+        f"*{recipe_of(row)}*. {record['hardware']['gpu']}, the loss in chunks.\n"
     )
 
 
@@ -69,15 +70,15 @@ def table_of(record: Row | None) -> str:
             "`python -m benchmarks.recipe` makes a record.\n"
         )
     rows = record["rows"]
-    ran = [row for row in rows if "error" not in row]
     said = (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(ran, record)}. {LLAMA} in bfloat16, AdamW with "
-        f"float32 moments, {OPTIONS}, at most 100 GiB of pinned memory. Each row is a process that PyTorch limits to "
-        "the budget. The rows without a budget have everything on the device, and Hugging Face's checkpointing."
+        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
+        f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. Each row is a process that PyTorch limits to the "
+        "budget. The rows without a budget have everything on the device, and Hugging Face's checkpointing."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
-        shown = [cells_of(row, rows) for row in rows if row["tokens"] == tokens]
+        those = [row for row in rows if row["tokens"] == tokens]
+        shown = with_runs([cells_of(row, rows) for row in those], those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
     return "\n\n".join(parts) + "\n"
 
@@ -94,8 +95,8 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
         return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
     predicted = ""
     if "predicted_s" in row:
-        off = [row["predicted_s"] / row["step_s"] - 1, row["predicted_peak_bytes"] / max(1, row["peak_bytes"]) - 1]
-        predicted = ", ".join(f"{'+' if one > 0 else ''}{percent(one)}" for one in off)
+        off = [row["predicted_s"] / row["step_s"], row["predicted_peak_bytes"] / max(1, row["peak_bytes"])]
+        predicted = ", ".join(map(more, off))
     return {
         "budget": budget,
         "step, s": f"{row['step_s']:.2f}",
