@@ -26,7 +26,8 @@ def optimizer_state_table(_page: Path) -> str:
     ]
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
-        "Llama-8B's shape in bfloat16, fused AdamW with float32 moments, checkpointed. Parameters of a smaller model are bit-identical."
+        "Llama-8B's shape in bfloat16, fused AdamW with float32 moments, checkpointed. "
+        "Parameters of a smaller model are bit-identical."
     )
     assert all(record["equal"].values())
     shown = with_runs(shown, rows, record)

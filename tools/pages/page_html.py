@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 NARROW = "(max-width: 47em)"
 """Where narrow drawings are shown: below, the text of the wide ones would be smaller than 9 pixels."""
 
-FITTED_PX = 920
-"""Notebooks' pictures that are wider scroll: fitted to the page, their text would be smaller than 9 pixels."""
+FITTED_PX = 790
+"""Notebooks' pictures that are wider scroll: fitted to a tablet, their text would be smaller than 9 pixels."""
 
 PHONE_PX = 490
 """Notebooks' charts that are no wider are fitted to a phone, too: their text has 9 points and more, 12.5 pixels."""

@@ -72,8 +72,9 @@ def table_of(record: Row | None) -> str:
     rows = record["rows"]
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
-        f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. Each row is a process that PyTorch limits to the "
-        "budget. The rows without a budget have everything on the device, and Hugging Face's checkpointing."
+        f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
+        "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the device, "
+        "and Hugging Face's checkpointing."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):

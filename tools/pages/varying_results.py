@@ -37,7 +37,8 @@ def told(record: Row | None) -> str:
     same = " Losses are identical in all ways." if all(row["same_losses"] for row in rows) else ""
     return (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. "
-        f"{record['steps']:,} steps within {gib(record['budget_bytes'])} GiB, where the longest batch adds {gib(record['most_bytes'])} GiB.{over}{same}"
+        f"{record['steps']:,} steps within {gib(record['budget_bytes'])} GiB, "
+        f"where the longest batch adds {gib(record['most_bytes'])} GiB.{over}{same}"
         f"\n\n{markdown_table(shown, left=1, answer=('against the plan by hand', 'peak, GiB'))}\n"
     )
 
