@@ -81,6 +81,8 @@ class PreparedTraining(Handle):
         self._decided = False
         self._prediction: Prediction | None = None
         """Of steps, from what was measured."""
+        self._predicted: tuple[Plan, float] | None = None
+        """The plan of the activations that is followed, and the predicted seconds of its step."""
         self._link_left: Link | None = None
         """For activations, beside the copies of the chosen recipe."""
         self._removed = False
@@ -111,10 +113,12 @@ class PreparedTraining(Handle):
         if one.recipe != self.recipe or followed is None or followed.plan is None or predicted is None:
             return one
         made, training, resident = followed.plan, self._training, self.resident_bytes
+        if self._predicted is None or self._predicted[0] is not made:
+            self._predicted = made, predicted.step_s(made, one.recipe, resident)
         return replace(
             one,
             plan=made,
-            step_s=predicted.step_s(made, one.recipe, resident),
+            step_s=self._predicted[1],
             device_bytes=training.held_bytes(one.recipe, resident) + followed.missing_bytes + made.peak_bytes,
             host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
         )

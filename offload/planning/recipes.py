@@ -15,10 +15,14 @@ from typing import NamedTuple
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
 from offload.planning.profile import Link
+from offload.planning.recipe_step import simulated_s, without_optimizer
 from offload.planning.training_bytes import RECIPES, Recipe, RecipeSeconds, TrainingBytes
 
 LEAST_SHARE = 0.05
 """Of the link, for activations beside copies that need all of it: a plan needs some speed."""
+
+MORE_SHARE = 1.5
+"""How much more than its rest is tried of a link, too."""
 
 SHARES = (1 / 3, 2 / 3, 1.0)
 """Of the state that can be resident at most, what is tried where the copies of the rest make the step longer."""
@@ -156,7 +160,7 @@ def plan_recipes(
         try:
             plans = [plan(left, host_left, link)]
             rest = link_beside(link, training.link_s(recipe, link, resident)[1], backward_s(plans[0]))
-            plans += [plan(left, host_left, rest)] * (rest != link)
+            plans += [plan(left, host_left, one) for one in (rest, _faster(rest, link)) if one != link]
         except ValueError as error:
             return replace(one, step_s=math.inf, reason=_first_words(error))
         made = min(plans, key=lambda each: seconds(each, recipe, resident))
@@ -203,6 +207,11 @@ def link_beside(link: Link, busy_s: float, seconds: float) -> Link:
     return link if busy_s <= 0 else replace(link, h2d_bytes_per_s=link.h2d_bytes_per_s * max(LEAST_SHARE, share))
 
 
+def _faster(rest: Link, link: Link) -> Link:
+    """With more for the activations: some of their copies to the device run where the recipe has none."""
+    return replace(rest, h2d_bytes_per_s=min(link.h2d_bytes_per_s, MORE_SHARE * rest.h2d_bytes_per_s))
+
+
 def backward_s(plan: Plan) -> float:
     """Predicted seconds of a step's backward, with the loss."""
     return plan.step_s - plan.profile.other_s - _forward_s(plan)
@@ -228,18 +237,15 @@ class Prediction(NamedTuple):
         return cls(training, link, arithmetic_s, training.seconds(measured, link, resident_bytes, arithmetic_s))
 
     def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
-        """Forward and backward take as long as compute or the link; then comes the optimizer's step.
+        """Seconds of a step, simulated with the copies of the recipe.
 
         What the optimizer's arithmetic and copies have added to the measured steps does not count.
         """
-        busy, before = self.training.seconds(recipe, self.link, resident, self.arithmetic_s), self.measured
-        copied_s = plan.host_bytes / self.link.h2d_bytes_per_s
-        sent_s = plan.host_bytes / self.link.d2h_bytes_per_s
+        training, before = self.training, self.measured
+        busy = training.seconds(recipe, self.link, resident, self.arithmetic_s)
         rest_s = max(0.0, plan.profile.other_s - before.step - before.tail)
-        in_forward = max(_forward_s(plan), busy.forward + (sent_s if busy.forward else 0.0))
-        computed_s = max(0.0, backward_s(plan) - before.beside) + busy.beside + busy.tail
-        copying_s = busy.backward + (copied_s if busy.backward else 0.0)
-        return in_forward + max(computed_s, copying_s) + busy.step + rest_s
+        alone = replace(plan, profile=without_optimizer(plan.profile, before))
+        return simulated_s(alone, training, recipe, resident, self.link, busy, rest_s)
 
 
 def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | None) -> str:

@@ -26,12 +26,18 @@ from offload.schedule.schedule import HasSchedule, Schedule, schedule_of
 
 
 class Interlude(NamedTuple):
-    """Compute that belongs to no layer."""
+    """Compute that belongs to no layer, and copies that are no activations: queued where compute comes to them."""
 
     label: str
     duration_s: float
     nbytes: int = 0
     """Device memory that it needs while it runs."""
+    loaded_bytes: int = 0
+    """Copied to the device from its start on; compute waits for the copy where an interlude ``awaits`` it."""
+    sent_bytes: int = 0
+    """Copied to the host after that."""
+    awaits: str = ""
+    """The label of the interlude whose load is over before it starts."""
 
 
 def simulate(
@@ -152,6 +158,8 @@ def _tasks(
     ]
     copies: defaultdict[int, list[_Task]] = defaultdict(list)
     """By layer, the copies of its tensors in the order of saving: to the host, later back."""
+    loads: dict[str, _Task] = {}
+    """Of interludes, by their labels."""
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:
         """From here on so many more (or fewer) bytes are on the device; compute waits for ``after`` before that."""
@@ -159,6 +167,12 @@ def _tasks(
 
     for step in steps:
         if isinstance(step, Interlude):
+            yield (last := hold(0, loads.get(step.awaits)))
+            if step.loaded_bytes:
+                yield (last := _Task("h2d", "reload", step.loaded_bytes, step.label, after=last))
+                loads[step.label] = last
+            if step.sent_bytes:
+                yield _Task("d2h", "offload", step.sent_bytes, step.label, after=last)
             nbytes = step.nbytes
             yield _Task("compute", "other", step.duration_s, step.label, taken_bytes=nbytes, freed_bytes=nbytes)
             continue
