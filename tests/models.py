@@ -72,6 +72,18 @@ class ConvBlock(nn.Module):
         return x + self.dropout(self.conv2(F.silu(self.norm(self.conv1(x)))))
 
 
+class MlpBlock(nn.Module):
+    """Little for a compiler to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
 def encoder_layer() -> nn.Module:
     """PyTorch's own transformer layer."""
     return nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward=64, dropout=0.1, batch_first=True)
@@ -102,7 +114,7 @@ def build(
 ) -> tuple[nn.ModuleList, torch.Tensor]:
     """Layers and an input that requires a gradient, the same at each call."""
     torch.manual_seed(0)
-    make = BLOCKS[block] if isinstance(block, str) else block
+    make = (BLOCKS | {"mlp": MlpBlock})[block] if isinstance(block, str) else block
     layers = nn.ModuleList(make() for _ in range(model_layers))
     if block == "conv":
         layers.to(memory_format=torch.channels_last)

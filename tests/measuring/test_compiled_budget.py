@@ -37,18 +37,6 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-class Mlp(nn.Module):
-    """Little for the compiler to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
-
-
 def built(block: Any, lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
     """Layers, and an input of which they save more than the parameters have."""
     layers, _ = build(block, LAYERS, lab.device)
@@ -108,7 +96,7 @@ def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
     tries: list[Any] = []
     try_levels = follow_compiled.try_levels
     monkeypatch.setattr(follow_compiled, "try_levels", lambda *given: (tries.append(given), try_levels(*given))[1])
-    layers, _ = built(Mlp, lab)
+    layers, _ = built("mlp", lab)
     inputs = {tokens: torch.randn(4, tokens, WIDTH, device=lab.device).requires_grad_() for tokens in (32, 16, 64, 96)}
     expected = {tokens: seeded(layers, x) for tokens, x in inputs.items()}
     with budgeted(layers, "1MiB", compile=EAGER) as handle:
@@ -154,7 +142,7 @@ def wrapped(layer: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("how", [in_place, wrapped])
 def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
-    layers, x = built(Mlp, lab)
+    layers, x = built("mlp", lab)
     layers = nn.ModuleList(how(layer) for layer in layers)
     expected = seeded(layers, x)
     forward, call = vars(layers[0]).get("forward"), layers[0]._compiled_call_impl
@@ -168,7 +156,7 @@ def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Modu
 
 
 def test_copies_of_a_layer_run_without_the_library(lab: Lab) -> None:
-    layers, x = built(Mlp, lab)
+    layers, x = built("mlp", lab)
     keys = list(layers.state_dict())
     with budgeted(layers, "1GiB", compile=EAGER):
         y = layers[0](x)
@@ -277,7 +265,7 @@ def test_operations_that_draw_are_never_kept() -> None:
 
 
 def test_through_prepare(lab: Lab) -> None:
-    layers, x = built(Mlp, lab)
+    layers, x = built("mlp", lab)
     found = []
     for options in ({}, {"compile": EAGER}):
         model = nn.Sequential(*copy.deepcopy(layers))
@@ -299,7 +287,7 @@ def test_through_prepare(lab: Lab) -> None:
 @pytest.mark.nightly  # the compiler takes half a minute for it
 def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFixture) -> None:
     """Inductor fuses what it recomputes with other operations."""
-    layers, x = built(Mlp, lab)
+    layers, x = built("mlp", lab)
     layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
     layers = nn.ModuleList(torch.compile(layer) for layer in layers)
     expected = seeded(layers, x)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import StreamedOptimizer, StreamedWeights, offload_layers, stream_optimizer, stream_weights
 
 LAYERS = 4
-STEPS = 10
+STEPS = 6
 TIMES = 60
 CHUNK = "8KiB"
 """A layer has several, and a weight is split."""

@@ -208,7 +208,7 @@ def test_autocast_of_a_weight_that_is_used_several_times(device: torch.device) -
 # The compiler looks at the weights, which are no leaves here; what it does not show becomes an error in tests.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
+    layers, x = build("mlp", LAYERS, device)
     for layer in layers:
         layer.compile(backend="aot_eager")
     check(layers, x, microbatches=2)
