@@ -1,7 +1,5 @@
 """Things that go wrong at a chosen moment: interrupts, memory that ends, copies that fail."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import itertools

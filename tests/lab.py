@@ -1,7 +1,5 @@
 """One device and the means to make its ordering bugs visible: late work, slow copies, poisoned memory."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Hugging Face's Llama in small."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small models, and the steps that tests run on them with and without offloading."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence

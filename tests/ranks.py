@@ -1,7 +1,5 @@
 """The processes of a test that needs several: what starts them, what each of them does first and last, and forks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

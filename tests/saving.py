@@ -1,7 +1,5 @@
 """Layers that save what a test asks for, and whether it comes back as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folders of ``offload/``: imports run downwards and in no circle, files are short, and a page lists them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

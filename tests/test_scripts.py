@@ -1,7 +1,5 @@
 """A forked script is what a fresh process is, but for the modules that it need not import."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

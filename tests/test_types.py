@@ -1,7 +1,5 @@
 """The library's types as a user's type checker sees them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

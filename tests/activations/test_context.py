@@ -1,7 +1,5 @@
 """The drop-in function and its context: the same interface as Transformer Engine's, errors that say what to do."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

@@ -9,8 +9,6 @@ moments runs with the other tests, another one in each run. These run three at e
 Beside each other, each process an eighth of the moments: ``FAULTS_PART=0/8``, ``FAULTS_PART=1/8``, ...
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """``offload_layers``: the same for models whose forward cannot be edited."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Who owns what for how long: the graph owns it all, and when the graph goes, everything goes."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

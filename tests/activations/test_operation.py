@@ -1,7 +1,5 @@
 """What an operation saves is copied when the operation is over, whatever it writes until then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

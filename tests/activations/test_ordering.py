@@ -3,8 +3,6 @@
 For each kind of wait there is a scenario that comes out right, and wrong when this one wait is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

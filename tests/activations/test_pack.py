@@ -1,7 +1,5 @@
 """The way of a saved tensor through the library, in a layer with policies: few calls, and few files."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections import defaultdict

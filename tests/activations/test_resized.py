@@ -1,7 +1,5 @@
 """Saved tensors whose memory the program frees, to fill it again before backward, are the program's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lab import Lab

@@ -1,7 +1,5 @@
 """What autograd saves is reloaded exactly as it was, and each storage is offloaded once or not at all."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What PyTorch's selective checkpointing keeps inside of layers is offloaded with them, and reloaded exactly."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """After the first steps on a GPU, the library neither allocates memory from the driver nor makes the host wait."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

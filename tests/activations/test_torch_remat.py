@@ -1,7 +1,5 @@
 """What Meta's ``torch_remat`` keeps of a layer is offloaded with the layer, and reloaded exactly."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

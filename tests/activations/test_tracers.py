@@ -1,7 +1,5 @@
 """Tracers and transforms over layers that are offloaded: each works, or says what to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Copies are slow and memory is poisoned when it is let go and when it is handed o
 right only if every byte came back in time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What public functions say when they are given something else than they take: what was expected, and what to write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ints and sizes that users give, everywhere alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``torch.compile`` knows of the library, and that nobody loads the compiler who does not use it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What was put on layers comes off without its handle, and needs no garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who is told of a layer's events, when, and in which order."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Threads beside the program: in order, not ended by errors, there again in a forked child."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -1,7 +1,5 @@
 """A benchmark's whole program at its small size on the CPU, and the record that it writes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

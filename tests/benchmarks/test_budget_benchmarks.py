@@ -1,7 +1,5 @@
 """The benchmarks of budgets run at their small size, and write records that the pages can show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of long sequences runs every kind of row, and keeps those of other runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

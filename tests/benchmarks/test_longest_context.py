@@ -1,7 +1,5 @@
 """The search for the longest sequence: what it tries, and what attention in blocks is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of optimizer state runs all of its rows at a small size, and leaves out what begins too late."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

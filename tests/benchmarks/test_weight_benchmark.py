@@ -1,7 +1,5 @@
 """The benchmark of weight streaming runs, and compares what it says it compares."""
 
-from __future__ import annotations
-
 import pytest
 from small_run import record_of
 

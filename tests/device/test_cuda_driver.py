@@ -1,7 +1,5 @@
 """Calls of the CUDA driver: in the right context, which is left again, with errors by their names."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Offloading inside CUDA graphs: captured once, replayed with new values, exact."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

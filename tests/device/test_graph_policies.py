@@ -1,7 +1,5 @@
 """Policies inside CUDA graphs: what is recomputed is captured with backward, and draws no random numbers."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

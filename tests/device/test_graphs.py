@@ -1,7 +1,5 @@
 """Whose host memory is whose while CUDA graphs live. Captures and the driver are pretended, so no GPU is needed."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

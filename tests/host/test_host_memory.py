@@ -1,7 +1,5 @@
 """Host memory at its limit: the step completes, exact, and the user chooses how."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The host pool: buffers never overlap, it grows no further than what is used, and nobody waits for it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any

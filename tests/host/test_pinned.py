@@ -1,7 +1,5 @@
 """Host memory as the system gives it: locked while it is mapped, gone with its last tensor, not copied by a fork."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

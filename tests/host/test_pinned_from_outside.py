@@ -1,7 +1,5 @@
 """Pinned memory at most what is asked, as another process sees it: by the pages for which huge ones were asked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the system can still give, as files in ``/proc`` and ``/sys`` tell."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

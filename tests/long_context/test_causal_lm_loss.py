@@ -1,7 +1,5 @@
 """Hugging Face's models compute the same loss without logits, unedited."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The loss in chunks is the loss of whole logits, in float64 to 1e-12, and keeps nothing of their size."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """An MLP in tiles is the whole MLP: in float64 to 1e-12, and only sums over tokens round in another order."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

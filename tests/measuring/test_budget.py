@@ -1,7 +1,5 @@
 """A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans that choose among regions, whole layers or checkpoints, compared by what microbatches take."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budgets for compiled layers: what their graphs save is planned, and the gradients are those of layers left alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

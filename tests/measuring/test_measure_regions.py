@@ -1,7 +1,5 @@
 """Regions as they are measured in a model, and plans by region as they are carried out."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The memory meter: the peak of device memory above what was there before."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """Timelines read from a profiler's trace, where the trace is written by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Each writes its record into ``results/``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

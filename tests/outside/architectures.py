@@ -4,8 +4,6 @@ Models are found through the library's own tables, and built from configurations
 downloaded. What cannot be built in this way is counted, with the reason.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Random models on the CPU, each under a random budget: the peak keeps to the budget, or one message says why."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from dataclasses import dataclass, field

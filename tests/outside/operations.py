@@ -4,8 +4,6 @@ An operation runs in the first two of four layers, on copies of the same inputs:
 are compared with the run without offloading.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Every gradient, buffer and generator of each program is compared with plain PyTorch's.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """One architecture of each kind; ``python -m tests.outside architectures`` runs all."""
 
-from __future__ import annotations
-
 import pytest
 
 from .architectures import CHOSEN, architectures

@@ -1,7 +1,5 @@
 """A few random models under random budgets; ``python -m tests.outside budgets`` runs more."""
 
-from __future__ import annotations
-
 import pytest
 
 from offload.observe.memory import CpuMemoryPeak

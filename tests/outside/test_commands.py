@@ -1,7 +1,5 @@
 """The commands that run all, on little."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

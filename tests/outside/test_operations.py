@@ -1,7 +1,5 @@
 """A sample of operations and modules, another one in each run; ``python -m tests.outside operations`` runs all."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

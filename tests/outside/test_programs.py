@@ -1,7 +1,5 @@
 """A seeded sample of random programs; ``python -m tests.outside programs`` runs more."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

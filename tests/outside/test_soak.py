@@ -1,7 +1,5 @@
 """Hundreds of small steps of changing shape: memory and the number of objects have to stay where they are."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

@@ -1,7 +1,5 @@
 """Cases in a process of their own: what crashes, hangs or raises is a result, and the next case runs."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs cases in processes beside this one, so that a crash or a hang of one is a result like any other."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Fails a test in which a layer is not recomputed as planned, and the test does not say so."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

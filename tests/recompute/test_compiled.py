@@ -1,7 +1,5 @@
 """Layers that are compiled, wholly or in part, with policies: the same bits as compiled layers without."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Policies under data parallelism: two ranks train the same bits with them and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

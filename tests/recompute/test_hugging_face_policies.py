@@ -1,7 +1,5 @@
 """Policies of Hugging Face layers: with their own checkpointing (``reentrant`` or not, if any), PEFT, and autocast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What policies do while a CUDA graph is captured, where a device only says that it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lab import Lab

@@ -1,7 +1,5 @@
 """Memory that a second run shares with others: masks, inference tensors, aliases, and threads that ask at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inputs of many sizes: a layer is learned with two of them, and recomputed with any other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

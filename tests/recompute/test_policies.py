@@ -1,7 +1,5 @@
 """Regions of layers, each kept, offloaded or computed again: gradients are the same bits, and the memory is let go."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies under schedules of all kinds, with several microbatches in flight in any order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lab import Lab

@@ -1,7 +1,5 @@
 """What each second run of a layer is checked against: without the check, one of these tests fails."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Each forward is recomputed as it ran, however much it looks like the ones before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

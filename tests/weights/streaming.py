@@ -1,7 +1,5 @@
 """Steps through layers, with and without streamed weights, and their gradients compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streamed weights on several ranks: the gradients and parameters of ``DistributedDataParallel``, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers stepped in backward by a streamed optimizer: the bits of the resident run, or an error."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence

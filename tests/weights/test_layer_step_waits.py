@@ -1,7 +1,5 @@
 """Each wait of layers that are stepped in backward is needed: without it, and with bad timing, a weight is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum

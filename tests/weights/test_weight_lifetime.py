@@ -1,7 +1,5 @@
 """Streamed weights after errors, interrupts and remove(); the memory they hold; what is refused; threads."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Streamed weights in whole models: Hugging Face's, plans for activations, and models that move."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizer sees ordinary host parameters: every optimizer of torch.optim gives the same bits as ever."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """What streamed weights cost: memory for two layers, and copies beside compute; nothing blocks the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 By the loss itself, by hooks, by ``torch.autograd.grad`` and ``backward(inputs=...)``; frozen with graphs in flight.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Every test sets up the timing that its wait is for, checks that the numbers are 
 forget that one wait and checks that they are wrong.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

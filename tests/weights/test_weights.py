@@ -4,8 +4,6 @@ Copies are slow, slots are poisoned before each load and gradients when they are
 right only if every byte was there in time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
