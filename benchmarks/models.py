@@ -72,12 +72,7 @@ class Stack(Model):
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        device: torch.device,
-        *,
-        compiled: str | None = None,
-        loss_is_a_layer: bool = False,
+        self, workload: Workload, device: torch.device, *, compiled: str | None = None, loss_is_a_layer: bool = False
     ) -> None:
         layers, self._x = workload.build(device)
         super().__init__(layers, (self._x,))

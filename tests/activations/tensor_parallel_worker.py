@@ -12,12 +12,7 @@ from ranks import be_rank
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 

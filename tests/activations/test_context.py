@@ -90,11 +90,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_layers": None}, ValueError, r"num_layers must be the number of layers to offload, got None"),
     ({"num_layers": "1"}, TypeError, r"num_layers must be an int, got '1'"),
     ({"model_layers": 0}, ValueError, r"model_layers must be at least 1, got 0"),
-    (
-        {"manual_synchronization": True, "model_layers": 0},
-        ValueError,
-        r"model_layers must be at least 1, got 0",
-    ),
+    ({"manual_synchronization": True, "model_layers": 0}, ValueError, r"model_layers must be at least 1, got 0"),
     (
         {"manual_synchronization": True, "schedule": Schedule(3)},
         ValueError,

@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import (
-    NOTHING,
-    WIDTH,
-    Offloading,
-    assert_moved,
-    gradients,
-    loss_of,
-    offloading,
-    save,
-)
+from models import NOTHING, WIDTH, Offloading, assert_moved, gradients, loss_of, offloading, save
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad

@@ -356,11 +356,7 @@ class Quantized(torch.Tensor):
     def detach(self) -> Quantized:
         assert self.device
         return Quantized(
-            self.shape,
-            data=self._data,
-            transpose=self._transpose,
-            scale_inv=self._scale_inv,
-            quantizer=self._quantizer,
+            self.shape, data=self._data, transpose=self._transpose, scale_inv=self._scale_inv, quantizer=self._quantizer
         )
 
     def dequantize(self) -> torch.Tensor:

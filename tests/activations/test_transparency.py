@@ -73,8 +73,7 @@ def test_every_k(block: str, k: int, device: torch.device) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "order",
-    ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2", "F0 B0 F1 B1"],
+    "order", ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2", "F0 B0 F1 B1"]
 )
 @pytest.mark.parametrize("k", [2, LAYERS - 1])
 def test_microbatches_in_flight(order: str, k: int, device: torch.device) -> None:

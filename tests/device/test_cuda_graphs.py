@@ -205,11 +205,7 @@ class OffloadedModel(nn.Module):
         super().__init__()
         self.layers = layers
         self.context, self.sync = offload.get_cpu_offload_context(
-            enabled=True,
-            num_layers=k,
-            model_layers=len(layers),
-            retain_pinned_cpu_buffers=True,
-            min_bytes=MIN_BYTES,
+            enabled=True, num_layers=k, model_layers=len(layers), retain_pinned_cpu_buffers=True, min_bytes=MIN_BYTES
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -508,10 +508,7 @@ class Router(nn.Module):
 def test_what_an_mlp_puts_on_itself_is_refused() -> None:
     layer = Layer()
     layer.mlp = Router(lambda mlp, found: setattr(mlp, "aux", found.square().sum()))
-    with (
-        tile_mlp([layer], 16),
-        pytest.raises(TypeError, match=r"\(Router\) .* leave its attributes .* changes aux;"),
-    ):
+    with tile_mlp([layer], 16), pytest.raises(TypeError, match=r"\(Router\) .* leave its attributes .* changes aux;"):
         layer(torch.randn(1, 64, 8))
     layer.mlp = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     with tile_mlp([layer], 16), pytest.raises(TypeError, match=r"forward changes 1\.num_batches_tracked \(in place\);"):

@@ -20,10 +20,7 @@ from offload.recompute import compiled_levels
 from offload.recompute.compiled_levels import Level
 
 # The compiler's own imports, its advice on float32, and what it does to inputs that are no leaves.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 
 LAYERS = 6
 EAGER = {"backend": "aot_eager"}

@@ -333,11 +333,7 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-REFUSALS = (
-    "the plan must be for these layers",
-    "memory_budget must be at least",
-    "no layer saved at least min_bytes",
-)
+REFUSALS = ("the plan must be for these layers", "memory_budget must be at least", "no layer saved at least min_bytes")
 """What the messages of errors begin with that say that there is no such plan."""
 
 

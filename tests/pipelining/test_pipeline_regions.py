@@ -128,10 +128,7 @@ def test_a_layer_may_be_left_out():
 def test_a_layer_that_runs_twice_is_refused(again, before):
     schedule, stage = pipeline()
     stage.submod.order.append(again)
-    with (
-        attach(schedule, policies=RECOMPUTE_MOST),
-        pytest.raises(RuntimeError, match="failed to run forward") as error,
-    ):
+    with attach(schedule, policies=RECOMPUTE_MOST), pytest.raises(RuntimeError, match="failed to run forward") as error:
         step(schedule, stage)
     expected = f"must run in their order, each once, but layer {again} came after layer {before}"
     assert expected in str(error.value.__cause__)

@@ -14,12 +14,7 @@ from pipeline_worker import FAST_LINK, attach, same
 from pipeline_worker import one_step as step
 from ranks import group, run_ranks
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _Action
 
 from offload import OffloadState, Schedule

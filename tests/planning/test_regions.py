@@ -76,11 +76,7 @@ def profiles(draw) -> Profile:
 
 class TestRegions:
     INPUT = region("input", 64, 0, recomputable=False)
-    SEVERAL = (
-        INPUT,
-        region("attention", 64, 2.0, 0),
-        replace(region("attention #2", 1, 0, 0), another_of=1),
-    )
+    SEVERAL = (INPUT, region("attention", 64, 2.0, 0), replace(region("attention #2", 1, 0, 0), another_of=1))
     """An operation like attention makes its output and the sums that its backward needs at once."""
 
     def test_one_of_several_results_costs_the_whole_operation(self):

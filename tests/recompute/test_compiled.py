@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload
 
 # The compiler's own imports, its advice on float32, and what it does to inputs that are no leaves.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 
 LAYERS = 3
 POLICIES: dict[str, dict[str, str]] = {
@@ -84,11 +81,7 @@ def compiled(
 
 @pytest.mark.parametrize(
     ("block", "how"),
-    [
-        ("mlp", "in place"),
-        ("gpt", "wrapped"),
-        pytest.param("gpt", "inductor", marks=pytest.mark.nightly),
-    ],
+    [("mlp", "in place"), ("gpt", "wrapped"), pytest.param("gpt", "inductor", marks=pytest.mark.nightly)],
 )
 def test_a_compiled_layer_is_one_region(block: str, how: str, lab: Lab) -> None:
     layers, x = compiled(block, COMPILED[how], lab)

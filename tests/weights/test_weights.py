@@ -14,15 +14,7 @@ import torch
 import torch.nn.functional as F
 from lab import Lab
 from models import WIDTH, GptBlock, Recurrent, build, loss_of
-from streaming import (
-    Step,
-    assert_moved,
-    assert_same,
-    backward,
-    check_step,
-    forward,
-    gradients,
-)
+from streaming import Step, assert_moved, assert_same, backward, check_step, forward, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
