@@ -158,7 +158,7 @@ def test_a_missing_private_name_is_an_error_that_names_the_version(monkeypatch: 
 
 # Names.
 
-SAME = {"OffloadCallback", "_logger", "logger"}  # one callback for each trainer, and each file's logger
+SAME = {"OffloadCallback", "_logger"}  # one callback for each trainer, and each file's logger
 
 
 def assigned(statement: ast.stmt) -> list[ast.expr]:

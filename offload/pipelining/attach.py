@@ -45,7 +45,7 @@ from offload.planning.profile import Link
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 PARTS = 16
 """Into how many parts each chunk's activation set is cut: memory changes in steps of a sixteenth."""
@@ -287,7 +287,7 @@ class PipelineOffload(Handle):
             self.plan = None  # a plan made by the order alone
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
             plan = self.make_plan(ran)
-            logger.info("for the order %s:\n%s", ran, plan)
+            _logger.info("for the order %s:\n%s", ran, plan)
             self._transfers.pool.reserve(plan.host_bytes)
         self._chunks.clear()
         self._ran.clear()

@@ -35,7 +35,7 @@ from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
 from offload.weights.step import LayerSteps
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class StreamedLayer(LayerListener):
@@ -278,7 +278,7 @@ class WeightStream(WeightHolder):
         except Exception:
             if not failed:
                 raise
-            logger.exception("a copy or an addition has failed, too, after backward had failed")
+            _logger.exception("a copy or an addition has failed, too, after backward had failed")
         if self.reducer is not None:
             self.reducer.reset()
         self.backward = None
