@@ -95,8 +95,8 @@ class OffloadContext(ContextDecorator):
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
-        self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
-        """The thread that has entered the context last."""
+        self._thread = threading.current_thread()
+        """The one that has entered the context last."""
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0
@@ -141,7 +141,7 @@ class OffloadContext(ContextDecorator):
         """
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if not self.in_this_thread:
-            self._thread, self._thread_id = threading.current_thread(), threading.get_ident()
+            self._thread = threading.current_thread()
         if self._unsynced >= UNSYNCED:
             self._warn_once(
                 "sync",
@@ -220,7 +220,7 @@ class OffloadContext(ContextDecorator):
     @property
     def in_this_thread(self) -> bool:
         """Whether this thread has entered the context last."""
-        return self._thread_id == threading.get_ident()
+        return self._thread.ident == threading.get_ident()
 
     def abort(self, depth: int = 0) -> None:
         """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""
