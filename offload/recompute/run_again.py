@@ -78,7 +78,6 @@ class Replay:
     """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place."""
 
     def __init__(self, trace: Trace, run: SecondRun, *, hands_over: bool = True) -> None:
-        self.trace = trace
         self.run = run
         self.sized = False
         """Whether the results have other sizes than in the forward that was learned."""
