@@ -16,12 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.base import trace
+from offload.base.checks import warn_caller
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.optimizer.proof import dtype_of_step, gradient_dtype, is_counter, is_large
@@ -61,6 +63,16 @@ class ParameterPiece(NamedTuple):
         if (self.last and not self.start) or not tensor.ndim:
             return tensor
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
+
+
+@cache
+def _warn_of_sums() -> None:
+    """Warn the first time: since torch 2.14, PyTorch keeps state as parts of a sum where it can."""
+    warn_caller(
+        "gradients are sums over ranks that nobody has taken (placement Partial). The streamed optimizer takes them "
+        "before a step, and PyTorch's own later, so the last bits may differ; for the same bits, call "
+        "redistribute(placements=parameter.placements) on the gradients before step()."
+    )
 
 
 @dataclass
@@ -157,6 +169,8 @@ class ChunkStepper:
         state = self.store.of(parameter)
         gradient: Any = parameter.grad if state.gradient is None else state.gradient
         if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+            if torch.__version__ >= "2.14" and any(one.is_partial() for one in gradient.placements):
+                _warn_of_sums()
             state.gradient = gradient.redistribute(placements=parameter.placements)
 
     def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:

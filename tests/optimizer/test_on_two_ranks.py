@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sharded_worker
+import torch
 from ranks import run_ranks
 from sharded_worker import CASES, STEPS
 from training import assert_same
@@ -62,4 +63,9 @@ def test_remove_shards_the_state_again(ranks: Found) -> None:
 
 def test_gradients_that_are_sums_over_ranks(ranks: Found) -> None:
     for rank in ranks:
-        assert_same(*rank["sums_left"])
+        expected, found, said = rank["sums_left"]
+        if torch.__version__ < "2.14":
+            assert_same(expected, found)
+        else:  # PyTorch itself takes the sums later
+            torch.testing.assert_close(found, expected)
+        assert len(said) == (torch.__version__ >= "2.14")
