@@ -24,14 +24,16 @@ import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations.copies import NO_HOST_MEMORY, CopyBatch, Reload, Transfers
 from offload.base import tensors, trace
 from offload.base.torch_private import (
     TorchDispatchMode,
     address_of,
+    free_weak_storage,
+    is_expired,
     keep_versions,
+    weak_storage,
     without_modes,
     without_torch_function,
 )
@@ -58,7 +60,7 @@ class SavedStorage:
     """Whether the program has resized the memory: then the storage is never copied."""
     counted = False
     """Whether ``memory`` is among the resident bytes of offloaded layers."""
-    original: StorageWeakRef
+    original: Any = None
     """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
     tensors = 0
     """Saved tensors that look into the storage."""
@@ -78,7 +80,7 @@ class SavedStorage:
         """How often wrappers around the tensor were changed in place, which the tensor's own version does not tell."""
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
-        self.original = StorageWeakRef(memory)
+        self.original = weak_storage(memory)
         self.version = tensor._version
         # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
@@ -91,6 +93,8 @@ class SavedStorage:
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
         self._give_host_back()
         self._let_memory_go()
+        if self.original is not None:
+            free_weak_storage(self.original)
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
@@ -130,7 +134,7 @@ class SavedStorage:
         host = self.host
         if self.memory is not None or host is None:
             return
-        if not self.original.expired():
+        if not is_expired(self.original):
             self.transfers.waste(self.nbytes, self.maker)
         self.reload = reload
         self.memory = landing  # from here on another thread may read it

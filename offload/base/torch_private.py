@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -202,8 +202,7 @@ def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which no dispatch mode sees what is done."""
     keys, key = _take("_C.DispatchKeySet"), _take("_C.DispatchKey")
-    context: AbstractContextManager[object] = _exclude(keys(key.Python) | keys(key.PythonTLSSnapshot))
-    return context
+    return cast("AbstractContextManager[object]", _exclude(keys(key.Python) | keys(key.PythonTLSSnapshot)))
 
 
 def state_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -231,6 +230,9 @@ attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", 
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
+# What StorageWeakRef of torch.multiprocessing does in three times as long, as each saved storage needs one.
+weak_storage, is_expired = _find("UntypedStorage._weak_ref"), _find("UntypedStorage._expired")
+free_weak_storage = _find("UntypedStorage._free_weak_ref")
 negated = _find("_neg_view")
 """A view whose elements are read with the other sign."""
 raw_stream = _find("_C._cuda_getCurrentRawStream")
@@ -382,10 +384,9 @@ def patch_once(
     ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory themselves, by
     ``storage.resize_(0)``, and fill it before backward. PyTorch frees it at once, while a copy may still read it.
 
-    What selective activation checkpointing keeps is below autograd and its hooks. ``keep`` takes such a result, and
-    returns what gives it back, or ``None`` to leave it there; ``see`` is told of the arguments of each operation in a
-    checkpoint. ``takes`` says whether what checkpoints keep here is offloaded; then ``honour`` is given their policy,
-    which may ask for that. ``owns`` says whether a hook on saved tensors is one of the library's.
+    ``keep`` takes what a selective checkpoint keeps, and returns what gives it back, or ``None`` to leave it there;
+    ``see`` is told of the arguments of each operation in a checkpoint. ``takes`` says whether what checkpoints keep
+    here is offloaded; then ``honour`` is given their policy. ``owns`` says whether a hook is one of the library's.
     """
     with _patching:
         resize: Any = torch.UntypedStorage.resize_
@@ -403,8 +404,7 @@ def patch_once(
 
         _patch_checkpoint(keep, see, takes, owns, honour)
         vars(resize_)["before"] = before_resize
-        storages: Any = torch.UntypedStorage
-        storages.resize_ = resize_
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]  # a patch, on purpose
 
 
 def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any, honour: Any) -> None:
