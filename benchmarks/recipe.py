@@ -43,6 +43,8 @@ from offload.planning.recipes import without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 BUDGETS_GIB = (24, 32, 48, 80, 140)
+MOST_PINNED_GIB = 100.0
+MOST_PINNED = f"{MOST_PINNED_GIB:.0f}GiB"
 UNTIL_SETTLED = 12
 """Steps before those that are timed, if there is time: measured, changed over, compared."""
 LEAST_UNTIL_SETTLED = 4
@@ -294,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune Llama-8B's shape in full within memory budgets.")
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS_GIB, help="in GiB")
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536])
-    parser.add_argument("--host", type=float, default=100.0, help="pinned memory, in GiB")
+    parser.add_argument("--host", type=float, default=MOST_PINNED_GIB, help="pinned memory, in GiB")
     parser.add_argument("--one", type=float, help="run this budget in this process, and print its row")
     parser.add_argument("--recipe", type=int, help="of that process: put this recipe together by hand")
     parser.add_argument("--layers", type=int, help="of that process, or where --largest begins")

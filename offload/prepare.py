@@ -119,9 +119,14 @@ class PreparedTraining(Handle):
             one,
             plan=made,
             step_s=self._predicted[1],
-            device_bytes=training.held_bytes(one.recipe, resident) + followed.missing_bytes + made.peak_bytes,
+            device_bytes=training.held_bytes(one.recipe, resident) + max(made.peak_bytes, self._least_peak(followed)),
             host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
         )
+
+    def _least_peak(self, followed: FollowPlan) -> int:
+        """What a step needs beside weights and state where everything is recomputed, as in the measured one."""
+        before, now = map(self._training.gradient_bytes, (self._measured_under, self.recipe))
+        return followed.measured_bytes - before + now
 
     @property
     def activations(self) -> Plan | None:
@@ -209,6 +214,7 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
+            self._measured_under = recipe
             self._activations = follow_plan(
                 self._layers, self, self._compile, min_bytes=self._min_bytes, device=self._device, max_host_bytes=most
             )
@@ -223,11 +229,6 @@ class PreparedTraining(Handle):
         if self.recipe.optimizer == "cpu":
             pinned += self._training.state_bytes(self.recipe)[1]
         return max(0, most - pinned)
-
-    def _arithmetic_s(self) -> float:
-        """Seconds in which the device steps all parameters if nothing waits for copies."""
-        seconds = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
-        return seconds * self._training.trained_elements
 
     def _take_away_activations(self) -> None:
         if self._activations is not None:
@@ -251,7 +252,9 @@ class PreparedTraining(Handle):
         if self._decided or activations is None or activations.profile is None:
             return
         self._decided = True
-        profile, link, arithmetic_s = activations.profile, activations.link, self._arithmetic_s()
+        profile, link = activations.profile, activations.link
+        element_s = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
+        arithmetic_s = element_s * self._training.trained_elements
         self._prediction = Prediction.of(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
         made = plan_recipes(
             self._training,
@@ -290,6 +293,9 @@ class PreparedTraining(Handle):
         self._put_in_place(chosen)
         if self._activations is activations:
             activations.plan_again()
+        else:  # which measures the layers again
+            measured = chosen.recipe, chosen.resident_bytes
+            self._prediction = Prediction.of(self._training, link, *measured, arithmetic_s)
 
     def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
         """Without recipes that a change to them would need too much memory for.

@@ -94,6 +94,8 @@ class FollowPlan(WatchedLayers):
         """The plan that is followed; ``None`` while the layers are measured."""
         self.profile: Profile | None = None
         """What the layers cost, once that was measured."""
+        self.measured_bytes = 0
+        """The most device memory in the microbatch that was timed, above what there was when its step began."""
         self.missing_bytes = 0
         """What a step needs on the device beside the activations of the layers, for inputs of the planned size."""
         self.link = measure_link(self._backend.device)
@@ -277,7 +279,7 @@ class FollowPlan(WatchedLayers):
         self._ask_what_is_left()
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
         layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
-        expected = peak_bytes(layers, num_layers, profile.loss_bytes)
+        expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
         self._costs.add(self._measured_elements, profile, max(0, self._peak_bytes - expected))
 
     def _ask_what_is_left(self) -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload.device.select import get_backend
+from offload.optimizer.chunks import ChunkStepper
+from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import stand_in_for, with_groups
-from offload.optimizer.stream import stream_optimizer
 
 TIMED_STEPS = 3
 STATE_BYTES = 8
 """Of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more."""
 FILLING = 64
 """Copies that keep an accelerator busy until the host has queued the step: its kernels are timed, and no gaps."""
+
+_ALL_OF_IT = 1 << 60
 
 
 def seconds_per_element(
@@ -40,13 +44,15 @@ def seconds_per_element(
     group = {**optimizer.param_groups[number], "params": [parameter]}
     alone = stand_in_for(optimizer, [group], defaultdict(dict))
     backend = get_backend(device)
-    options = {"state_dtype": state_dtype, "resident_bytes": "1TiB", "chunk_bytes": max(1, chunk_bytes)}
-    with stream_optimizer(alone, **options):  # type: ignore[arg-type]
-        alone.step()  # which makes the state
+    proof = prove(alone, state_dtype, device)
+    options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": False, "max_host_bytes": None}
+    stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=_ALL_OF_IT, **options)
+    with torch.no_grad():
+        stepper.step([(0, parameter)])  # which makes the state
         for _ in range(FILLING if device.type != "cpu" else 0):
             parameter.data.copy_(parameter.grad)
         marks = [backend.mark()]
         for _ in range(TIMED_STEPS):
-            alone.step()
+            stepper.step([(0, parameter)])
             marks.append(backend.mark())
     return min(backend.seconds(pairwise(marks))) / parameter.numel()
