@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from page_text import GB, Row, day_of, markdown_table, read, table
+from page_text import GB, Row, markdown_table, read, runs_by_gpus, table
 
 DIRECTIONS = {"to the host": "d2h", "to the GPU": "h2d", "both at once, sum": "duplex"}
 
@@ -13,10 +13,10 @@ DIRECTIONS = {"to the host": "d2h", "to the GPU": "h2d", "both at once, sum": "d
 @table("host_links")
 def host_links(_page: Path) -> str:
     """GB/s of one GPU, while the others of the host are idle, and while all copy."""
-    rows, days, lost = [], set(), []
-    for record in (read("pipeline_2"), read("pipeline_4")):
+    rows, lost = [], []
+    records = read("pipeline_2"), read("pipeline_4")
+    for record in records:
         links, gpu = record["links"], record["hardware"]["gpu"]
-        days.add(day_of(record))
         for when in ("alone", "all at once"):
             who = f"{len(links)} × {gpu}, {'one copies' if when == 'alone' else 'all copy'}"
             speeds = {name: _median(links, when, key) for name, key in DIRECTIONS.items()}
@@ -24,7 +24,7 @@ def host_links(_page: Path) -> str:
                 both = [statistics.median(link[one]["duplex_bytes_per_s"] for link in links) for one in ("alone", when)]
                 lost.append(f"of {len(links)}, each loses {1 - both[1] / both[0]:.0%} of its bandwidth")
             rows.append({"GB/s of each GPU that copies": who} | speeds)
-    said = f"Medians over the GPUs; {', '.join(sorted(days))}. If all copy both ways: {'; '.join(lost)}."
+    said = f"Medians over the GPUs; {runs_by_gpus(records)}. If all copy both ways: {'; '.join(lost)}."
     return f"{markdown_table(rows, left=1)}\n\n{said}\n"
 
 

@@ -144,6 +144,15 @@ def run_of(row: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[str, str]
     return day_of(run), str(run["commit"])[:7]
 
 
+def runs_by_gpus(records: Sequence[Mapping[str, Any]]) -> str:
+    """When the records of several GPUs were made, which differ in their number."""
+    return "; ".join(
+        f"{len(record['links'])} GPUs: {day} at commit {commit}"
+        for record in records
+        for day, commit in [run_of({}, record)]
+    )
+
+
 def with_runs(
     shown: Sequence[Row], rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], *, among: Sequence[Row] = ()
 ) -> list[Row]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from page_text import BLOCKS, GB, day_of, gib, markdown_table, ms, percent, torch_of
+from page_text import BLOCKS, GB, gib, markdown_table, ms, percent, runs_by_gpus, torch_of
 from pipeline_records import RECORDS, Measured, Row, measured, read_records
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF
@@ -112,8 +112,7 @@ def links_table(records: list[Row]) -> str:
 
 
 def _where(records: list[Row]) -> str:
-    days = " and ".join(sorted({day_of(record) for record in records}))
-    return f"{records[0]['hardware']['gpu']}, {torch_of(records[0])}, {days}."
+    return f"{records[0]['hardware']['gpu']}, {torch_of(records[0])}, {runs_by_gpus(records)}."
 
 
 def _setting(records: list[Row]) -> str:
@@ -124,9 +123,8 @@ def _setting(records: list[Row]) -> str:
         f"{model['batch']} × {model['tokens']:,} tokens per microbatch"
         for width, model in first["models"].items()
     )
-    days = " and ".join(sorted({day_of(record) for record in records}))
     return (
-        f"{first['hardware']['gpu']}, {torch_of(first)}, {days}: "
+        f"{first['hardware']['gpu']}, {torch_of(first)}, {runs_by_gpus(records)}: "
         f"decoder blocks in bfloat16 without recomputation, {options['microbatches']} microbatches, median of "
         f"{options['repeats']} steps, which take turns with those without offloading. {models[0].upper()}{models[1:]}."
     )
