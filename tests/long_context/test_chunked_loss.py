@@ -161,14 +161,6 @@ def test_gradients_go_as_soon_as_they_are_handed_on() -> None:
         len(saved.saved_tensors)
 
 
-def test_tied_embeddings_get_both_gradients() -> None:
-    _, weight, labels = inputs()
-    tokens = labels.clamp(min=0)
-    chunked_cross_entropy(F.embedding(tokens, weight), weight, labels, chunk_tokens=7).backward()
-    (expected,) = torch.autograd.grad(whole(F.embedding(tokens, weight), weight, labels), weight)
-    close(weight.grad, expected)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 23\), got \(2, 22\)"):

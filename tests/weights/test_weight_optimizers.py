@@ -21,7 +21,6 @@ LAYERS = 4
 STEPS = 3
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Finish = Callable[[torch.optim.Optimizer, list[nn.Parameter]], None]
 Trained = tuple[list[torch.Tensor], list[torch.Tensor]]
 """The parameters after some steps, and the losses."""
 
@@ -61,11 +60,7 @@ def inputs(device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(2, 8, WIDTH, generator=generator).to(device) for _ in range(STEPS)]
 
 
-def just_step(optimizer: torch.optim.Optimizer, _: list[nn.Parameter]) -> None:
-    optimizer.step()
-
-
-def reference(make: MakeOptimizer, device: torch.device, finish: Finish = just_step) -> Trained:
+def reference(make: MakeOptimizer, device: torch.device) -> Trained:
     """Training with all weights on the device and the optimizer on the host."""
     model, _ = build(small, 2, torch.device("cpu"))
     optimizer = make(model.parameters())
@@ -77,12 +72,12 @@ def reference(make: MakeOptimizer, device: torch.device, finish: Finish = just_s
         losses.append(loss.detach().cpu())
         for parameter, computed in zip(model.parameters(), computing.parameters(), strict=True):
             parameter.grad = computed.grad.cpu()
-        finish(optimizer, list(model.parameters()))
+        optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach() for parameter in model.parameters()], losses
 
 
-def streamed(make: MakeOptimizer, device: torch.device, finish: Finish = just_step) -> Trained:
+def streamed(make: MakeOptimizer, device: torch.device) -> Trained:
     """The same with streamed weights."""
     model, _ = build(small, 2, torch.device("cpu"))
     losses = []
@@ -92,7 +87,7 @@ def streamed(make: MakeOptimizer, device: torch.device, finish: Finish = just_st
             loss = loss_of(forward(model, x))
             loss.backward()
             losses.append(loss.detach().cpu())
-            finish(optimizer, list(model.parameters()))
+            optimizer.step()
             optimizer.zero_grad(set_to_none=len(losses) == 1)
     assert_moved(handle)
     return [parameter.detach() for parameter in model.parameters()], losses
@@ -129,22 +124,6 @@ def test_every_optimizer(name: str, device: torch.device) -> None:
         assert (type(after), str(after)) == (type(expected), str(expected))
         return
     assert_same(expected, after)
-
-
-def test_clipping_and_a_scheduler(device: torch.device) -> None:
-    schedulers = {}
-
-    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
-        schedulers[optimizer] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
-        return optimizer
-
-    def finish(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        assert torch.nn.utils.clip_grad_norm_(parameters, 0.01) > 0.01
-        optimizer.step()
-        schedulers[optimizer].step()
-
-    assert_same(reference(make, device, finish), streamed(make, device, finish))
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="mended in PyTorch 2.14")

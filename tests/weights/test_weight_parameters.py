@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lab import Lab
-from models import WIDTH, build, loss_of
+from models import build, loss_of
 from streaming import Step, assert_same, backward, check_step, forward, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -123,32 +122,6 @@ def frozen_when_backward_runs(layers: nn.ModuleList, x: torch.Tensor) -> None:
 )
 def test_parameters_used_in_other_ways(step: Step, microbatches: int, device: torch.device) -> None:
     check_step(*build("gpt", LAYERS, device), lambda layers, x: [step(layers, x) for _ in range(microbatches)])
-
-
-class Tied(nn.Module):
-    """Looks tokens up in the weight of a layer that is streamed."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.held = [head]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        weight = self.held[0].weight
-        return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
-
-
-def test_an_embedding_tied_by_attribute(device: torch.device) -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(WIDTH, 50, bias=False)
-    layers = nn.ModuleList([*build("gpt", LAYERS, device)[0], head.to(device)])
-    embed = Tied(head)
-
-    def step(layers: nn.ModuleList, tokens: torch.Tensor) -> None:
-        for _ in range(2):
-            y = forward(layers, embed(tokens))
-            F.cross_entropy(y.flatten(0, 1), tokens.flatten()).backward()
-
-    check_step(layers, torch.randint(50, (2, 8), device=device), step)
 
 
 def test_gradients_that_stay_the_same_tensor(device: torch.device) -> None:
