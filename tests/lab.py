@@ -143,6 +143,18 @@ class Lab:
         self._monkeypatch.setattr(self.backend, "wait", counting)
         return made
 
+    def record_host_waits(self) -> list[object]:
+        """Why the host waits from now on, in order; a test may add events of its own."""
+        made: list[object] = []
+        wait_on_host = self.backend.wait_on_host
+
+        def recording(event: Any, why: Enum) -> None:
+            made.append(why)
+            wait_on_host(event, why)
+
+        self._monkeypatch.setattr(self.backend, "wait_on_host", recording)
+        return made
+
     def poison_new(self) -> None:
         """Fill the memory that reloads land in with 0xFF: it never holds the right bytes by chance."""
         empty = self.backend.empty

@@ -122,6 +122,15 @@ def build(
     return layers.to(device), x.to(device).requires_grad_()
 
 
+def compiled_in_place(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="aot_eager")
+    return layer
+
+
+def compiled_wrapped(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer, backend="aot_eager")
+
+
 @dataclass
 class Offloading:
     """What the function under test returns; the default does nothing."""

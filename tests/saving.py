@@ -1,5 +1,6 @@
 """Layers that save what a test asks for, and whether it comes back as it was."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lab import Lab
 from models import Offloading, assert_moved, offloading, save
+from torch import nn
 
 from offload.activations.saved_storage import SavedStorage
 
@@ -83,3 +85,11 @@ def finish_copies(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         lab.drain()
 
     monkeypatch.setattr(SavedStorage, "start_offload", start_and_finish)
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import io
 import pickle
 import random
 import threading
@@ -17,6 +16,7 @@ import torch
 from lab import Lab
 from llama import LAYERS, enable_checkpointing, llama
 from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
+from saving import saved_and_loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -365,17 +365,9 @@ def test_state_dict_is_unchanged(device: torch.device) -> None:
     assert_same(list(before.values()), list(after.values()))
 
 
-def through_torch_save(module: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
-
-
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), through_torch_save],
+    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved_and_loaded],
     ids=["deepcopy", "pickle", "torch.save"],
 )
 def test_copies_are_not_offloaded(duplicate: Callable[[nn.Module], nn.Module], device: torch.device) -> None:

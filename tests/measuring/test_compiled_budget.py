@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, DecoderBlock, GptBlock, assert_same, build, step_gradients
+from models import (
+    WIDTH,
+    DecoderBlock,
+    GptBlock,
+    assert_same,
+    build,
+    compiled_in_place,
+    compiled_wrapped,
+    step_gradients,
+)
 from torch import nn
 
 import offload
@@ -126,16 +135,7 @@ def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
     assert saved == sorted(set(saved))
 
 
-def in_place(layer: nn.Module) -> nn.Module:
-    layer.compile(backend="aot_eager")
-    return layer
-
-
-def wrapped(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer, backend="aot_eager")
-
-
-@pytest.mark.parametrize("how", [in_place, wrapped])
+@pytest.mark.parametrize("how", [compiled_in_place, compiled_wrapped])
 def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
     layers, x = built("mlp", lab)
     layers = nn.ModuleList(how(layer) for layer in layers)
@@ -189,7 +189,7 @@ def test_a_layer_that_changes_its_buffers_is_compiled_as_a_whole(lab: Lab, log: 
         return [*seeded(layers, x), *layers.buffers()]
 
     layers, x = build("conv", LAYERS, lab.device)
-    expected = run(nn.ModuleList(map(in_place, layers)), x)
+    expected = run(nn.ModuleList(map(compiled_in_place, layers)), x)
     layers, x = build("conv", LAYERS, lab.device)
     with budgeted(layers, "1GiB", compile=EAGER) as handle:
         assert_same(expected, run(layers, x))

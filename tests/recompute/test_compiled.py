@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
+from models import (
+    WIDTH,
+    GptBlock,
+    assert_same,
+    build,
+    compiled_in_place,
+    compiled_wrapped,
+    gradients,
+    leaves_of,
+    loss_of,
+    step_gradients,
+    through,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,20 +68,11 @@ def test_compiled_submodules(backend: str, lab: Lab) -> None:
             assert "block.qkv: addmm" in handle.regions(0)
 
 
-def in_place(layer: nn.Module) -> nn.Module:
-    layer.compile(backend="aot_eager")
-    return layer
-
-
-def wrapped(layer: nn.Module) -> nn.Module:
-    return torch.compile(layer, backend="aot_eager")
-
-
 def inductor(layer: nn.Module) -> nn.Module:
     return torch.compile(layer)
 
 
-COMPILED = {"in place": in_place, "wrapped": wrapped, "inductor": inductor}
+COMPILED = {"in place": compiled_in_place, "wrapped": compiled_wrapped, "inductor": inductor}
 
 
 def compiled(
@@ -126,7 +129,7 @@ def test_memory_is_let_go_and_each_layer_runs_once_more(lab: Lab) -> None:
             x = x.tanh() * 2
         return x
 
-    layers, _ = compiled(lambda: Counts(function), wrapped, lab)
+    layers, _ = compiled(lambda: Counts(function), compiled_wrapped, lab)
     x = torch.rand(4096, WIDTH, device=lab.device, requires_grad=True)
     one = 4 * x.numel()
 
@@ -157,7 +160,7 @@ class Sees(TorchDispatchMode):
 
 @pytest.mark.parametrize("seen", ["forward", "backward"])
 def test_a_mode_in_one_pass_alone(seen: str, lab: Lab) -> None:
-    layers, x = compiled("decoder", wrapped, lab)
+    layers, x = compiled("decoder", compiled_wrapped, lab)
     expected = step_gradients(layers, x)
 
     def step() -> None:
@@ -176,7 +179,7 @@ def test_what_the_layer_is_called_with(lab: Lab) -> None:
     """Arguments by name, nested, one tensor twice, none, and those that need no gradient."""
     layers, x = compiled(
         lambda: Counts(lambda x, y, z, pair, mask=None: ((x + y) * z.sigmoid() + pair[0] * pair[1]).tanh() * mask),
-        wrapped,
+        compiled_wrapped,
         lab,
     )
     mask = torch.rand(WIDTH, device=lab.device) > 0.5
@@ -197,7 +200,7 @@ def test_what_the_layer_is_called_with(lab: Lab) -> None:
 
 
 def test_autocast_and_random_numbers(lab: Lab) -> None:
-    layers, x = compiled("gpt", in_place, lab)
+    layers, x = compiled("gpt", compiled_in_place, lab)
 
     def step() -> None:
         with torch.autocast(lab.device.type, torch.bfloat16):
@@ -217,9 +220,9 @@ def test_autocast_and_random_numbers(lab: Lab) -> None:
 def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) -> None:
     """Batch norm would count the batch twice; one that does something else each time has other bits."""
     unplanned |= {"is never recomputed", "comes out with other bits"}
-    layers, x = compiled("conv", in_place, lab)
+    layers, x = compiled("conv", compiled_in_place, lab)
     expected = step_gradients(layers, x)
-    layers, x = compiled("conv", in_place, lab)
+    layers, x = compiled("conv", compiled_in_place, lab)
     with offloaded(layers, lab, POLICIES["recompute"]) as handle:
         assert_same(expected, step_gradients(layers, x))
         assert handle.regions(0) == {"compiled forward": "offload"}
@@ -230,7 +233,7 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) 
             self.weight.data.mul_(1.5)
 
     Drifts._count = torch.compiler.disable(Drifts._count)
-    layers, x = compiled(lambda: Drifts(torch.tanh), wrapped, lab)
+    layers, x = compiled(lambda: Drifts(torch.tanh), compiled_wrapped, lab)
     with offloaded(layers, lab, POLICIES["recompute"]) as handle:
         step_gradients(layers, x)
         assert handle.regions(0) == {"compiled forward": "offload"}
@@ -238,7 +241,9 @@ def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) 
 
 def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
     way = [False]
-    layers, x = compiled(lambda: Counts(lambda x: x.tanh().sigmoid() * x if way[0] else x.tanh()), wrapped, lab)
+    layers, x = compiled(
+        lambda: Counts(lambda x: x.tanh().sigmoid() * x if way[0] else x.tanh()), compiled_wrapped, lab
+    )
     with offloaded(layers, lab, POLICIES["recompute"]):
         for _ in range(2):
             step_gradients(layers, x)
@@ -249,7 +254,7 @@ def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
 
 
 def test_streamed_weights(lab: Lab) -> None:
-    layers, x = compiled("mlp", in_place, lab)
+    layers, x = compiled("mlp", compiled_in_place, lab)
     expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
     with offload.stream_weights(layers, lab.device), offloaded(layers, lab, POLICIES["recompute"]):
         lab.adverse()
@@ -258,7 +263,7 @@ def test_streamed_weights(lab: Lab) -> None:
 
 
 def test_profiles_and_plans(lab: Lab) -> None:
-    layers, x = compiled("mlp", in_place, lab, 12)  # so that what computing again needs is little beside them
+    layers, x = compiled("mlp", compiled_in_place, lab, 12)  # layers enough for what computing again needs
     expected = step_gradients(layers, x)
     profile = offload.profile_layers(
         layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device, regions=True

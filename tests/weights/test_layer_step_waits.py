@@ -9,7 +9,7 @@ import pytest
 import torch
 from lab import Lab
 from models import WIDTH, loss_of
-from streaming import forward
+from streaming import Linear, forward
 from torch import nn
 
 from offload import stream_optimizer, stream_weights
@@ -20,15 +20,6 @@ LAYERS = 4
 LATE_S = 0.05
 
 Scenario = Callable[[Lab], bool]
-
-
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
 
 
 def built() -> tuple[nn.ModuleList, torch.Tensor]:
@@ -256,13 +247,6 @@ def test_nothing_blocks_the_host_before_the_end_of_backward_and_nothing_is_alloc
     """From the second step on, neither slots nor pinned memory."""
     layers, x = built()
     x = x.to(lab.device).requires_grad_()
-    events: list[object] = []
-    wait_on_host = lab.backend.wait_on_host
-
-    def recording(event: Any, why: Enum) -> None:
-        events.append(why)
-        wait_on_host(event, why)
-
     with stream_weights(layers, lab.device) as weights:
         optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
         with stream_optimizer(optimizer, in_backward=True) as handle:
@@ -274,7 +258,7 @@ def test_nothing_blocks_the_host_before_the_end_of_backward_and_nothing_is_alloc
             for _ in range(2):
                 step()
             pinned, before = lab.pool.pinned_bytes, weights.stats()
-            monkeypatch.setattr(lab.backend, "wait_on_host", recording)
+            events = lab.record_host_waits()
             monkeypatch.setattr(lab.backend, "empty", lambda nbytes: events.append("allocated"))
             x.register_hook(lambda _: events.append("end of backward"))
             lab.slow(d2h_s=0.005)

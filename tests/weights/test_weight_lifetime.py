@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import sys
 import threading
 import weakref
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lab import Lab
 from models import WIDTH, GptBlock, build, loss_of
+from saving import saved_and_loaded
 from streaming import assert_same, backward, forward, gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -223,15 +223,7 @@ def test_parameters_outlive_streaming(device: torch.device) -> None:
     assert all(map(torch.equal, expected, grads))
 
 
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
 def test_a_copy_of_a_streamed_model_is_an_ordinary_one(
     copied: Callable[[nn.Module], nn.ModuleList], device: torch.device
 ) -> None:

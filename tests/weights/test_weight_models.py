@@ -85,25 +85,6 @@ def test_hugging_face_training_stepped_in_backward(
 
 
 @pytest.mark.slow
-def test_hugging_face_generation(transformers: Any, device: torch.device) -> None:
-    model = llama(transformers, device).eval()
-    tokens = torch.arange(6, device=device).view(1, 6)
-    new_tokens = 5
-
-    def generate() -> torch.Tensor:
-        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-        found: torch.Tensor = model.generate(tokens, **lengths, do_sample=False, use_cache=True, pad_token_id=0)
-        return found
-
-    expected, expected_gradients = generate(), gradients(model, tokens, train)
-    with stream_weights(model.model.layers, device) as streamed:
-        assert torch.equal(expected, generate())
-        assert streamed.stats().loads == new_tokens * LAYERS
-        assert_same(expected_gradients, gradients(model, tokens, train))
-        assert torch.equal(expected, generate())
-
-
-@pytest.mark.slow
 def test_a_plan_for_the_activations(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     layers.eval()  # dropout would differ from step to step

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 from lab import Lab
 from models import WIDTH, build
-from streaming import backward, forward, gradients
-from torch import nn
+from streaming import Linear, backward, forward, gradients
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload import stream_weights
@@ -29,15 +27,6 @@ LAYERS = 4
 LATE_S = 0.05
 
 Scenario = Callable[[Lab, pytest.MonkeyPatch], bool]
-
-
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
 
 
 def expected_and_found(lab: Lab, microbatches: int = 1, **delays: float) -> bool:
@@ -265,16 +254,9 @@ def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.Mon
 def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first microbatch's host waits, in order: all of them after the last layer's backward."""
     layers, x = build(Linear, LAYERS, lab.device)
-    events: list[object] = []
-    wait_on_host = lab.backend.wait_on_host
-
-    def recording(event: Any, why: Enum) -> None:
-        events.append(why)
-        wait_on_host(event, why)
-
     with stream_weights(layers, lab.device) as handle:
         gradients(layers, x)
-        monkeypatch.setattr(lab.backend, "wait_on_host", recording)
+        events = lab.record_host_waits()
         lab.slow(d2h_s=0.005)
         x.register_hook(lambda _: events.append("end of backward"))
         gradients(layers, x)

@@ -350,32 +350,6 @@ def test_every_way_to_call_backward(step: Step, device: torch.device) -> None:
     check_step(*build("gpt", LAYERS, device), step)
 
 
-def test_modules_between_layers(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    between = nn.Linear(WIDTH, WIDTH).to(device)
-
-    def run(layers: Sequence[nn.Module], x: Any) -> Any:
-        for layer in layers:
-            x = between(torch.tanh(layer(x)))
-        return x
-
-    check(layers, x, run)
-    assert all(parameter.device == device and parameter.grad.any() for parameter in between.parameters())
-
-
-def test_embedding_and_head_as_layers(device: torch.device) -> None:
-    torch.manual_seed(0)
-    embedding, head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50, bias=False)
-    head.weight = embedding.weight
-    layers = nn.ModuleList([embedding, GptBlock(), GptBlock(), head]).to(device)
-
-    def step(layers: nn.ModuleList, tokens: torch.Tensor) -> None:
-        for _ in range(2):
-            F.cross_entropy(forward(layers, tokens).flatten(0, 1), tokens.flatten()).backward()
-
-    check_step(layers, torch.randint(50, (2, 8), device=device), step)
-
-
 # Evaluation, buffers, and graphs.
 
 
@@ -434,17 +408,6 @@ def test_abandoned_graphs(device: torch.device) -> None:
         backward(layers, x)
 
     check_step(*build("gpt", LAYERS, device), step)
-
-
-def test_gradients_of_inputs_alone(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    layers.eval()
-    (expected,) = torch.autograd.grad(loss_of(forward(layers, x)), x)
-    with stream_weights(layers, device) as handle:
-        (found,) = torch.autograd.grad(loss_of(forward(layers, x)), x)
-        assert torch.equal(expected, found)
-        assert all(parameter.grad is None for parameter in layers.parameters())
-        assert handle.stats().loads == 2 * LAYERS - 2
 
 
 def test_graph_outlives_the_handle(device: torch.device) -> None:
