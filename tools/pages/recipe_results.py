@@ -81,7 +81,22 @@ def table_of(record: Row | None) -> str:
         those = [row for row in rows if row["tokens"] == tokens]
         shown = with_runs([cells_of(row, rows) for row in those], those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
+    parts += [largest_of(row, record) for row in record.get("largest", ()) if "step_s" in row]
     return "\n\n".join(parts) + "\n"
+
+
+def largest_of(row: Row, record: Row) -> str:
+    """The largest model that one GPU has trained, beside the limit by arithmetic."""
+    here, there = (gib(nbytes, 0) for nbytes in row["state_bytes"])
+    return (
+        f"The largest model: the same shape with {row['layers']} layers, **{row['parameters'] / 1e9:.1f} billion "
+        f"parameters**, trained by the one line with {gib(row['budget_bytes'], 0)} GiB of device and "
+        f"{gib(row['host_limit_bytes'], 0)} GiB of host memory, {row['tokens']:,} tokens a step: {row['step_s']:.2f} s, "
+        f"{row['tokens_per_s']:,.0f} tokens/s. A parameter takes 10 bytes, of weights and of state, so both memories "
+        f"hold {row['limit_parameters'] / 1e9:.1f} billion at most; this is {100 * row['of_limit']:.0f}%. {here} GiB of the "
+        f"state are on the device, {there} GiB on the host. {measured_on([row], record)}; the seconds are from its log, "
+        "and no peak was taken."
+    )
 
 
 def cells_of(row: Row, rows: list[Row]) -> Row:
@@ -91,8 +106,9 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
         empty = dict.fromkeys(("longer by", "peak, GiB", "host, GiB", "predicted: step, peak", "recipe"), "")
         out_of_memory = "OutOfMemoryError" in row["error"] or "out of memory" in row["error"]
         said = "out of memory" if out_of_memory else "failed"
-        if "microbatch_s" in row:  # it was cut, and has said how long its microbatches are
-            said = f"a microbatch {row['microbatch_s']:.1f}; the run was cut before whole steps were timed"
+        if "step_s" in row:  # it was cut, and its log has whole steps
+            said, empty["longer by"] = f"{row['step_s']:.2f}", longer(row, rows)
+            empty["peak, GiB"] = "not taken: the run was cut after four steps"
         return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
     predicted = ""
     if "predicted_s" in row:
