@@ -158,4 +158,3 @@ class SubclassHandle(SavedHandle):
 
 
 unpack = operator.methodcaller("unpack")
-"""The unpack hook."""

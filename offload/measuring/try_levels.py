@@ -61,7 +61,6 @@ class Levels(NamedTuple):
     seconds: Mapping[Level, float]
     """Of each level that was tried."""
     said: list[str]
-    """Lines for the log."""
 
 
 class _LevelRun(NamedTuple):

@@ -160,7 +160,6 @@ class StageLayers:
         self.policies: dict[int, list[LayerPolicies]] = {}
         """Stage → the policies of each of its layers."""
         self.running: LayeredChunk | None = None
-        """The chunk whose forward runs."""
         self._attachments: list[Attachment] = []
         try:
             for stage in stages:

@@ -236,7 +236,6 @@ class CompiledPolicies(LayerPolicies):
         self._tried: list[list[int]] = []
         """The sizes of the inputs of each trial."""
         self._planned = False
-        """Whether a plan is followed."""
 
     def wants_trial(self, given: tuple[Any, Any]) -> bool:
         """Whether a forward with these arguments is tried: the compiler compiles a second size anew, and few more."""

@@ -63,9 +63,7 @@ class LayerPolicies(RegionPolicies):
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
         self.learned = 0
-        """How many forwards were learned."""
         self.last: Way | None = None
-        """The way that was learned last."""
         self._parameters: list[nn.Parameter] | None = None
         self.clock: Clock | None = None
         """Marks points of the compute stream, while second runs are timed."""
@@ -141,9 +139,6 @@ class LayerPolicies(RegionPolicies):
                 seen.add(saved.storage)
                 yield way.trace.storages[saved.storage].nbytes, policy
 
-    def names(self) -> list[str]:
-        return [name for way in self.ways.values() for name in way.names.values()]
-
     def by_name(self) -> dict[str, str]:
         return {} if self.last is None else self.last.by_name(self)
 
@@ -190,7 +185,8 @@ class LayerPolicies(RegionPolicies):
 def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:
     """Warn of patterns that match no region of any layer, once the layers have run."""
     known = [one for one in layers if one is not None and one.last is not None]
-    names = dict.fromkeys([*itertools.chain.from_iterable(one.names() for one in known), SOURCE])
+    ways = itertools.chain.from_iterable(one.ways.values() for one in known)
+    names = dict.fromkeys([*itertools.chain.from_iterable(way.names.values() for way in ways), SOURCE])
     patterns = dict.fromkeys(itertools.chain.from_iterable(one.patterns for one in known))
     unmatched = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
     if unmatched:

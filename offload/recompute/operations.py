@@ -97,7 +97,6 @@ class Operation:
         self.name: str = schema.name.removeprefix("aten::") if schema is not None else str(function)
         """Without the namespace ``aten``."""
         self.effect = _effect_of(function)
-        """What the operation does to memory."""
         self.draws = torch.Tag.nondeterministic_seeded in function.tags
         """Whether the operation may draw random numbers."""
         self.written = _written_by(function)

@@ -117,7 +117,6 @@ class Replay:
 
 
 NOTHING = Replay(Trace(), SecondRun(frozenset(), frozenset(), {}))
-"""A second run that recomputes nothing."""
 
 
 class Frame:
@@ -136,7 +135,6 @@ class Frame:
 
     # Attributes that most forwards leave as they are cost a forward no time.
     replay: Replay = NOTHING
-    """How the layer is run again."""
     open = True
     """Whether the forward still runs."""
     asked = False
