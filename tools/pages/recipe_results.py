@@ -73,8 +73,8 @@ def table_of(record: Row | None) -> str:
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
-        "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the device, "
-        "and Hugging Face's checkpointing."
+        "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the "
+        "device, and Hugging Face's checkpointing."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
@@ -88,14 +88,15 @@ def table_of(record: Row | None) -> str:
 def largest_of(row: Row, record: Row) -> str:
     """The largest model that one GPU has trained, beside the limit by arithmetic."""
     here, there = (gib(nbytes, 0) for nbytes in row["state_bytes"])
+    device, host = (gib(row[key], 0) for key in ("budget_bytes", "host_limit_bytes"))
+    trained, limit = (f"{row[key] / 1e9:.1f}" for key in ("parameters", "limit_parameters"))
     return (
-        f"The largest model: the same shape with {row['layers']} layers, **{row['parameters'] / 1e9:.1f} billion "
-        f"parameters**, trained by the one line with {gib(row['budget_bytes'], 0)} GiB of device and "
-        f"{gib(row['host_limit_bytes'], 0)} GiB of host memory, {row['tokens']:,} tokens a step: {row['step_s']:.2f} s, "
-        f"{row['tokens_per_s']:,.0f} tokens/s. A parameter takes 10 bytes, of weights and of state, so both memories "
-        f"hold {row['limit_parameters'] / 1e9:.1f} billion at most; this is {100 * row['of_limit']:.0f}%. {here} GiB of the "
-        f"state are on the device, {there} GiB on the host. {measured_on([row], record)}; the seconds are from its log, "
-        "and no peak was taken."
+        f"The largest model: the same shape with {row['layers']} layers, **{trained} billion parameters**, trained by "
+        f"the one line with {device} GiB of device and {host} GiB of host memory, {row['tokens']:,} tokens a step: "
+        f"{row['step_s']:.2f} s, {row['tokens_per_s']:,.0f} tokens/s. A parameter takes 10 bytes, of weights and of "
+        f"state, so both memories hold {limit} billion at most; this is {100 * row['of_limit']:.0f}%. {here} GiB of "
+        f"the state are on the device, {there} GiB on the host. {measured_on([row], record)}; the seconds are from its "
+        "log, and no peak was taken."
     )
 
 
