@@ -78,9 +78,15 @@ def state():
     mode = checkpoint._CachingTorchDispatchMode.__torch_dispatch__
     return torch.UntypedStorage.resize_, checkpoint._VersionWrapper, mode, *sys.meta_path, len(forks)
 
-before = state()
+before, loaded = state(), set(sys.modules)
 import offload
 assert state() == before, "importing the library changes PyTorch or the interpreter"
+library = set(sys.modules) - loaded
+assert not library & {"offload.command_line", "offload.callbacks"}
+import offload.callbacks.base
+library = set(sys.modules) - loaded
+assert {name.partition(".")[0] for name in library} <= sys.stdlib_module_names | {"offload"}, library
+assert not library & {"offload.callbacks.huggingface", "offload.callbacks.lightning"}
 offload.OffloadContext(None, 1)
 assert all(one is not other for one, other in zip(state()[:3], before)), "the changes are not made"
 patched = state()
@@ -91,6 +97,7 @@ assert state() == patched, "the changes are made twice"
 
 @pytest.mark.slow
 def test_importing_the_library_changes_nothing() -> None:
+    """And loads only this package and Python's own modules, beyond what PyTorch has loaded: no command, no trainer."""
     done = subprocess.run([sys.executable, "-c", UNCHANGED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -41,10 +41,10 @@ RUNS = (
 """Samples take these in turn; the only sample of an operation takes both."""
 
 DRAWN = {
-    ("operation", "float32"): 40,
-    ("operation", "bfloat16"): 10,
-    ("operation", "complex64"): 10,
-    ("module", "float32"): 12,
+    ("operation", "float32"): 28,
+    ("operation", "bfloat16"): 6,
+    ("operation", "complex64"): 6,
+    ("module", "float32"): 8,
     ("foreach", "float32"): 2,
     ("custom", "float32"): 2,
     ("function", "float32"): 2,
