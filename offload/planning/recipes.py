@@ -77,20 +77,29 @@ class TrainingPlan:
 
     @property
     def chosen(self) -> RecipePlan:
-        """The one with the shortest step of those that fit; of equals the first, which copies the least."""
+        """The one with the shortest step of those that fit; of equals the first, which copies the least.
+
+        Raises:
+            ValueError: None fits, and none is followed.
+        """
         fitting = [one for one in self.recipes if not one.reason]
-        fitting = [one for one in fitting if one.recipe == self.in_place] or fitting
+        fitting = [one for one in fitting or self.recipes if one.recipe == self.in_place] or fitting
+        if not fitting:
+            raise ValueError(
+                f"memory_budget must fit one recipe, got {format_bytes(self.memory_budget)}, which fits none; "
+                "print the plan, which says what each recipe needs."
+            )
         shortest = min(one.step_s for one in fitting)
         return next(one for one in fitting if one.step_s <= shortest * (1 + WORTH))
 
     def __str__(self) -> str:
         head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
         lines = [f"{head}{'step':>10}{'device':>12}{'host':>12}"]
-        best = self.chosen if any(not one.reason for one in self.recipes) else None
+        best = self.chosen if self.in_place or any(not one.reason for one in self.recipes) else None
         for one in self.recipes:
             step = format_s(one.step_s) if one.plan is not None else "-"
             here, there, device, host = map(format_bytes, (*one.state_bytes, one.device_bytes, one.host_bytes))
-            note = "chosen" if one is best else one.reason
+            note = ", but ".join(filter(None, ("chosen" if one is best else "", one.reason)))
             recipe = one.recipe
             cells = f"{recipe.weights:<10}{recipe.gradients:<11}{recipe.optimizer:<11}{here:>16}{there:>12}"
             lines.append(f"{cells}{step:>10}{device:>12}{host:>12}  {note}".rstrip())

@@ -183,6 +183,18 @@ def test_the_arithmetic_counts_once_whatever_was_measured(measured: Recipe) -> N
     assert step_s(plan, STREAMED, 0) == pytest.approx(compute_s + 60 * GIB / 50e9)
 
 
+def test_where_none_fits_the_recipe_in_place_is_the_chosen_one() -> None:
+    """A run goes on with it, as the activations need no more than can be recomputed."""
+    made = replace(_without(140), memory_budget=1)
+    none = replace(made, recipes=tuple(replace(one, reason="needs 2 B of device memory") for one in made.recipes))
+    followed = replace(none, in_place=STREAMED)
+    assert followed.chosen.recipe == STREAMED
+    assert str(followed).count("chosen, but needs 2 B of device memory") == 1
+    assert "chosen" not in str(none)
+    with pytest.raises(ValueError, match="memory_budget must fit one recipe, got 1 B, which fits none; print the plan"):
+        _ = none.chosen
+
+
 def test_the_recipe_in_place_is_the_chosen_one() -> None:
     made = plan_recipes(PARTS, 140 * GIB, None, LINK, _plan, 17 * GIB, STREAMED)
     assert made.chosen.recipe == RESIDENT
