@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow
 
-WIDTHS = (1400, 768, 390)
+WIDTHS = (1400, 820, 390)
 SMALLEST_PX = 9
 
 SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
@@ -60,6 +60,10 @@ LOOK = """async smallest => {
   await new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)));  // scripts have seen the width
   for (const box of document.querySelectorAll("pre, .table-wrapper, .output_area, .figure-box")) {
     const hidden = box.scrollWidth - box.clientWidth > 1;
+    const isTable = box.querySelector("table") || box.matches(".table-wrapper") || /\\S {3,}\\S/.test(box.innerText);
+    if (hidden && innerWidth >= 820 && !isTable && !box.querySelector(".as-drawn")) {
+      faults.push(`scrolls and is no table: ${box.className} ${box.innerText.slice(0, 40)}`);
+    }
     if (hidden !== box.classList.contains("goes-on")) faults.push(`does not say whether it goes on: ${box.className}`);
   }
   for (const code of document.querySelectorAll("div.highlight-python pre, div.input_area pre")) {
