@@ -73,6 +73,7 @@ def test_is_committed_as_executed(path):
     assert counts == list(range(1, len(counts) + 1)), "restart the kernel, run all cells and save"
     streams = [one.text for cell in code_cells(notebook) for one in cell.outputs if one.output_type == "stream"]
     assert all(text.strip() and "\r" not in text for text in streams), "a progress bar is in the outputs"
+    assert not [text for text in streams if "/site-packages/" in text], "a path of the machine is in the outputs"
 
 
 @each_notebook

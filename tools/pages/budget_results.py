@@ -110,13 +110,10 @@ def clock(_page: Path) -> str:
     """Why whole layers are faster than predicted where forward waits."""
     found = read("budget")["whole_layers_clock"]
     kept, waited = found["nothing"], found["whole layers"]
-    begins = found["backward_begins_ms"]
     return (
-        f"In a run of its own the plan of whole layers for {found['budget_gib']} GiB began backward after "
-        f"{begins['recorded']:.1f} ms, predicted {begins['predicted']:.1f}. "
-        f"Backward took {waited['backward_ms']:.0f} ms, where the profile had {kept['backward_ms']:.0f}. "
-        f"The median clock of such steps was {waited['clock_mhz']:,} MHz, and "
-        f"without offloading {kept['clock_mhz']:,} MHz.\n"
+        f"With whole layers for {found['budget_gib']} GiB, backward took {waited['backward_ms']:.0f} ms, where the "
+        f"profile had {kept['backward_ms']:.0f}; the median clock was {waited['clock_mhz']:,} MHz, and without offloading "
+        f"{kept['clock_mhz']:,} MHz.\n"
     )
 
 

@@ -133,19 +133,6 @@ def lora_longest(_page: Path) -> str:
     )
 
 
-@table("long_context_computed")
-def computed_sentence(_page: Path) -> str:
-    """How long steps with whole attention took whose seconds had been computed from blocks before."""
-    record = read("long_context")
-    found = {row["row"]: row for row in record["rows"]}
-    steps = ", and ".join(
-        f"{found[row['row']]['longest_tokens']:,} tokens take {found[row['row']]['step_s']:.1f} s, where "
-        f"{row['step_s']:.1f} had been computed"
-        for row in record["computed"]
-    )
-    return f"Both rows of 24 GiB were made in both ways: {steps}.\n"
-
-
 def longest_said() -> str:
     """The picture in words."""
     said = "; ".join(

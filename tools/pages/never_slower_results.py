@@ -56,8 +56,8 @@ def never_slower_table(_page: Path) -> str:
     )
     counts = {name: sum(one["model"] == name for one in shown) for name in dict.fromkeys(one["model"] for one in shown)}
     most = max(counts.values())
-    if few := [f"{name} has {count}" for name, count in counts.items() if count < most]:
-        said += f" Most models have {most} budgets; {', '.join(few)}."
+    if few := [f"{name} ({count})" for name, count in counts.items() if count < most]:
+        said += f" Models with fewer than {most} budgets: {', '.join(few)}."
     over = [one for one, row in zip(shown, budgets, strict=True) if row["peak_bytes"] > row["budget_bytes"]]
     said += "".join(
         f" Over its budget: {one['model']}, {one['peak, GiB']} of {one['budget, GiB']} GiB." for one in over
