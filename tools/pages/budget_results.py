@@ -112,8 +112,8 @@ def clock(_page: Path) -> str:
     kept, waited = found["nothing"], found["whole layers"]
     return (
         f"With whole layers for {found['budget_gib']} GiB, backward took {waited['backward_ms']:.0f} ms, where the "
-        f"profile had {kept['backward_ms']:.0f}; the median clock was {waited['clock_mhz']:,} MHz, and without offloading "
-        f"{kept['clock_mhz']:,} MHz.\n"
+        f"profile had {kept['backward_ms']:.0f}; the median clock was {waited['clock_mhz']:,} MHz, and without "
+        f"offloading {kept['clock_mhz']:,} MHz.\n"
     )
 
 
