@@ -279,16 +279,22 @@ def find_largest(arguments: argparse.Namespace, budget_gib: float, tokens: int) 
 
 
 def find_longest(arguments: argparse.Namespace, budget_gib: float) -> Row:
-    """The longest sequence, each try a process with attention in blocks, which has the memory of whole attention."""
-    grain = 16 if arguments.small else GRAIN
+    """The longest sequence, each try a process with attention in blocks, which has the memory of whole attention.
+
+    A try that was cut because it took too long ends the search, too, and is listed.
+    """
+    grain, budget = 16 if arguments.small else GRAIN, budget_of(budget_gib, small=arguments.small)
+    cut: list[int] = []
 
     def attempt(tokens: int) -> Row | None:
         row = run(arguments, budget_gib, tokens, "--in-blocks")
+        cut.extend([tokens] * row.get("error", "").startswith("cut after"))
         return None if "error" in row else row
 
-    lengths = Lengths(budget_of(budget_gib, small=arguments.small), 4 * grain, grain, 128 * grain)
-    found = search(attempt, lengths, 4 * arguments.seconds)
-    return {"budget_bytes": budget_of(budget_gib, small=arguments.small)} | found
+    return search(attempt, Lengths(budget, 4 * grain, grain, 128 * grain), 4 * arguments.seconds) | {
+        "budget_bytes": budget,
+        "cut": cut,
+    }
 
 
 def main() -> None:

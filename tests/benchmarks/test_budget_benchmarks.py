@@ -87,3 +87,12 @@ def test_the_largest_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(row["state_bytes"])
     assert sum(row["state_bytes"]) == 8 * row["parameters"]
     assert "of the limit" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_longest_sequence_with_an_optimizer(tmp_path: Path) -> None:
+    sizes = ["--budgets", "3", "--host", "8", "--until-settled", "4", "--seconds", "30"]
+    [row] = record_of(recipe, tmp_path / "record.json", "--longest", *sizes)["longest"]
+    assert row["longest_tokens"] >= 64
+    assert row["tried"]
+    assert row["step_s"] > 0
