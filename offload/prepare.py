@@ -98,12 +98,8 @@ class PreparedTraining(Handle):
 
     @property
     def plan(self) -> TrainingPlan:
-        """Every recipe: the predicted seconds of its step, its memory, or why it does not fit.
-
-        Of the recipe that is in place, step and memory are those of the activations' plan that is followed.
-        """
-        followed = self._activations
-        if self._prediction is None or followed is None or followed.plan is None:
+        """Every recipe: predicted seconds and memory of a step, by the plan that is followed, or why it does not fit."""
+        if not self._decided:
             return self._plan
         return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)
 
@@ -113,20 +109,23 @@ class PreparedTraining(Handle):
         if one.recipe != self.recipe or followed is None or followed.plan is None or predicted is None:
             return one
         made, training, resident = followed.plan, self._training, self.resident_bytes
+        peak_bytes = max(made.peak_bytes, self._least_peak(followed))
         if self._predicted is None or self._predicted[0] is not made:
             self._predicted = made, predicted.step_s(made, one.recipe, resident)
         return replace(
             one,
             plan=made,
             step_s=self._predicted[1],
-            device_bytes=training.held_bytes(one.recipe, resident) + max(made.peak_bytes, self._least_peak(followed)),
+            device_bytes=training.held_bytes(one.recipe, resident) + peak_bytes,
             host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
+            state_bytes=training.state_bytes(one.recipe, resident),
+            reason="",
         )
 
     def _least_peak(self, followed: FollowPlan) -> int:
         """What a step needs beside weights and state where everything is recomputed, as in the measured one."""
-        before, now = map(self._training.gradient_bytes, (self._measured_under, self.recipe))
-        return followed.measured_bytes - before + now
+        gradients = self._training.gradient_bytes
+        return followed.measured_bytes - gradients(self._measured_under) + gradients(self.recipe)
 
     @property
     def activations(self) -> Plan | None:
