@@ -164,7 +164,7 @@ class FollowPlan(WatchedLayers):
             return
         elements = elements_of(inputs)
         if self._stage == "learning":
-            if all(one.costs and one.proven for one in self._policies):
+            if all(one.proven for one in self._policies):
                 self._learn_costs()
                 self._time(elements)
             else:

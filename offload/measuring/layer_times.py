@@ -220,7 +220,9 @@ class MeasuredLayer(LayerListener):
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._running is not None:
-            before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, self._running))
+            marks = self._running
+            if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, marks)):
+                marks.backward_start = marks.backward_end = marks.forward_end  # frozen, or an identity
 
     def _begin_backward(self, marks: Marks, _: object) -> None:
         if marks.backward_start is not None:

@@ -43,6 +43,32 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return Lab(get_backend("cpu"), monkeypatch)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:a whole round of 4 layers was run and nothing was offloaded"
+)  # while they are measured
+@pytest.mark.parametrize("case", ["frozen", "identity", "identity at the end", "small tensors"])
+def test_layers_without_a_backward_or_without_regions(case: str, lab: Lab) -> None:
+    """A layer that costs nothing, or whose tensors are all small, keeps no model from its plan."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    if case == "frozen":
+        layers[0].requires_grad_(False)
+        x = x.detach()
+    elif case.startswith("identity"):
+        layers[-1 if "end" in case else 1] = nn.Identity()
+    leaves = [leaf for leaf in leaves_of(layers, x) if leaf.requires_grad]
+
+    def step() -> None:
+        through(layers, x).square().sum().backward()
+
+    expected = gradients(leaves, step)
+    limit = "1MiB" if case == "small tensors" else 1
+    with offload.offload_layers(layers, memory_budget="1MiB", min_bytes=limit, device=lab.device) as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.state == "following"
+        assert handle.plan is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.65, 0.8, 2.0])
 def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
