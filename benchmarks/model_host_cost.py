@@ -10,11 +10,9 @@ turns counts.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ import torch
 import transformers
 
 import offload
+from benchmarks import report
 
 LAYERS, WIDTH = 8, 64
 STEPS = 10
@@ -47,38 +46,16 @@ class Tiny(NamedTuple):
 def tiny(name: str, device: torch.device) -> Tiny:
     """A model of one architecture, in training mode."""
     torch.manual_seed(0)
-    words = {"input_ids": torch.randint(128, (1, 16), device=device)}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "n_inner": None, "n_positions": 64}
+    sizes |= {"num_key_value_heads": 2} if name == "llama" else {}
+    config = transformers.AutoConfig.for_model(name, use_cache=False, **sizes)
+    model: Any = transformers.AutoModel.from_config(config).train().to(device)
+    inputs = {"input_ids": torch.randint(128, (1, 16), device=device)}
     if name == "vit":
-        vit = transformers.ViTConfig(
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            image_size=32,
-            patch_size=8,
-        )
-        model: Any = transformers.ViTModel(vit)
-        layers = model.layers if hasattr(model, "layers") else model.encoder.layer
         inputs = {"pixel_values": torch.randn(1, 3, 32, 32, device=device)}
-    elif name == "gpt2":
-        gpt = transformers.GPT2Config(
-            n_embd=WIDTH, n_layer=LAYERS, n_head=4, vocab_size=128, n_positions=64, use_cache=False
-        )
-        model = transformers.GPT2Model(gpt)
-        layers, inputs = model.h, words
-    else:
-        llama = transformers.LlamaConfig(
-            vocab_size=128,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-        model = transformers.LlamaModel(llama)
-        layers, inputs = model.layers, words
-    return Tiny(model.train().to(device), list(layers), inputs)
+    layers = model.h if name == "gpt2" else model.layers if hasattr(model, "layers") else model.encoder.layer
+    return Tiny(model, list(layers), inputs)
 
 
 class Chain:
@@ -154,16 +131,10 @@ def host_cost_of_model(name: str, device: torch.device, turns: int) -> dict[str,
 
 def _saved_tensors(tiny: Tiny) -> int:
     """How many tensors autograd saves in a forward."""
-    count = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         tiny.model(**tiny.inputs)
-    return count
+    return len(saved)
 
 
 def _wait(device: torch.device) -> None:
@@ -171,15 +142,22 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def show(found: dict[str, Any], write: Callable[[str], None] = print) -> None:
-    """One line for each way."""
-    write(f"{found['model']}, {found['saved_tensors'] / LAYERS:.0f} saved tensors a layer")
-    for way, row in found["ways"].items():
-        write(
-            f"  {way:28s} forward {1e3 * row['forward_s']:6.2f} ms = {row['forward_of_plain']:.2f} × plain, "
-            f"step {1e3 * row['step_s']:6.2f} ms = {row['step_of_checkpoint']:.2f} × checkpointing, "
-            f"{1e6 * row['forward_s_per_layer']:6.1f} µs a layer, {1e6 * row['forward_s_per_saved']:5.2f} µs a tensor"
-        )
+def show(found: dict[str, Any]) -> None:
+    """One row for each way."""
+    print(f"{found['model']}, {found['saved_tensors'] / LAYERS:.0f} saved tensors a layer")
+    rows = [
+        {
+            "way": way,
+            "forward ms": 1e3 * row["forward_s"],
+            "of plain": row["forward_of_plain"],
+            "step ms": 1e3 * row["step_s"],
+            "of checkpointing": row["step_of_checkpoint"],
+            "µs a layer": 1e6 * row["forward_s_per_layer"],
+            "µs a tensor": 1e6 * row["forward_s_per_saved"],
+        }
+        for way, row in found["ways"].items()
+    ]
+    print(report.table(rows))
 
 
 def main() -> None:
@@ -196,7 +174,7 @@ def main() -> None:
     for one in found:
         show(one)
     if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        report.write(asked.out, {"models": found})
 
 
 if __name__ == "__main__":
