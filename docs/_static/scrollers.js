@@ -1,3 +1,5 @@
+// What a block printed breaks between words, unless it has columns.
+//
 // What scrolls sideways, such as a wide table or a long line of code, can be reached and scrolled by keyboard. Where it
 // goes on to the right, it fades out there: a phone shows no scroll bar.
 (() => {
@@ -18,7 +20,12 @@
     }
   }
 
-  addEventListener("load", mark);
+  addEventListener("load", () => {
+    for (const printed of document.querySelectorAll("div.highlight-output pre, div.output_area pre")) {
+      printed.classList.toggle("sentences", !/\S {3,}\S/.test(printed.textContent));
+    }
+    mark();
+  });
   addEventListener("resize", mark);
   document.addEventListener("scroll", (event) => event.target.matches?.(boxes) && shade(event.target), true);
   // A drop-down's content has a size only once it is open.
