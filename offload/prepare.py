@@ -98,7 +98,7 @@ class PreparedTraining(Handle):
 
     @property
     def plan(self) -> TrainingPlan:
-        """Every recipe: predicted seconds and memory of a step, by the plan that is followed, or why it does not fit."""
+        """Every recipe: predicted seconds and memory of a step by the plan that is followed, or why it does not fit."""
         if not self._decided:
             return self._plan
         return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)

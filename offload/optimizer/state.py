@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.base.evenly import evenly
 from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.buffers import HostBuffer
@@ -183,19 +184,22 @@ class StateStore:
 
         State in ``states`` that is in its place is kept there: it is neither pinned twice nor twice on the device.
         """
-        wanted = []
+        needed: dict[torch.Tensor, list[_Wanted]] = {}
         for parameter in parameters:
-            state, part, there = self.of(parameter), local(parameter), states.get(parameter)
-            needed = [
-                _Wanted(state, key, part.shape, part.stride(), one) for key, one in self.layout(parameter).items()
-            ]
-            self._place(state, sum(one.nbytes for one in needed))
-            for one in needed:
+            state, part, layout = self.of(parameter), local(parameter), self.layout(parameter).items()
+            needed[parameter] = [_Wanted(state, key, part.shape, part.stride(), dtype) for key, dtype in layout]
+        sized = [(self.of(one), nbytes) for one, found in needed.items() if (nbytes := sum(w.nbytes for w in found))]
+        for number in evenly(len(sized)):
+            self._place(*sized[number])
+        wanted = []
+        for parameter, found in needed.items():
+            there = states.get(parameter)
+            for one in found:
                 value = there.get(one.key) if isinstance(there, dict) else None
                 value = local(value) if isinstance(value, torch.Tensor) else value
                 if type(value) is torch.Tensor and self._is_in_place(value, one):
-                    state.homes[one.key] = value
-                    self.counters["resident_bytes" if state.resident else "host_bytes"] += value.nbytes
+                    one.state.homes[one.key] = value
+                    self.counters["resident_bytes" if one.state.resident else "host_bytes"] += value.nbytes
                 else:
                     wanted.append(one)
         self._allocate(wanted)

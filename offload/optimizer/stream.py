@@ -278,8 +278,9 @@ def stream_optimizer(
             ``"512MiB"``; an eighth of all streamed state where that is less. Optimizers that are not elementwise, such
             as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
-        resident_bytes: How much of the state remains on the device: that of the optimizer's first parameters, whole
-            parameters up to this size. Backward comes to them last, and has nothing left to hide their copies behind.
+        resident_bytes: How much of the state remains on the device: that of the optimizer's first parameter, which
+            backward comes to last, and has nothing left to hide its copies behind; and of others here and there, so
+            that the copies of the rest spread over backward. Whole parameters, up to this size.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 from offload.planning.plan import Plan
 from offload.planning.profile import Link, Profile
@@ -45,7 +44,8 @@ def _steps(
     last = len(plan.profile.layers) - 1
     weights = training.layer_weights if recipe.weights == "streamed" else (0,) * (last + 1)
     sent = training.layer_gradients if recipe.weights == "streamed" else (0,) * (last + 1)
-    front, *states = _copied_state(training, resident) if recipe.gradients == "consumed" else (0,) * (last + 2)
+    consumed = recipe.gradients == "consumed"
+    front, states, of_head = training.copied_state(resident) if consumed else (0, [0] * (last + 1), 0)
     behind = training.state - training.front_state - sum(training.layer_state)
     share = busy.beside / max(1, training.state)  # of the arithmetic, for a byte of state
     yield Interlude("state of the last step", 0.0, sent_bytes=front)
@@ -60,7 +60,6 @@ def _steps(
         else:
             if layer == last:
                 yield Interlude("loss", plan.profile.loss_s, plan.profile.loss_bytes)
-                of_head = min(behind, training.state - resident) if recipe.gradients == "consumed" else 0
                 yield Interlude("state behind", share * behind, loaded_bytes=of_head, sent_bytes=of_head)
             again = weights[layer - 1] if 0 < layer < last else 0  # the last two layers' are there since forward
             yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits)
@@ -70,12 +69,6 @@ def _steps(
         yield point
     yield Interlude("state in front", 0.0, loaded_bytes=front, awaits="state 0")
     yield Interlude("step", share * training.front_state + busy.step, awaits="state in front")
-
-
-def _copied_state(training: TrainingBytes, resident: int) -> list[int]:
-    """State that is copied: of the parameters in front, and of each layer; the first ``resident`` bytes are not."""
-    sizes = training.front_state, *training.layer_state
-    return [min(size, max(0, end - resident)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def without_optimizer(profile: Profile, measured: RecipeSeconds) -> Profile:

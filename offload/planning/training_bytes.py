@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import Any, Literal, NamedTuple
 
+from offload.base.evenly import evenly
 from offload.planning.profile import Link
 
 CPU_ELEMENTS_PER_S = 6e9
@@ -73,7 +74,8 @@ class TrainingBytes:
         largest_gradient: Of one parameter.
         slots: Device memory through which optimizer state is streamed.
         trained_elements: Elements of the parameters that are trained.
-        parameter_state: Of the optimizer, for each of its parameters in order. State of the first ones can be resident.
+        parameter_state: Of the optimizer, for each of its parameters in order, of which some can be resident.
+        parameter_layer: The number of the layer that has this parameter; -1 for one before the layers', -2 behind them.
         front_state: Of the first parameters, those before the layers', which backward comes to last.
     """
 
@@ -88,6 +90,7 @@ class TrainingBytes:
     trained_elements: int
     parameter_state: tuple[int, ...] = ()
     front_state: int = 0
+    parameter_layer: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -110,15 +113,17 @@ class TrainingBytes:
             return sum(one.nbytes for one in some), sum(map(gradient_of, some)), sum(map(state_of, some))
 
         layers = [*layers]
-        in_layers = {one for own in layers for one in own}
-        in_turn = parameters if stepped is None else stepped
-        front = sum(map(state_of, takewhile(lambda one: one not in in_layers, in_turn)))
+        numbers = {one: number for number, own in enumerate(layers) for one in own}
+        sized = [one for one in (parameters if stepped is None else stepped) if state_of(one)]
+        in_front = {*takewhile(lambda one: one not in numbers, sized)}
+        front = sum(map(state_of, in_front))
+        places = tuple(numbers.get(one, -1 if one in in_front else -2) for one in sized)
         largest = max(map(gradient_of, parameters), default=0)
         elements = sum(one.numel() for one in parameters if one.requires_grad)
         by_layer: list[tuple[int, ...]] = [*zip(*map(bytes_of, layers), strict=True)]
         of_layers = by_layer[0], by_layer[1], by_layer[2]
-        of_each = tuple(map(state_of, in_turn))
-        return cls(*bytes_of(parameters), *of_layers, largest, slots, elements, of_each, front)
+        of_each = tuple(map(state_of, sized))
+        return cls(*bytes_of(parameters), *of_layers, largest, slots, elements, of_each, front, places)
 
     def held_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """What is on the device from step to step: weights, optimizer state, and slots.
@@ -154,7 +159,7 @@ class TrainingBytes:
         return weights + (sum(self.layer_gradients) if recipe.gradients == "host" else 0)
 
     def most_resident(self, nbytes: float) -> int:
-        """The state of as many of the first parameters as have so many bytes together."""
+        """The state of as many parameters, in the order in which they are resident, as have so many bytes together."""
         return max((one for one in self._sums() if one <= nbytes), default=0)
 
     def least_resident(self, recipe: Recipe, max_host_bytes: int | None) -> int:
@@ -166,7 +171,18 @@ class TrainingBytes:
         return 0 if over <= 0 else next((one for one in self._sums() if one >= over + gaps), 0)
 
     def _sums(self) -> Iterable[int]:
-        return accumulate(self.parameter_state, initial=0)
+        return accumulate((self.parameter_state[one] for one in evenly(len(self.parameter_state))), initial=0)
+
+    def copied_state(self, resident: int) -> tuple[int, list[int], int]:
+        """State that is copied: of the parameters before the layers, of each layer, and of those behind the layers."""
+        behind = self.state - self.front_state - sum(self.layer_state)
+        copied = [*self.layer_state, behind, self.front_state]  # -1 and -2 are the last two
+        for number in evenly(len(self.parameter_layer)):
+            if resident <= 0:
+                break
+            resident -= self.parameter_state[number]
+            copied[self.parameter_layer[number]] -= self.parameter_state[number]
+        return copied[-1], copied[:-2], copied[-2]
 
     def link_s(self, recipe: Recipe, link: Link, resident: int = 0) -> tuple[float, float, float]:
         """Seconds that the link is busy with a recipe's copies: in forward, in backward, and in the optimizer's step.
@@ -202,5 +218,5 @@ class TrainingBytes:
             # Copies and arithmetic of different chunks run at the same time; and the CPU is no faster than the device.
             return RecipeSeconds(forward_s, backward_s, 0.0, max(step_s, arithmetic_s), 0.0)
         _, h2d = link.rates(d2h=True, h2d=True)
-        tail_s = max(0, self.front_state - resident) / h2d
+        tail_s = self.copied_state(resident)[0] / h2d
         return RecipeSeconds(forward_s, backward_s, tail_s, step_s, arithmetic_s)

@@ -61,8 +61,8 @@ def test_the_same_bits(name: str, options: dict[str, bool], lab: Lab) -> None:
     assert stats.written_bytes == STEPS * stats.host_bytes
 
 
-def test_that_of_the_first_parameters_is_resident(lab: Lab) -> None:
-    """As many as fit, in the optimizer's order: backward comes to them last."""
+def test_that_of_the_first_parameter_is_resident_before_others(lab: Lab) -> None:
+    """Backward comes to it last; the others have too much for what is left."""
     model = build(lab.device)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     handle = stream(optimizer, resident_bytes=FIRST + 100)

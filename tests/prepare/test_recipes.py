@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 import offload
+from offload.base.evenly import evenly
 from offload.planning.recipes import Prediction, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
@@ -117,7 +119,12 @@ def test_activations_get_what_the_state_leaves_of_the_link() -> None:
 
 # How much of the state is resident.
 
-PARTS = replace(LLAMA, parameter_state=(4 * GIB, *LLAMA.layer_state, 4 * GIB), front_state=4 * GIB)
+PARTS = replace(
+    LLAMA,
+    parameter_state=(4 * GIB, *LLAMA.layer_state, 4 * GIB),
+    front_state=4 * GIB,
+    parameter_layer=(-1, *range(32), -2),
+)
 """An embedding, layers of one parameter each, a head."""
 LINK = offload.Link(50e9, 50e9, 100e9)
 PROFILE = offload.Profile((offload.LayerProfile(0.05, 0.1, GIB),) * 32)
@@ -128,7 +135,7 @@ def _plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
 
 
 def test_the_least_that_the_host_cannot_hold_is_resident() -> None:
-    """Whole parameters, the first ones."""
+    """Whole parameters."""
     layer = 52 * GIB // 32
     by_recipe = {one.recipe: one for one in without_activations(PARTS, 80 * GIB, 50 * GIB).recipes}
     consumed, all_consumed = by_recipe[CONSUMED], by_recipe[ALL_CONSUMED]
@@ -217,6 +224,7 @@ EVEN = TrainingBytes(
     slots=GIB,
     trained_elements=2 * GIB,
     parameter_state=(4 * GIB,) * 4,
+    parameter_layer=(0, 1, 2, 3),
 )
 """Four layers, and nothing else."""
 SLOW = offload.Link(GIB, GIB, 2 * GIB)
@@ -234,7 +242,7 @@ def test_compute_waits_for_state_at_the_end_of_backward() -> None:
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 20.0, 0)) == pytest.approx(4 + 80)
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0)) == pytest.approx(4 + 16)  # bound by the link
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0), 16 * GIB) == pytest.approx(4 + 12)
-    # That of the last two layers of backward remains on the device: the others' loads end with its third.
+    # That of every second layer remains on the device.
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0), 8 * GIB) == pytest.approx(4 + 12)
 
 
@@ -276,6 +284,7 @@ def test_the_last_two_layers_weights_are_there_when_backward_begins() -> None:
 def test_state_that_backward_comes_to_last_is_copied_to_the_host_beside_the_next_forward() -> None:
     """Where it delays the copies of activations, which forward waits for."""
     training = replace(EVEN, state=24 * GIB, front_state=8 * GIB, parameter_state=(8 * GIB, *EVEN.layer_state))
+    training = replace(training, parameter_layer=(-1, 0, 1, 2, 3))
     profile = offload.Profile((offload.LayerProfile(2.0, 6.0, 2 * GIB),) * 4)
     plan = offload.plan(profile, 5 * GIB, SLOW)
     step_s = Prediction.of(training, SLOW, RESIDENT, 0, 0.0).step_s
@@ -310,3 +319,17 @@ def test_state_has_memory_that_activations_would_use() -> None:
     assert one.resident_bytes > 20 * GIB
     assert one.plan is not None
     assert one.plan.recompute_s > 0
+
+
+def test_state_that_is_resident_is_spread_over_backward() -> None:
+    """What backward comes to last is resident first, and then every n-th parameter."""
+    layer = LLAMA.layer_state[0]
+    front, layers, behind = PARTS.copied_state(PARTS.most_resident(4 * GIB + 8 * layer))
+    assert (front, behind) == (0, 4 * GIB)
+    resident = [number for number, nbytes in enumerate(layers) if not nbytes]
+    assert len(resident) == 8
+    assert {after - before for before, after in pairwise(resident)} <= {3, 4, 5}
+    assert PARTS.copied_state(0) == (4 * GIB, list(LLAMA.layer_state), 4 * GIB)
+    assert PARTS.copied_state(60 * GIB) == (0, [0] * 32, 0)
+    assert evenly(5) == [0, 4, 2, 1, 3]
+    assert all(sorted(evenly(count)) == [*range(count)] for count in range(40))
