@@ -364,6 +364,9 @@ def test_the_device_has_the_state_that_the_host_cannot_hold(lab: Lab, monkeypatc
         made = prepared(*given, max_host_bytes=most, **options)
         tables.append(str(made.plan))
         assert made.resident_bytes == made.plan.recipes[0].state_bytes[0] > 0
+        stats = made.stats()["optimizer"]
+        assert isinstance(stats, offload.OptimizerStats)
+        assert (stats.resident_bytes, stats.host_bytes) == made.plan.recipes[0].state_bytes
         return made
 
     monkeypatch.setattr(offload, "prepare", prepare)
