@@ -72,6 +72,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         "parameters": model.parameters,
         "saved_bytes": model.profile.saved_bytes,
         "loss_bytes": model.profile.loss_bytes,
+        "optimizer_s": model.profile.other_s,
         "usable_bytes": made.memory_budget,
         "link": asdict(link),
     }

@@ -417,7 +417,7 @@ def test_the_command_on_the_page_says_nearly_what_the_page_says(state, seen, cap
     resident, (regions,) = found["recipes"][0], [way for way in shown.answer["ways"] if way["name"] == "regions"]
     assert bool(regions["misfit"]) is bool(resident["reason"])
     if resident["step_s"] is not None and "offload_layers" in found["write"]:
-        assert regions["step_s"] == pytest.approx(resident["step_s"], rel=0.05)
+        assert regions["step_s"] == pytest.approx(resident["step_s"] - found["optimizer_s"], rel=0.05)  # without it
 
 
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 128256}
