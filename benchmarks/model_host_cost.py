@@ -22,6 +22,7 @@ import transformers
 
 import offload
 from benchmarks import report
+from benchmarks.instruments import synchronize
 
 LAYERS, WIDTH = 8, 64
 STEPS = 10
@@ -81,7 +82,7 @@ class Chain:
 
     def step(self, *, counts: bool) -> None:
         """One forward and backward, which ``counts`` or warms up."""
-        _wait(self._device)
+        synchronize(self._device)
         x, clock = self._x, self._clock
         for number, layer in enumerate(self._layers):
             begin = clock()
@@ -95,7 +96,7 @@ class Chain:
         loss.backward()
         if counts:
             self.backward_s = min(self.backward_s, clock() - begin)
-        _wait(self._device)
+        synchronize(self._device)
 
 
 def host_cost_of_model(name: str, device: torch.device, turns: int) -> dict[str, Any]:
@@ -135,11 +136,6 @@ def _saved_tensors(tiny: Tiny) -> int:
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         tiny.model(**tiny.inputs)
     return len(saved)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -142,14 +142,8 @@ class Llama(Model):
     """
 
     def __init__(self, device: torch.device, *, tokens: int, dtype: torch.dtype, **config: Any) -> None:
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        torch.manual_seed(0)
-        with torch.device(device):
-            self._model: Any = AutoModelForCausalLM.from_config(
-                LlamaConfig(**config, use_cache=False), dtype=dtype, attn_implementation="sdpa"
-            ).train()
-            self._tokens = torch.randint(config["vocab_size"], (1, tokens))
+        self._model = llama(device, dtype, **config)
+        self._tokens = torch.randint(config["vocab_size"], (1, tokens), device=device)
         super().__init__(self._model)
 
     @property
@@ -162,15 +156,27 @@ class Llama(Model):
 
     @contextmanager
     def checkpointing(self, *, on_host: bool = False) -> Iterator[None]:
-        self._method("enable")(offload=on_host)
+        checkpointing_method(self._model, "enable")(offload=on_host)
         try:
             yield
         finally:
-            self._method("disable")()
+            checkpointing_method(self._model, "disable")()
 
-    def _method(self, verb: str) -> Callable[..., object]:
-        """``activation_checkpointing_enable``, which transformers called ``gradient_checkpointing_enable`` before."""
-        method: Callable[..., object] = getattr(self._model, f"activation_checkpointing_{verb}", None) or getattr(
-            self._model, f"gradient_checkpointing_{verb}"
-        )
-        return method
+
+def llama(device: torch.device, dtype: torch.dtype, **config: Any) -> Any:
+    """A causal model of ``LlamaConfig``'s arguments on a device, in training mode."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            LlamaConfig(**config, use_cache=False), dtype=dtype, attn_implementation="sdpa"
+        ).train()
+
+
+def checkpointing_method(model: Any, verb: str) -> Callable[..., object]:
+    """``activation_checkpointing_enable``, which transformers called ``gradient_checkpointing_enable`` before."""
+    method: Callable[..., object] = getattr(model, f"activation_checkpointing_{verb}", None) or getattr(
+        model, f"gradient_checkpointing_{verb}"
+    )
+    return method

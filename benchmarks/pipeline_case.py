@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import offload.pipelining
-from benchmarks.instruments import deterministic
+from benchmarks.instruments import deterministic, synchronize
 from benchmarks.pipeline_models import Pipeline
 from benchmarks.pipeline_report import FREE
 from offload.observe.spans import COPY_LANES
@@ -141,8 +141,7 @@ def steady_bytes_per_s(timeline: Timeline) -> float:
 
 def meet(device: torch.device) -> None:
     """All ranks have come here, and their devices are idle."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    synchronize(device)
     dist.barrier()
 
 

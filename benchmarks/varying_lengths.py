@@ -29,6 +29,7 @@ import transformers
 
 import offload
 from benchmarks.instruments import Row, attempt, give_memory_back, metered, synchronize
+from benchmarks.models import checkpointing_method, llama
 from benchmarks.report import asked, environment, table, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
@@ -75,19 +76,9 @@ def build(device: torch.device, *, small: bool) -> Any:
     if not small:
         sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 14, "num_attention_heads": 24}
     inputs = SMALL if small else SIZES
-    config = transformers.LlamaConfig(
-        **sizes,
-        num_key_value_heads=2 if small else 8,
-        vocab_size=inputs["words"],
-        max_position_embeddings=inputs["longest"],
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if small else torch.bfloat16, attn_implementation="sdpa"
-        ).train()
+    sizes |= {"num_key_value_heads": 2 if small else 8, "max_position_embeddings": inputs["longest"]}
+    dtype = torch.float32 if small else torch.bfloat16
+    return llama(device, dtype, **sizes, vocab_size=inputs["words"], tie_word_embeddings=True)
 
 
 class Peaks:
@@ -362,8 +353,7 @@ class Case:
 @contextmanager
 def checkpointed(model: Any) -> Iterator[None]:
     """Hugging Face's own checkpointing of all layers, by the name that the release has for it."""
-    new = hasattr(model, "activation_checkpointing_enable")
-    getattr(model, f"{'activation' if new else 'gradient'}_checkpointing_enable")()
+    checkpointing_method(model, "enable")()
     yield
 
 
