@@ -65,7 +65,7 @@ def prove(
     _refuse_wrappers(optimizer)
     tried = list(_small_parameters(optimizer, state_dtype, device))
     devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
-    with torch.random.fork_rng(list(devices)):
+    with torch.no_grad(), torch.random.fork_rng(list(devices)):  # as the program steps a class without a decorator
         try:
             together = _step_sets(optimizer, [tried])
         except Exception as error:

@@ -283,3 +283,31 @@ def test_each_wait_beside_backward_is_needed(wait: Any, scenario: Any, lab: Lab)
     assert scenario(lab), "wrong with all waits"
     lab.drop(wait)
     assert not scenario(lab), wait.value
+
+
+class Undecorated(torch.optim.Optimizer):
+    """A class of the program's own, whose step the program calls without grad mode."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in [weight for group in self.param_groups for weight in group["params"]]:
+            sums = self.state[weight].setdefault("sums", torch.zeros_like(weight))
+            weight.add_(sums.mul_(0.9).add_(weight.grad), alpha=-0.1)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_without_a_decorator(in_backward: bool, lab: Lab) -> None:
+    found = []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(WIDTH, WIDTH).to(lab.device)
+        optimizer = Undecorated(layer.parameters(), {})
+        handle = stream(optimizer, in_backward=in_backward) if streams else None
+        for _ in range(3):
+            layer(torch.ones(2, WIDTH, device=lab.device)).square().sum().backward()
+            with torch.no_grad():
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append([weight.detach().clone() for weight in layer.parameters()])
+    assert handle is not None
+    assert (handle.stats().backward_chunks > 0) == in_backward
+    assert all(map(torch.equal, *found))
