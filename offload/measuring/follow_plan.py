@@ -32,7 +32,7 @@ from offload.measuring.profile_layers import (
     recompute_all,
     time_second_runs,
 )
-from offload.measuring.sizes import CostsBySize, elements_of
+from offload.measuring.sizes import CostsBySize, LongestSides, elements_of
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
 from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
@@ -105,6 +105,9 @@ class FollowPlan(WatchedLayers):
         self._measured_elements = self._planned_elements = self._free_elements = 0
         """Elements of the first layer's inputs: in the microbatch that was learned or timed last, in those that the
         plan is for, and up to which everything can be kept."""
+        self._sides = LongestSides()
+        self._longer = False
+        """Whether the last microbatch's inputs, of no more elements than planned, had a longer side than any before."""
         self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = nothing, ()
         """What the layers do by the plan."""
         self._keeps_all = False
@@ -144,9 +147,13 @@ class FollowPlan(WatchedLayers):
         self._times.start(self._peak)
 
     def _time_again(self, elements: int) -> None:
-        """Leave the plan, and time the layers with larger inputs than any before."""
-        times = elements / self._costs.elements
-        _logger.info("inputs of %.2g times the elements that were timed: this microbatch is timed, too", times)
+        """Leave the plan, and time the layers with larger inputs, or inputs with a longer side, than any before."""
+        if self._longer:
+            amounts = format_bytes(self._peak_bytes), format_bytes(self._budget)
+            _logger.info("inputs of another shape needed %s of %s: this microbatch is timed, too", *amounts)
+        else:
+            times = elements / self._costs.elements
+            _logger.info("inputs of %.2g times the elements that were timed: this microbatch is timed, too", times)
         for one in self._policies:
             one.measure_again()
         self._recompute_all()
@@ -170,17 +177,23 @@ class FollowPlan(WatchedLayers):
             else:
                 self._measured_elements = elements
         elif self._stage == "timing" and self._times.complete:
-            self._end_timing()
-            if not self._costs.elements:
+            timed = self._end_timing()
+            if not timed and (not self._costs.elements or elements == self._measured_elements):
                 self._time(elements)
         proved, self._proves = self._proves, False
+        broken = self._longer and self._peak_bytes > self._budget
+        longer = self._sides.grow(inputs) and elements <= self._planned_elements
         if not self.measures:
-            if self._costs.lack(elements):
+            if self._costs.lack(elements) or broken:
+                self._longer = broken
                 self._time_again(elements)
             elif elements > self._planned_elements:
                 self._plan_for(max(elements, self._costs.elements))
             elif self.plan is not None and self._watches and not proved:
                 self._keep_to_budget()
+        self._longer = longer and not self.measures
+        if self._longer:
+            self._free_elements, self._watches, self._said = 0, True, False
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
@@ -264,13 +277,13 @@ class FollowPlan(WatchedLayers):
     def _learn_costs(self) -> None:
         self._costs.learn(self._measured_elements, [one.costs for one in self._policies])
 
-    def _end_timing(self) -> None:
-        """Add the last microbatch to what is known of the layers' costs."""
+    def _end_timing(self) -> bool:
+        """Add the last microbatch to what is known of the layers' costs, unless it was of a size that was not."""
         self._stage, self._planned_elements = "following", 0
         if self._learned != sum(one.learned for one in self._policies):
-            self._learn_costs()  # a size that was not known: its times are no use
+            self._learn_costs()  # its times are no use
             self._times.pause()
-            return
+            return False
         regions = self._costs.regions_at(self._measured_elements)
         profile = replace(learned_profile(self._policies, regions, self._times), other_s=self._times.between_s())
         self._times.pause()
@@ -281,6 +294,7 @@ class FollowPlan(WatchedLayers):
         layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
         expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
         self._costs.add(self._measured_elements, profile, max(0, self._peak_bytes - expected))
+        return True
 
     def _ask_what_is_left(self) -> None:
         self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS

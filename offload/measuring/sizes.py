@@ -129,6 +129,23 @@ class CostsBySize:
 
 def elements_of(inputs: Sequence[torch.Tensor]) -> int:
     """The size of a layer's inputs: of what it computes from, not of masks, whose size is another power of lengths."""
+    return max(1, sum(tensor.numel() for tensor in _computed(inputs)))
+
+
+class LongestSides:
+    """The longest sides of inputs so far: in attention, as many elements need more memory where one side is longer."""
+
+    def __init__(self) -> None:
+        self._sides: tuple[int, ...] = ()
+
+    def grow(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a side is longer than any before."""
+        sides = tuple(side for tensor in _computed(inputs) for side in tensor.shape)
+        before = self._sides if len(self._sides) == len(sides) else (0,) * len(sides)
+        self._sides = tuple(map(max, before, sides))
+        return self._sides != before
+
+
+def _computed(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-    computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or inputs[:1]
-    return max(1, sum(tensor.numel() for tensor in computed))
+    return [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or inputs[:1]

@@ -1,6 +1,7 @@
 """A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
 
 import logging
+import re
 from functools import partial
 from typing import Any
 
@@ -255,6 +256,40 @@ def test_everything_is_recomputed_while_much_larger_inputs_are_timed(lab: Lab) -
             masked_step(layers, length)
             found.append((handle.state, handle.regions(1)["_softmax"]))
     assert found[3:] == [("measuring", "recompute"), ("following", "keep")] * 2
+
+
+def test_inputs_of_another_shape_that_break_the_budget_are_timed(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """As many elements in longer sequences: attention needs more, which the number of elements does not tell."""
+    caplog.set_level(logging.INFO, "offload")
+    layers, _ = build(Masked, LAYERS, lab.device)
+    short, long = (torch.randn(*shape, WIDTH, device=lab.device, requires_grad=True) for shape in ((16, 16), (1, 256)))
+    masks = {x: torch.zeros(x.shape[1], x.shape[1], device=lab.device) for x in (short, long)}
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        def run() -> None:
+            y = x
+            for layer in layers:
+                y = layer(y, masks[x])
+            y.square().mean().backward()
+
+        return gradients(leaves_of(layers, x), run)
+
+    expected = step(long)
+    with offload.memory_meter(lab.device) as meter:
+        step(long)
+    budget = round(0.75 * meter.peak_bytes)
+    with budgeted(layers, lab, budget) as handle:
+        for _ in range(4):
+            step(short)
+        peaks = []
+        for _ in range(6):
+            with offload.memory_meter(lab.device) as meter:
+                assert_same(expected, step(long))
+            peaks.append(meter.peak_bytes)
+        assert handle.state == "following"
+    assert peaks[0] > budget >= peaks[-1]
+    amount = rf"inputs of another shape needed [\d.]+ MiB of {format_bytes(budget)}: this microbatch is timed, too"
+    assert len(re.findall(amount, caplog.text)) == 1
 
 
 @pytest.mark.usefixtures("keep_scores")
