@@ -137,8 +137,7 @@ def by_hand(model: Training, recipe: Recipe, budget: int, device: torch.device, 
 def bytes_of(module: nn.Module, layers: list[nn.Module]) -> TrainingBytes:
     """What a model's training has, with AdamW's moments in float32."""
     own = [list(layer.parameters()) for layer in layers]
-    state_of = lambda parameter: 8 * parameter.numel()  # noqa: E731
-    return TrainingBytes.of(list(module.parameters()), own, state_of, NUM_SLOTS * CHUNK_BYTES)
+    return TrainingBytes.of(list(module.parameters()), own, lambda one: 8 * one.numel(), NUM_SLOTS * CHUNK_BYTES)
 
 
 def measure(arguments: argparse.Namespace) -> Row:

@@ -83,6 +83,12 @@ class StreamedOptimizer(Handle):
         optimizer.state = stepper.store.shown
         _streamed.add(optimizer)
 
+    @property
+    def _in_use(self) -> ChunkStepper:
+        if self._stepper is None:
+            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
+        return self._stepper
+
     @contextmanager
     def no_step(self) -> Iterator[None]:
         """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
@@ -100,14 +106,13 @@ class StreamedOptimizer(Handle):
 
         As ``in_backward=True, consume_gradients=True`` of :func:`stream_optimizer`. Call it between two steps.
         """
-        if self._stepper is None:
-            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
+        stepper = self._in_use
         if self._early is not None:
             self._early.close()
             self._early = None
         if enabled:
-            _check_layers(self._stepper.optimizer)
-            self._early = BackwardSteps(self._stepper, consume=True)
+            _check_layers(stepper.optimizer)
+            self._early = BackwardSteps(stepper, consume=True)
 
     def synchronize(self) -> None:
         """Block until the copies to the host are over.
@@ -149,8 +154,7 @@ class StreamedOptimizer(Handle):
         self._stepper = None
 
     def __enter__(self) -> Self:
-        if self._stepper is None:
-            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
+        _ = self._in_use
         return self
 
     def __repr__(self) -> str:
@@ -164,8 +168,7 @@ class StreamedOptimizer(Handle):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
-        stepper = self._stepper
-        assert stepper is not None  # noqa: S101
+        stepper = self._in_use
         stepper.check_whole()
         if stepper.backend.capturing:
             raise CaptureError(
@@ -189,9 +192,8 @@ class StreamedOptimizer(Handle):
         return (without_parameters(optimizer),), kwargs
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._stepper is not None  # noqa: S101
-        self._stepper.check_whole()
-        self._stepper.settle()
+        self._in_use.check_whole()
+        self._in_use.settle()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""
@@ -210,8 +212,7 @@ class StreamedOptimizer(Handle):
 
     def _before_load(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         """Keep all tensors but counters from PyTorch, which would copy them to the device and round them."""
-        stepper = self._stepper
-        assert stepper is not None  # noqa: S101
+        stepper = self._in_use
         if stepper.torn:
             stepper.last_copy = None  # it may have failed, which the program knows
             stepper.backend.synchronize()  # an interrupt may have left copies that no event is known of
@@ -230,8 +231,7 @@ class StreamedOptimizer(Handle):
         return {**given, "state": small}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        stepper = self._stepper
-        assert stepper is not None  # noqa: S101
+        stepper = self._in_use
         states = dict(optimizer.state)
         for parameter, large in self._loading.items():
             if large:

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 
 POLICIES = {
     "recompute": {"*": "recompute"},
-    "products travel": {"*mm": "offload", "*": "recompute"},
-    "products stay": {"*mm": "keep", "*": "recompute"},
+    "products offloaded": {"*mm": "offload", "*": "recompute"},
+    "products kept": {"*mm": "keep", "*": "recompute"},
     "some": {"*norm*": "recompute", "mul": "recompute", "silu": "recompute", "mm": "keep", "*": "offload"},
 }
 

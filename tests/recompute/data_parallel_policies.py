@@ -22,10 +22,10 @@ BUDGETS = ("3MiB", "1GiB")
 """One in which not all activations can be kept, and one in which they can."""
 POLICIES = {
     "recompute": {"*": "recompute"},
-    "products travel": {"*mm": "offload", "*": "recompute"},
-    "products stay": {"*mm": "keep", "*": "recompute"},
+    "products offloaded": {"*mm": "offload", "*": "recompute"},
+    "products kept": {"*mm": "keep", "*": "recompute"},
 }
-ONE = {"kept": "products stay", "mixed": "recompute", "compiled": "products travel"}
+ONE = {"kept": "products kept", "mixed": "recompute", "compiled": "products offloaded"}
 """Kinds with one of the policies; the others have all."""
 CASES = [(kind, name) for kind in KINDS for name in POLICIES if ONE.get(kind, name) == name]
 

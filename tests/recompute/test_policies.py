@@ -30,7 +30,7 @@ MIXED = {
     "mm": "keep",
     "*": "offload",
 }
-POLICIES = {"all": ALL, "products travel": PRODUCTS, "mixed": MIXED}
+POLICIES = {"all": ALL, "products offloaded": PRODUCTS, "mixed": MIXED}
 
 
 def offloaded(layers: Any, lab: Lab, policies: dict[str, str] = ALL, num_layers: int = 0, **options: Any) -> Any:

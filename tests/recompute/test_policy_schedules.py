@@ -24,8 +24,8 @@ SCHEDULES = {
     "back before the last forward": offload.Schedule.from_synchronization_dict({1: (True, 3, True, 4)}, LAYERS),
 }
 POLICIES = {
-    "products travel": {"*mm": "offload", "*": "recompute"},
-    "products stay": {"*mm": "keep", "*": "recompute"},
+    "products offloaded": {"*mm": "offload", "*": "recompute"},
+    "products kept": {"*mm": "keep", "*": "recompute"},
     "some": {"*norm*": "recompute", "gelu": "recompute", "*softmax": "recompute", "*": "offload"},
 }
 ORDERS = ["F0 B0 F1 B1", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2"]

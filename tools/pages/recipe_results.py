@@ -90,13 +90,17 @@ def largest_of(row: Row, record: Row) -> str:
     here, there = (gib(nbytes, 0) for nbytes in row["state_bytes"])
     device, host = (gib(row[key], 0) for key in ("budget_bytes", "host_limit_bytes"))
     trained, limit = (f"{row[key] / 1e9:.1f}" for key in ("parameters", "limit_parameters"))
+    peak = (
+        f"peak {gib(row['peak_bytes'], 1)} GiB"
+        if "peak_bytes" in row
+        else "the seconds are from its log, without a peak"
+    )
     return (
         f"The largest model: the same shape with {row['layers']} layers, **{trained} billion parameters**, trained by "
         f"the one line with {device} GiB of device and {host} GiB of host memory, {row['tokens']:,} tokens a step: "
         f"{row['step_s']:.2f} s, {row['tokens_per_s']:,.0f} tokens/s. A parameter takes 10 bytes, of weights and of "
         f"state, so both memories hold {limit} billion at most; this is {100 * row['of_limit']:.0f}%. {here} GiB of "
-        f"the state are on the device, {there} GiB on the host. {measured_on([row], record)}; the seconds are from its "
-        "log, and no peak was taken."
+        f"the state are on the device, {there} GiB on the host. {measured_on([row], record)}; {peak}."
     )
 
 
@@ -109,7 +113,7 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
         said = "out of memory" if out_of_memory else "failed"
         if "step_s" in row:  # it was cut, and its log has whole steps
             said, empty["longer by"] = f"{row['step_s']:.2f}", longer(row, rows)
-            empty["peak, GiB"] = "not taken: the run was cut after four steps"
+            empty["peak, GiB"] = "not taken: the run was cut"
         return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
     predicted = ""
     if "predicted_s" in row:
