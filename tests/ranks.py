@@ -1,8 +1,9 @@
 """The processes of a test that needs several: what starts them, what each of them does first and last, and forks."""
 
+import faulthandler
 import os
-import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,16 +42,20 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]]) -> None:
 
 
 def true_in_a_child(condition: Callable[[], bool]) -> bool:
-    """What a forked child says; ``False`` too if it hangs."""
+    """What a forked child says; a child that raises or hangs fails the test with its traceback."""
     child = os.fork()
     if not child:
-        signal.alarm(60)
-        said = False
+        faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+        said = 2
         try:
-            said = condition()
+            said = int(not condition())
         finally:
-            os._exit(int(not said))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            if error := sys.exception():
+                traceback.print_exception(error, file=sys.__stderr__)
+            os._exit(said)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1), f"the child ended with {code}"
+    return code == 0
 
 
 @contextmanager
