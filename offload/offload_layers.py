@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ class OffloadedLayers(Handle):
 
     As a context manager it is undone at the end of the block.
     """
+
+    again = "call offload_layers"
 
     def __init__(self, hooks: HookedLayers, plan: Plan | None = None) -> None:
         self._hooks = hooks
@@ -66,11 +68,6 @@ class OffloadedLayers(Handle):
         policies = self._hooks.policies
         found = policies[layer] if policies else None
         return {} if found is None else found.by_name()
-
-    def __enter__(self) -> Self:
-        if not self._hooks.active:
-            raise RuntimeError("the handle must be in use, but it was removed; call offload_layers again.")
-        return self
 
     def __repr__(self) -> str:
         state = "" if self._hooks.active else ", removed"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ from offload.optimizer.stand_in import with_groups
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
-from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
+from offload.planning.recipe_step import Prediction
+from offload.planning.recipes import RecipePlan, TrainingPlan, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
@@ -48,6 +49,8 @@ _ALL = 1 << 60
 class PreparedTraining(Handle):
     """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
 
+    again = "call prepare"
+
     def __init__(
         self,
         model: nn.Module,
@@ -56,7 +59,9 @@ class PreparedTraining(Handle):
         training: TrainingBytes,
         plan: TrainingPlan,
         device: torch.device,
-        **options: Any,
+        state_dtype: torch.dtype | None,
+        chunk_bytes: int,
+        follow: Mapping[str, Any],
     ) -> None:
         self._model = model
         self._usable_bytes = usable_bytes(plan.memory_budget, device)
@@ -64,29 +69,23 @@ class PreparedTraining(Handle):
         self._optimizer = optimizer
         self._training = training
         self._device = device
-        self._state_dtype: torch.dtype | None = options["state_dtype"]
-        self._min_bytes: int | str = options["min_bytes"]
-        self._chunk_bytes: int = options["chunk_bytes"]
-        self._compile: object = options["compile"]
+        self._state_dtype = state_dtype
+        self._chunk_bytes = chunk_bytes
+        self._follow = follow
+        """How a plan of the activations is followed."""
         self._plan = plan
-        recipe = _first_recipe(plan)
-        first = next(one for one in plan.recipes if one.recipe == recipe)
-        self.recipe: Recipe = first.recipe
-        """Where weights, gradients and optimizer state are now."""
-        self.resident_bytes: int = first.resident_bytes
-        """Optimizer state that is on the device by the recipe."""
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
         self._activations: FollowPlan | None = None
-        self._decided = False
+        self._decided = self._removed = False
         self._prediction: Prediction | None = None
         """Of steps, from what was measured."""
         self._predicted: tuple[Plan, float] | None = None
         """The plan of the activations that is followed, and the predicted seconds of its step."""
         self._link_left: Link | None = None
         """For activations, beside the copies of the chosen recipe."""
-        self._removed = False
-        self._put_in_place(first)
+        recipe = _first_recipe(plan)
+        self._put_in_place(next(one for one in plan.recipes if one.recipe == recipe))
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -109,7 +108,9 @@ class PreparedTraining(Handle):
         if one.recipe != self.recipe or followed is None or followed.plan is None or predicted is None:
             return one
         made, training, resident = followed.plan, self._training, self.resident_bytes
-        peak_bytes = max(made.peak_bytes, self._least_peak(followed))
+        # What a step needs where everything is recomputed, as in the measured one.
+        least_bytes = followed.measured_bytes - training.gradient_bytes(self._measured_under)
+        peak_bytes = max(made.peak_bytes, least_bytes + training.gradient_bytes(self.recipe))
         if self._predicted is None or self._predicted[0] is not made:
             self._predicted = made, predicted.step_s(made, one.recipe, resident)
         return replace(
@@ -122,11 +123,6 @@ class PreparedTraining(Handle):
             reason="",
         )
 
-    def _least_peak(self, followed: FollowPlan) -> int:
-        """What a step needs beside weights and state where everything is recomputed, as in the measured one."""
-        gradients = self._training.gradient_bytes
-        return followed.measured_bytes - gradients(self._measured_under) + gradients(self.recipe)
-
     @property
     def activations(self) -> Plan | None:
         """The plan of the activations; ``None`` while the layers are measured."""
@@ -134,14 +130,9 @@ class PreparedTraining(Handle):
 
     def stats(self) -> dict[str, OffloadStats | OptimizerStats | WeightStats]:
         """Snapshots of the copies of each part that is in use: ``"activations"``, ``"optimizer"``, ``"weights"``."""
-        found: dict[str, OffloadStats | OptimizerStats | WeightStats] = {}
-        if self._activations is not None:
-            found["activations"] = self._activations.context.stats()
-        if self._state is not None:
-            found["optimizer"] = self._state.stats()
-        if self._weights is not None:
-            found["weights"] = self._weights.stats()
-        return found
+        activations = None if self._activations is None else self._activations.context
+        parts = {"activations": activations, "optimizer": self._state, "weights": self._weights}
+        return {name: part.stats() for name, part in parts.items() if part is not None}
 
     def no_step(self) -> AbstractContextManager[None]:
         """Inside the block, backward steps nothing: for all microbatches of a step but the last."""
@@ -155,7 +146,9 @@ class PreparedTraining(Handle):
         if self._removed:
             return
         self._hook.remove()
-        self._take_away_activations()
+        if self._activations is not None:
+            self._activations.remove()
+            self._activations = None
         if self._state is not None:
             self._state.remove(on_device=self.recipe.optimizer == "resident")
         if self._weights is not None:
@@ -182,11 +175,6 @@ class PreparedTraining(Handle):
         elsewhere = {one for layer in self._layers for one in layer.parameters()} if self._weights else set()
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
-    def __enter__(self) -> Self:
-        if self._removed:
-            raise RuntimeError("the handle must be in use, but it was removed; call prepare again.")
-        return self
-
     def __repr__(self) -> str:
         budget = format_bytes(self.plan.memory_budget)
         return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
@@ -195,7 +183,9 @@ class PreparedTraining(Handle):
 
     def _put_in_place(self, planned: RecipePlan) -> None:
         recipe = self.recipe = planned.recipe
+        """Where weights, gradients and optimizer state are now."""
         self.resident_bytes = planned.resident_bytes
+        """Optimizer state that is on the device by the recipe."""
         if recipe.weights == "streamed" and self._weights is None:
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
@@ -214,9 +204,8 @@ class PreparedTraining(Handle):
             _move_state(self._optimizer)
         if self._activations is None:
             self._measured_under = recipe
-            self._activations = follow_plan(
-                self._layers, self, self._compile, min_bytes=self._min_bytes, device=self._device, max_host_bytes=most
-            )
+            options = {"device": self._device, "max_host_bytes": most, **self._follow}
+            self._activations = follow_plan(self._layers, self, **options)
         self._activations.context.limit_host(most)
 
     def _most_pooled(self) -> int | None:
@@ -228,22 +217,6 @@ class PreparedTraining(Handle):
         if self.recipe.optimizer == "cpu":
             pinned += self._training.state_bytes(self.recipe)[1]
         return max(0, most - pinned)
-
-    def _take_away_activations(self) -> None:
-        if self._activations is not None:
-            self._activations.remove()
-            self._activations = None
-
-    def _take_away_optimizer(self) -> None:
-        if self._state is not None:
-            self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
-            self._state = None
-
-    def _take_away_weights(self) -> None:
-        if self._weights is not None:
-            self._weights.remove()
-            self._weights = None
-            self._model.to(self._device)
 
     def _after_step(self, *_: object) -> None:
         """A step has ended: decide once there is a profile, and change over between the steps."""
@@ -274,25 +247,28 @@ class PreparedTraining(Handle):
         self._link_left = None if chosen.plan is None else chosen.plan.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
         same_state = chosen.resident_bytes == self.resident_bytes
+        moves_weights = chosen.recipe.weights != self.recipe.weights
         if chosen.recipe == self.recipe and same_state:
-            if self.link(link) != link:
-                activations.plan_again()
-            return
-        if self._state is not None and same_state and chosen.recipe[::2] == self.recipe[::2]:  # only gradients differ
+            if self.link(link) == link:
+                return
+        elif self._state is not None and same_state and chosen.recipe[::2] == self.recipe[::2]:  # gradients differ
             self._state.consume_gradients(chosen.recipe.gradients == "consumed")
             self.recipe = chosen.recipe
             activations.context.limit_host(self._most_pooled())
+        else:
+            if moves_weights:  # what the layers' forwards were learned with is no more
+                activations.remove()
+                self._activations = None
+            if self._state is not None:
+                self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
+                self._state = None
+            if moves_weights and self._weights is not None:
+                self._weights.remove()
+                self._weights = None
+            self._put_in_place(chosen)
+        if not moves_weights:
             activations.plan_again()
-            return
-        if chosen.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
-            self._take_away_activations()
-        self._take_away_optimizer()
-        if chosen.recipe.weights != self.recipe.weights:
-            self._take_away_weights()
-        self._put_in_place(chosen)
-        if self._activations is activations:
-            activations.plan_again()
-        else:  # which measures the layers again
+        else:  # the layers are measured again
             measured = chosen.recipe, chosen.resident_bytes
             self._prediction = Prediction.of(self._training, link, *measured, arithmetic_s)
 
@@ -399,8 +375,8 @@ def prepare(
             f"and {'no limit of' if host is None else format_bytes(host) + ' of'} host memory. {needs}. Give more, or "
             "train fewer parameters (LoRA)."
         )
-    options = {"state_dtype": state_dtype, "min_bytes": min_bytes, "chunk_bytes": chunk_bytes, "compile": compile}
-    return PreparedTraining(model, modules, optimizer, training, plan, target, **options)
+    follow = {"min_bytes": min_bytes, "compiles": compile}
+    return PreparedTraining(model, modules, optimizer, training, plan, target, state_dtype, chunk_bytes, follow)
 
 
 def usable_bytes(memory_budget: int, device: torch.device) -> int:

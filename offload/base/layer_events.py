@@ -88,11 +88,16 @@ def without_listeners() -> AbstractContextManager[None]:
 class Handle(ABC):
     """What the program holds of a part of the library that was put on layers; a context manager that undoes it."""
 
+    again: ClassVar[str]
+    """What the user does for another one, if the handle has a ``state``."""
+
     @abstractmethod
     def remove(self) -> None:
         """Undo it all. A second call does nothing."""
 
     def __enter__(self) -> Self:
+        if getattr(self, "state", "") == "removed":
+            raise RuntimeError(f"the handle must be in use, but it was removed; {self.again} again.")
         return self
 
     def __exit__(self, *_: object) -> None:

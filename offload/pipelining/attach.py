@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -141,6 +141,8 @@ class PipelineOffload(Handle):
     As a context manager it is undone at the end of the block.
     """
 
+    again = "call attach"
+
     def __init__(
         self,
         stages: list[Any],
@@ -168,8 +170,8 @@ class PipelineOffload(Handle):
         self._wrappers: list[tuple[Any, str, _Wrapper, Callable[[], None]]] = []
         methods = {
             "forward_one_chunk": self._forward,
-            "backward_one_chunk": self._backward,
-            "backward_weight_one_chunk": partial(self._run_backward, "W"),
+            "backward_one_chunk": partial(self._backward, "B"),
+            "backward_weight_one_chunk": partial(self._backward, "W"),
         }
         for stage in stages:
             for name, run in methods.items():
@@ -179,9 +181,7 @@ class PipelineOffload(Handle):
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
         """Whether there is no plan yet, the plan is followed, or the stages were given back."""
-        if not self._wrappers:
-            return "removed"
-        return "measuring" if self.plan is None else "following"
+        return "removed" if not self._wrappers else "measuring" if self.plan is None else "following"
 
     def make_plan(self, order: tuple[Action, ...]) -> PipelinePlan:
         """Plan for this order of actions, and follow the plan. The profile must be known."""
@@ -208,11 +208,6 @@ class PipelineOffload(Handle):
         """A frozen snapshot of what was offloaded so far."""
         return self._transfers.stats()
 
-    def __enter__(self) -> Self:
-        if not self._wrappers:
-            raise RuntimeError("the handle must be in use, but it was removed; call attach again.")
-        return self
-
     def __repr__(self) -> str:
         plan = "no plan yet" if self.plan is None else repr(self.plan)
         return f"PipelineOffload({plan}, device={str(self._backend.device)!r}, {self.state})"
@@ -223,12 +218,21 @@ class PipelineOffload(Handle):
     def _forward(self, stage: Any, method: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not (stage.has_backward and torch.is_grad_enabled()):
             return method(fwd_chunk_id, *args, **kwargs)
-        action = Action(stage.stage_index, "F", fwd_chunk_id)
+        number, action = stage.stage_index, Action(stage.stage_index, "F", fwd_chunk_id)
         if self._round is None or action in self._ran:
             self._round = self._begin_step()
-        for tensor in held_by(stage, fwd_chunk_id, args, kwargs):
+        # The stage keeps the inputs of a chunk on the device until the chunk's backward.
+        buffers = [getattr(info, "buffer", None) for info in stage.args_recv_info.get(fwd_chunk_id, ())]
+        for tensor in tensors_in((args, kwargs, buffers)):
             exclude(tensor, "pipeline")
-        chunk = self._new_chunk(self._round, stage.stage_index)
+        place = sum(ran.kind == "F" for ran in self._ran)
+        if self._layers is not None:
+            chunk: ChunkParts = LayeredChunk(self._round, place, self._layers, number)
+        elif self.plan is None:
+            chunk = ChunkParts(self._round, place, 1)
+        else:
+            parts = self.plan.parts
+            chunk = ChunkParts(self._round, place, parts, self.plan.profile[number].saved_bytes / parts)
         try:
             with chunk:
                 result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
@@ -237,25 +241,14 @@ class PipelineOffload(Handle):
             raise
         self._chunks[action.chunk] = chunk
         if self._probe is not None:
-            self._probe.count(stage.stage_index, *chunk.saved())
+            self._probe.count(number, *chunk.saved())
         return result
 
-    def _new_chunk(self, microbatch: Round, stage: int) -> ChunkParts:
-        number = sum(action.kind == "F" for action in self._ran)
-        if self._layers is not None:
-            return LayeredChunk(microbatch, number, self._layers, stage)
-        if self.plan is None:
-            return ChunkParts(microbatch, number, 1)
-        part_bytes = self.plan.profile[stage].saved_bytes / self.plan.parts
-        return ChunkParts(microbatch, number, self.plan.parts, part_bytes)
-
-    def _backward(self, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        return self._run_backward("B" if full else "I", stage, method, bwd_chunk_id, *args, **kwargs)
-
-    def _run_backward(
+    def _backward(
         self, kind: str, stage: Any, method: Callable[..., Any], bwd_chunk_id: int, *args: Any, **kwargs: Any
     ) -> Any:
+        if kind == "B" and not kwargs.get("full_backward", args[1] if len(args) > 1 else True):
+            kind = "I"
         call = partial(method, bwd_chunk_id, *args, **kwargs)
         place = Chunk(stage.stage_index, bwd_chunk_id)
         chunk = self._chunks.get(place)
@@ -278,10 +271,9 @@ class PipelineOffload(Handle):
 
     def _begin_step(self) -> Round:
         """The first forward of a step: plan by what the last step showed, if it was a whole one."""
-        try:
+        ran: tuple[Action, ...] = ()
+        with suppress(ValueError):  # it was cut off
             ran = read_actions(self._ran)
-        except ValueError:  # it was cut off
-            ran = ()
         if ran and self._probe is not None:
             self.profile, self._probe = self._probe.profile(), None
             self.plan = None  # a plan made by the order alone
@@ -322,13 +314,6 @@ def skips_inputs(stage: Any) -> bool:
     return bool(stage.is_first) and stage.dw_builder is None
 
 
-def held_by(stage: Any, microbatch: int, args: object, kwargs: object) -> Iterator[torch.Tensor]:
-    """The inputs of a chunk, which the stage keeps on the device until the chunk's backward."""
-    yield from tensors_in((args, kwargs))
-    for info in stage.args_recv_info.get(microbatch, ()):
-        yield from tensors_in(getattr(info, "buffer", None))
-
-
 class Probe:
     """Measures one step of a rank: the seconds of its actions and the bytes that its chunks save."""
 
@@ -355,18 +340,10 @@ class Probe:
 
     def profile(self) -> dict[int, StageProfile]:
         """The profile of each stage. Of several chunks the fastest counts, as the first ones also load kernels."""
-        return {
-            stage: StageProfile(
-                forward_s=self._fastest_s(stage, "F"),
-                backward_s=self._fastest_s(stage, "B") or self._fastest_s(stage, "I"),
-                weight_s=self._fastest_s(stage, "W"),
-                saved_bytes=sum(tensors),
-                tensors=tensors,
-                weight_bytes=self._weight_bytes[stage],
-                kept_bytes=kept_bytes,
-            )
-            for stage, (tensors, kept_bytes) in self._saved.items()
-        }
-
-    def _fastest_s(self, stage: int, kind: str) -> float:
-        return min(self._backend.seconds(self._marks[stage, kind]), default=0.0)
+        found = {}
+        for stage, (tensors, kept_bytes) in self._saved.items():
+            marks = (self._marks[stage, kind] for kind in "FBIW")
+            forward_s, whole_s, inputs_s, weight_s = (min(self._backend.seconds(one), default=0.0) for one in marks)
+            beside = self._weight_bytes[stage], kept_bytes
+            found[stage] = StageProfile(forward_s, whole_s or inputs_s, weight_s, sum(tensors), tensors, *beside)
+        return found

@@ -41,13 +41,8 @@ def unpack_part(packed: PackedTensor) -> torch.Tensor:
 class ChunkParts:
     """A chunk whose parts are equal shares of its bytes. Backward reaches the parts from the last to the first.
 
-    As a context manager it surrounds the chunk's forward.
-
-    Args:
-        microbatch: The round that holds all chunks of this step.
-        number: The chunk's number in the order of forwards.
-        parts: How many layers of the round the chunk has.
-        part_bytes: A part begins when the part before has saved so many bytes.
+    As a context manager it surrounds the chunk's forward. The round holds all chunks of this step, which are numbered
+    in the order of forwards. A part begins when the part before has saved ``part_bytes``.
     """
 
     def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = math.inf) -> None:
@@ -59,7 +54,7 @@ class ChunkParts:
         """The address of each storage that was saved → its bytes."""
         self._saved_bytes = 0
         self._part = -1
-        """The part whose forward began last, with its activation set while it is open."""
+        """The part whose forward began last."""
         self._open: ActivationSet | None = None
         self._reached = parts
 

@@ -96,7 +96,7 @@ class PipelinePlan:
     @property
     def step_s_without(self) -> float:
         """Compute seconds of the step, bubbles left out."""
-        return self._step.duration_s
+        return self._step.start_s[-1]
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -191,17 +191,17 @@ def plan_pipeline(
             return step.peak_bytes(absent) - budget_bytes
         return wanted_bytes - sum(step.nbytes[layer] for layer in absent)
 
-    def choose(step: RankStep, link: Link, may_miss_bytes: float) -> Absent:
-        return step.choose(link, lambda absent: missing_bytes(absent) <= may_miss_bytes)
-
-    found = [choose(step, link, 0.0)]
     may_miss_bytes = 0.0
-    if missing_bytes(found[0]) > 0 and (budget_bytes, fraction) != (None, None):
-        may_miss_bytes = max(0.0, missing_bytes(choose(step, INSTANT_LINK, 0.0)))
-        slower = (RankStep(order, _slower(order, profile, wait * step.duration_s), parts) for wait in WAITS)
-        waiting = (choose(slow, link, may_miss_bytes) for slow in slower)
-        found = [*islice((absent for absent in waiting if missing_bytes(absent) <= may_miss_bytes), LONGER_WAITS)]
-        found.append(choose(step, INSTANT_LINK, may_miss_bytes))
+
+    def is_enough(absent: Absent) -> bool:
+        return missing_bytes(absent) <= may_miss_bytes
+
+    found = [step.choose(link, is_enough)]
+    if not is_enough(found[0]) and (budget_bytes, fraction) != (None, None):
+        may_miss_bytes = max(0.0, missing_bytes(step.choose(INSTANT_LINK, is_enough)))
+        slower = (RankStep(order, _slower(order, profile, wait * step.start_s[-1]), parts) for wait in WAITS)
+        waiting = (slow.choose(link, is_enough) for slow in slower)
+        found = [*islice(filter(is_enough, waiting), LONGER_WAITS), step.choose(INSTANT_LINK, is_enough)]
     plans = []
     for absent in found:
         limit_bytes = max((budget_bytes or 0) + may_miss_bytes, step.peak_bytes(absent))

@@ -95,41 +95,30 @@ class RankStep:
         """Number of a chunk whose backward is split → index of the point after its half for the weights."""
         for action in actions:
             number = chunks[action.chunk]
-            layers = range(number * parts, (number + 1) * parts)
             if action.kind == "W":
                 weight_s = profile[action.stage].weight_s
                 self.steps.append(Interlude(repr(action), weight_s))
                 self.start_s[-1] += weight_s
                 weights_at[number] = len(self.order)
-            elif action.kind == "F":
-                for layer in layers:
-                    self.forward_at[layer] = self._add(forward(layer), self.layers[layer].forward_s)
-            else:
-                for layer in reversed(layers):
-                    self.backward_at[layer] = self._add(backward(layer), self.layers[layer].backward_s)
+                continue
+            runs_forward = action.kind == "F"
+            for layer in range(number * parts, (number + 1) * parts)[:: 1 if runs_forward else -1]:
+                costs = self.layers[layer]
+                (self.forward_at if runs_forward else self.backward_at)[layer] = len(self.order)
+                self.order.append(forward(layer) if runs_forward else backward(layer))
+                self.steps.append(self.order[-1])
+                self.start_s.append(self.start_s[-1] + (costs.forward_s if runs_forward else costs.backward_s))
         self._changes = [0] * len(self.start_s)
         """Index of a point → change of the bytes on the device before it if nothing is offloaded."""
         for chunk, number in chunks.items():
-            costs = profile[chunk.stage]
-            kept, waiting = _shares(costs.kept_bytes, parts), _shares(costs.weight_bytes, parts)
+            beside = profile[chunk.stage]
+            kept, waiting = _shares(beside.kept_bytes, parts), _shares(beside.weight_bytes, parts)
             for part, layer in enumerate(range(number * parts, (number + 1) * parts)):
-                needed = self.backward_at[layer]
-                end = weights_at.get(number, needed + 1)
-                self._changes[self.forward_at[layer]] += self.nbytes[layer] + kept[part]
-                self._changes[end] -= self.nbytes[layer] + kept[part]
-                if number in weights_at:
-                    self._changes[needed] += waiting[part]
-                    self._changes[end] -= waiting[part]
-
-    def _add(self, point: Point, duration_s: float) -> int:
-        self.order.append(point)
-        self.steps.append(point)
-        self.start_s.append(self.start_s[-1] + duration_s)
-        return len(self.order) - 1
-
-    @property
-    def duration_s(self) -> float:
-        return self.start_s[-1]
+                end = weights_at.get(number, self.backward_at[layer] + 1)
+                held, waits = self.nbytes[layer] + kept[part], waiting[part] if number in weights_at else 0
+                self._changes[self.forward_at[layer]] += held
+                self._changes[self.backward_at[layer]] += waits
+                self._changes[end] -= held + waits
 
     def peak_bytes(self, absent: Absent) -> int:
         return max(self._resident_bytes(absent))
@@ -175,7 +164,7 @@ class RankStep:
             free_s = max(free_s, self.start_s[after]) + self.nbytes[layer] / d2h
             release[layer] = bisect_left(self.start_s, free_s, after)
         absent = {}
-        free_s = self.duration_s  # when the link has to begin with all behind
+        free_s = self.start_s[-1]  # when the link has to begin with all behind
         for layer in sorted(layers, key=self.backward_at.__getitem__, reverse=True):
             needed, gone = self.backward_at[layer], release[layer]
             free_s = min(free_s, self.start_s[needed]) - self.nbytes[layer] / h2d
@@ -194,27 +183,21 @@ class RankStep:
         resident = self._resident_bytes(absent)
 
         def hold(layer: int, index: int) -> bool:
-            """Keep the layer on the device during one more point, if there is room and it stays absent."""
+            """Keep the layer on the device during one more point, if there is memory and it stays absent."""
             release, reload = relaxed[layer]
             fits = release + 1 < reload and resident[index] + self.nbytes[layer] <= limit_bytes
             resident[index] += self.nbytes[layer] * fits
             return fits
 
-        saved = sorted(relaxed, reverse=True)
-        needed = sorted(relaxed, key=self.backward_at.__getitem__)
-        changed = True
-        while changed:
-            changed = False
-            latest = len(self.order)
-            for layer in saved:
+        before: Absent = {}
+        while relaxed != before:
+            before, latest, earliest = dict(relaxed), len(self.order), 0
+            for layer in sorted(relaxed, reverse=True):
                 release, reload = relaxed[layer]
-                if release < latest and hold(layer, release):
-                    release, changed = release + 1, True
-                relaxed[layer], latest = (release, reload), release
-            earliest = 0
-            for layer in needed:
+                latest = release + (release < latest and hold(layer, release))
+                relaxed[layer] = latest, reload
+            for layer in sorted(relaxed, key=self.backward_at.__getitem__):
                 release, reload = relaxed[layer]
-                if earliest < reload and hold(layer, reload - 1):
-                    reload, changed = reload - 1, True
-                relaxed[layer], earliest = (release, reload), reload
+                earliest = reload - (earliest < reload and hold(layer, reload - 1))
+                relaxed[layer] = release, earliest
         return relaxed

@@ -81,8 +81,7 @@ def inputs_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
 
 def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
     """The first result of the operation that makes a region: an operation makes all of its results at once."""
-    first = regions[number].another_of
-    return number if first is None else first
+    return number if (first := regions[number].another_of) is None else first
 
 
 def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
@@ -117,14 +116,12 @@ def gain(before: RegionCosts, after: RegionCosts) -> float:
 
 
 class Piece(NamedTuple):
-    """A stretch of compute of one layer."""
+    """A stretch of compute of one layer, with the device memory that is allocated at its start and freed at its end."""
 
     kind: Kind
     seconds: float
     taken_bytes: int = 0
-    """Device memory that is allocated when the piece starts."""
     freed_bytes: int = 0
-    """Device memory that is freed when the piece ends."""
     offloads: bool = False
     """In forward: whether ``taken_bytes`` are copied to the host once the piece has ended."""
     awaits: int | None = None
@@ -172,10 +169,8 @@ class LayerCosts(NamedTuple):
 def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
     """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward.
 
-    Args:
-        layer: The layer's costs.
-        policy: Of the layer's regions; if left out, everything that the layer saves is kept, or offloaded.
-        offloads: Whether the layer is offloaded. If not, all that is kept is on the device.
+    Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that is
+    kept is on the device.
     """
     regions = layer.known_regions()
     if policy is None or not layer.regions:
@@ -242,15 +237,12 @@ def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, 
     held = _held_bytes(forward)
     ready_s = accumulate(piece.seconds for piece in forward)
     sent = [(ready, piece.taken_bytes) for ready, piece in zip(ready_s, forward, strict=True) if piece.offloads]
-    offload_s = reload_s = rest_s = 0.0
+    offload_s = rest_s = 0.0
     offloaded_after_s = backward_after_s = -math.inf
     for ready, nbytes in reversed(sent):
         offload_s += nbytes / link.d2h_bytes_per_s
         offloaded_after_s = max(offloaded_after_s, ready + offload_s)
-    reloaded_after_s = []
-    for nbytes in reversed(offloaded):
-        reload_s += nbytes / link.h2d_bytes_per_s
-        reloaded_after_s.append(reload_s)
+    reloaded_after_s = [*accumulate((nbytes / link.h2d_bytes_per_s for nbytes in reversed(offloaded)), initial=0.0)]
     for piece in reversed(backward):
         rest_s += piece.seconds
         if piece.awaits is not None:
@@ -261,7 +253,7 @@ def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, 
         math.fsum(piece.seconds for piece in backward if piece.kind == "recompute"),
         offload_s,
         offloaded_after_s,
-        reload_s,
+        reloaded_after_s[-1],
         backward_after_s,
         held,
         sum(offloaded),
@@ -282,14 +274,12 @@ def costs_of(
 
 
 class Peaks(NamedTuple):
-    """The most bytes on the device in each part of a step."""
+    """The most bytes on the device while each layer runs forward, before the last backward, and in each backward."""
 
     forward: list[int]
-    """While each layer runs forward."""
     between: int
-    """Between the last forward and its backward."""
     backward: list[int]
-    """While each layer runs backward, by the layers' numbers."""
+    """By the layers' numbers."""
 
 
 def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
@@ -300,8 +290,7 @@ def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
     """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
-    resident = len(layers) - num_layers
-    held = 0
+    resident, held = len(layers) - num_layers, 0
     forward, backward = [], []
     for number, layer in enumerate(layers):
         if number >= resident:
@@ -348,24 +337,17 @@ def with_workspace(
 ) -> Profile:
     """A profile with the memory that layers and loss need beside the layers' activations.
 
-    Args:
-        profile: Without that memory.
-        measured: In a step under the default schedule.
-        num_layers: How many layers were offloaded in that step.
-        policies: Of the regions of each layer, if not all were kept or offloaded.
+    It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies.
     """
     instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
     expected = peaks_of(costs_of(profile, instant, range(num_layers), policies), num_layers)
-    layers = zip(profile.layers, measured.forward, measured.backward, expected.forward, expected.backward, strict=True)
-    return replace(
-        profile,
-        layers=tuple(
-            replace(
-                layer,
-                workspace_bytes=max(0, backward - held_backward),
-                forward_workspace_bytes=max(0, forward - held_forward),
-            )
-            for layer, forward, backward, held_forward, held_backward in layers
-        ),
-        loss_bytes=max(0, measured.between - expected.between),
+
+    def beside(measured: Sequence[int], expected: Sequence[int]) -> list[int]:
+        return [max(0, one - other) for one, other in zip(measured, expected, strict=True)]
+
+    more = zip(beside(measured.backward, expected.backward), beside(measured.forward, expected.forward), strict=True)
+    layers = (
+        replace(layer, workspace_bytes=backward, forward_workspace_bytes=forward)
+        for layer, (backward, forward) in zip(profile.layers, more, strict=True)
     )
+    return replace(profile, layers=tuple(layers), loss_bytes=max(0, measured.between - expected.between))

@@ -55,8 +55,8 @@ class Plan:
     max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        policies = tuple(self.policies) or (None,) * len(self.profile.layers)
-        object.__setattr__(self, "policies", policies)  # the way to fill a frozen dataclass
+        # __dict__ is the way to fill a frozen dataclass.
+        vars(self)["policies"] = tuple(self.policies) or (None,) * len(self.profile.layers)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -129,14 +129,11 @@ class Plan:
         step, step_without = format_s(self.step_s), format_s(self.without.duration_s)
         peak, peak_without = format_bytes(self.peak_bytes), format_bytes(self.without.peak_bytes)
         budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
-        lines = [*self._region_table()]
-        lines.append(
-            f"step {step}, of which {format_s(self.recompute_s)} recomputing and {format_s(self.timeline.stall_s)} "
-            f"waiting for copies; {step_without} if all is kept"
-        )
+        again, waiting = format_s(self.recompute_s), format_s(self.timeline.stall_s)
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
-        lines.append(f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}")
-        return "\n".join(lines)
+        seconds = f"step {step}, of which {again} recomputing and {waiting} waiting for copies; {step_without}"
+        memory = f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}"
+        return "\n".join([*self._region_table(), f"{seconds} if all is kept", memory])
 
     def _region_table(self) -> Iterator[str]:
         """For each kind of layer, the policy of each region in offloaded layers and in the others."""
@@ -158,10 +155,8 @@ class Plan:
 
     def _policies_of(self, layers: Iterable[int], row: int) -> str:
         """The policy of one region in these layers; of how many each, if not the same in all."""
-        counts = Counter(self._policy_of(number, row) for number in layers)
-        if len(counts) == 1:
-            return next(iter(counts))
-        return ", ".join(f"{what} {count}" for what, count in counts.most_common())
+        counts = Counter(self._policy_of(number, row) for number in layers).most_common()
+        return counts[0][0] if len(counts) == 1 else ", ".join(f"{what} {count}" for what, count in counts)
 
     def _policy_of(self, number: int, row: int) -> str:
         regions, policy = self.profile.layers[number].regions, self.policies[number]
@@ -182,7 +177,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None) -> Plan:
     """As many whole layers offloaded as leave the step as long as it is, and fit on the host."""
-    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     search = Search(whole, link, math.inf, math.inf if max_host_bytes is None else max_host_bytes)
     every = [*filter(None, map(search.scored, map(search.whole, range(search.count))))]
     score, choice = [found for found in every if found[0].step_s <= every[0][0].step_s * (1 + FREE)][-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Self
 
@@ -101,10 +101,8 @@ class LayerProfile:
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
             check_number(name, getattr(self, name))
-        if self.forward_workspace_bytes is None:
-            object.__setattr__(
-                self, "forward_workspace_bytes", self.workspace_bytes
-            )  # the way to fill a frozen dataclass
+        if self.forward_workspace_bytes is None:  # __dict__ is the way to fill a frozen dataclass
+            vars(self)["forward_workspace_bytes"] = self.workspace_bytes
         check_number("forward_workspace_bytes", self.forward_workspace_bytes)
         if self.regions:
             self._check_regions()
@@ -129,47 +127,30 @@ class LayerProfile:
         forward_workspace_bytes: int | None = None,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
-        regions = tuple(regions)
+        regions, beside = tuple(regions), {"forward_workspace_bytes": forward_workspace_bytes}
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(
-            forward_s,
-            backward_s,
-            saved_bytes,
-            workspace_bytes=workspace_bytes,
-            regions=regions,
-            forward_workspace_bytes=forward_workspace_bytes,
-        )
+        return cls(forward_s, backward_s, saved_bytes, (), workspace_bytes, regions=regions, **beside)
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
             check_number("seconds of a region", region.seconds)
             check_number("nbytes of a region", region.nbytes)
-            if region.another_of is not None and not 0 <= region.another_of < number:
-                raise ValueError(
-                    f"region {number}, {region.name!r}, must be another result of an operation whose first is before "
-                    f"it, got another_of = {region.another_of}; list the regions in the order of forward."
-                )
-            if region.only_with is not None and not 0 <= region.only_with < number:
-                raise ValueError(
-                    f"region {number}, {region.name!r}, must be kept with a region before it, got only_with = "
-                    f"{region.only_with}; list the regions in the order of forward."
-                )
-            if not all(0 <= read < number for read in region.reads):
-                raise ValueError(
-                    f"region {number}, {region.name!r}, must read regions before it, got {region.reads}; list the "
-                    "regions in the order of forward."
-                )
+            first, other, reads = region.another_of, region.only_with, region.reads
+            for named, must in (
+                ((first,), f"be another result of an operation whose first is before it, got another_of = {first}"),
+                ((other,), f"be kept with a region before it, got only_with = {other}"),
+                (reads, f"read regions before it, got {reads}"),
+            ):
+                if not all(one is None or 0 <= one < number for one in named):
+                    text = f"region {number}, {region.name!r}, must {must}; list the regions in the order of forward."
+                    raise ValueError(text)
         saved = tuple(region.nbytes for region in self.regions if region.saved)
         if sum(saved) != self.saved_bytes:
             raise ValueError(
                 f"the saved regions must add up to saved_bytes = {self.saved_bytes}, got {sum(saved)}; make the "
                 "profile with LayerProfile.from_regions"
             )
-        object.__setattr__(self, "tensors", saved)  # the way to fill a frozen dataclass
-
-    def as_one_region(self) -> LayerProfile:
-        """The layer as it is planned where everything that it saves has one policy."""
-        return replace(self, regions=())
+        vars(self)["tensors"] = saved
 
     def known_regions(self) -> tuple[RegionProfile, ...]:
         """The regions; where they are not listed, one for each tensor, of equal seconds, that is never recomputed.
@@ -209,7 +190,7 @@ class Profile:
                 )
         if not layers:
             raise ValueError("layers must hold at least one LayerProfile, got none; profile the layers to offload.")
-        object.__setattr__(self, "layers", layers)
+        vars(self)["layers"] = layers
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
 from offload.planning.profile import Link
-from offload.planning.recipe_step import simulated_s, without_optimizer
-from offload.planning.training_bytes import RECIPES, Recipe, RecipeSeconds, TrainingBytes
+from offload.planning.recipe_step import Prediction
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 LEAST_SHARE = 0.05
 """Of the link, for activations beside copies that need all of it: a plan needs some speed."""
@@ -168,10 +167,11 @@ def plan_recipes(
         host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
         try:
             plans = [plan(left, host_left, link)]
-            rest = link_beside(link, training.link_s(recipe, link, resident)[1], backward_s(plans[0]))
-            plans += [plan(left, host_left, one) for one in (rest, _faster(rest, link)) if one != link]
+            busy_s = training.link_s(recipe, link, resident)[1]
+            plans += [plan(left, host_left, one) for one in _beside_copies(link, busy_s, plans[0])]
         except ValueError as error:
-            return replace(one, step_s=math.inf, reason=_first_words(error))
+            why = str(error).partition(", got")[0]
+            return replace(one, step_s=math.inf, reason=f"activations do not fit: {why}")
         made = min(plans, key=lambda each: seconds(each, recipe, resident))
         return _with_plan(one, made, seconds(made, recipe, resident), beside)
 
@@ -210,51 +210,19 @@ def _with_plan(one: RecipePlan, made: Plan, step_s: float, beside: int) -> Recip
     return replace(one, plan=made, step_s=step_s, device_bytes=device, host_bytes=host)
 
 
-def link_beside(link: Link, busy_s: float, seconds: float) -> Link:
-    """What is left to load activations in so many seconds of backward, of which a recipe's copies take ``busy_s``."""
-    share = 1.0 - busy_s / seconds if seconds > 0 else 0.0
-    return link if busy_s <= 0 else replace(link, h2d_bytes_per_s=link.h2d_bytes_per_s * max(LEAST_SHARE, share))
+def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
+    """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and more than that.
 
-
-def _faster(rest: Link, link: Link) -> Link:
-    """With more for the activations: some of their copies to the device run where the recipe has none."""
-    return replace(rest, h2d_bytes_per_s=min(link.h2d_bytes_per_s, MORE_SHARE * rest.h2d_bytes_per_s))
-
-
-def backward_s(plan: Plan) -> float:
-    """Predicted seconds of a step's backward, with the loss."""
-    return plan.step_s - plan.profile.other_s - _forward_s(plan)
-
-
-def _forward_s(plan: Plan) -> float:
-    return math.fsum(layer.forward_s for layer in plan.profile.layers)
-
-
-class Prediction(NamedTuple):
-    """Predicts steps of recipes from a profile that was measured under one of them."""
-
-    training: TrainingBytes
-    link: Link
-    arithmetic_s: float
-    measured: RecipeSeconds
-
-    @classmethod
-    def of(
-        cls, training: TrainingBytes, link: Link, measured: Recipe, resident_bytes: int, arithmetic_s: float
-    ) -> Prediction:
-        """From steps under ``measured``, with so much of the state resident; see :func:`plan_recipes`."""
-        return cls(training, link, arithmetic_s, training.seconds(measured, link, resident_bytes, arithmetic_s))
-
-    def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
-        """Seconds of a step, simulated with the copies of the recipe.
-
-        What the optimizer's arithmetic and copies have added to the measured steps does not count.
-        """
-        training, before = self.training, self.measured
-        busy = training.seconds(recipe, self.link, resident, self.arithmetic_s)
-        rest_s = max(0.0, plan.profile.other_s - before.step - before.tail)
-        alone = replace(plan, profile=without_optimizer(plan.profile, before))
-        return simulated_s(alone, training, recipe, resident, self.link, busy, rest_s)
+    Some copies of the activations to the device run where the recipe has none.
+    """
+    if busy_s <= 0:
+        return []
+    forward_s = math.fsum(layer.forward_s for layer in plan.profile.layers)
+    backward_s = plan.step_s - plan.profile.other_s - forward_s  # with the loss
+    share = 1.0 - busy_s / backward_s if backward_s > 0 else 0.0
+    alone = link.h2d_bytes_per_s
+    left = alone * max(LEAST_SHARE, share)
+    return [replace(link, h2d_bytes_per_s=one) for one in (left, min(alone, MORE_SHARE * left)) if one != alone]
 
 
 def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | None) -> str:
@@ -263,8 +231,3 @@ def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | No
     if max_host_bytes is not None and host > max_host_bytes:
         return f"needs {format_bytes(host)} of host memory"
     return ""
-
-
-def _first_words(error: ValueError) -> str:
-    text = str(error).partition(", got")[0]
-    return f"activations do not fit: {text}"

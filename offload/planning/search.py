@@ -55,23 +55,19 @@ ROUNDING = 1e-8
 
 
 class Among(Enum):
-    """Among which policies a search chooses. The fewer there are, the less a step costs the host."""
+    """What is kept, offloaded or recomputed in one piece. The fewer choices, the less a step costs the host."""
 
     REGIONS = "regions"
-    """Each region is kept, offloaded or recomputed."""
     LAYERS = "whole layers"
-    """Each layer is kept, offloaded or recomputed as a whole."""
     CHECKPOINTS = "checkpoints"
-    """Each layer is kept or recomputed as a whole: nothing is copied."""
+    """Whole layers, and nothing is copied."""
 
 
 class Choice(NamedTuple):
-    """A policy for each layer."""
+    """How many layers are offloaded, the first ones; and of each layer its way, by its number in those of its kind."""
 
     num_layers: int
-    """How many layers are offloaded, the first ones."""
     ways: tuple[int, ...]
-    """Of each layer, the number of its way among those of its kind."""
 
     def with_way(self, number: int, way: int) -> Choice:
         return Choice(self.num_layers, (*self.ways[:number], way, *self.ways[number + 1 :]))

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from offload.observe.spans import LANES, Kind, Lane, Span, merged
@@ -74,16 +75,6 @@ def simulate(
             f"{len(profile.layers)}; profile the layers that the schedule speaks of."
         )
     policies = policies or (None,) * schedule.model_layers
-    _check_policies(policies, profile)
-    if title is None:
-        title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
-    steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
-    loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
-    steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
-    return simulate_steps(schedule, profile.layers, link, steps, policies=policies, title=title)
-
-
-def _check_policies(policies: Sequence[LayerPolicy | None], profile: Profile) -> None:
     if len(policies) != len(profile.layers):
         raise ValueError(
             f"policies must be one for each of the {len(profile.layers)} layers, got {len(policies)}; give None "
@@ -96,6 +87,12 @@ def _check_policies(policies: Sequence[LayerPolicy | None], profile: Profile) ->
                 f"the policy of layer {number} must keep some of the regions {sorted(can_be_kept)}, which are saved or "
                 f"inputs, got {sorted(policy.kept - can_be_kept)}; plan with the same profile."
             )
+    if title is None:
+        title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
+    steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
+    loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
+    steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
+    return simulate_steps(schedule, profile.layers, link, steps, policies=policies, title=title)
 
 
 @dataclass(eq=False, slots=True)
@@ -110,9 +107,8 @@ class _Task:
     after: _Task | None = None
     """A task of another stream, over before this one starts."""
     taken_bytes: int = 0
-    """Device memory that is allocated when the task starts, or freed if negative."""
+    """Device memory that is allocated when the task starts, or freed if negative; ``freed_bytes`` are when it ends."""
     freed_bytes: int = 0
-    """Device memory that is freed when the task ends."""
     start_s: float = math.inf
     end_s: float = math.inf
     left: float = 0.0
@@ -134,14 +130,18 @@ def simulate_steps(
     """The timeline of any steps: the points of the schedule in their order, and what compute does between them."""
     tasks = list(_tasks(schedule, layers, policies or (None,) * len(layers), steps))
     queues = {lane: [task for task in tasks if task.lane == lane] for lane in LANES}
+    compute = queues["compute"]
     _run(queues, link)
     # Pieces of a layer without a pause are one span; compute that belongs to no layer is not joined.
-    spans = [*merged(_compute_spans(queues["compute"]), lambda span: -1.0 if span.layer is None else 0.0)]
+    spans = [*merged(_compute_spans(compute), lambda span: -1.0 if span.layer is None else 0.0)]
     spans += [
         Span(task.lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
         for task in (*queues["d2h"], *queues["h2d"])
     ]
-    return Timeline(tuple(spans), tuple(_memory_of(queues["compute"])), title)
+    changes = [edge for one in compute for edge in ((one.start_s, one.taken_bytes), (one.end_s, -one.freed_bytes))]
+    held = accumulate(change for _, change in changes)
+    memory = [(time_s, nbytes) for (time_s, change), nbytes in zip(changes, held, strict=True) if change]
+    return Timeline(tuple(spans), ((0.0, 0), *memory), title)
 
 
 def _tasks(
@@ -230,14 +230,3 @@ def _compute_spans(tasks: Iterable[_Task]) -> Iterator[Span]:
         if task.amount:
             yield Span("compute", task.kind, task.start_s, task.end_s, task.label, task.layer)
         last_end_s = task.end_s
-
-
-def _memory_of(tasks: Iterable[_Task]) -> Iterator[tuple[float, int]]:
-    """The bytes on the device, from each time on."""
-    held = 0
-    yield 0.0, held
-    for task in tasks:
-        for time_s, change in ((task.start_s, task.taken_bytes), (task.end_s, -task.freed_bytes)):
-            held += change
-            if change:
-                yield time_s, held

@@ -46,12 +46,8 @@ RECIPES = (
 
 
 class RecipeSeconds(NamedTuple):
-    """What a recipe adds to a step beside the activations."""
+    """What a recipe adds to a step beside the activations, and beside copies that forward and backward can hide."""
 
-    forward: float
-    """The link is busy for so long in forward."""
-    backward: float
-    """The link is busy for so long in backward."""
     tail: float
     """Backward ends so much later: nothing is left to hide the loads of what it comes to last."""
     step: float
@@ -106,35 +102,27 @@ class TrainingBytes:
         The optimizer has its parameters in the order ``stepped``; that of ``parameters`` if left out.
         """
 
-        def gradient_of(parameter: Any) -> int:
-            return int(parameter.nbytes) if parameter.requires_grad else 0
-
         def bytes_of(some: Sequence[Any]) -> tuple[int, int, int]:
-            return sum(one.nbytes for one in some), sum(map(gradient_of, some)), sum(map(state_of, some))
+            trained = sum(one.nbytes for one in some if one.requires_grad)
+            return sum(one.nbytes for one in some), trained, sum(map(state_of, some))
 
         layers = [*layers]
         numbers = {one: number for number, own in enumerate(layers) for one in own}
         sized = [one for one in (parameters if stepped is None else stepped) if state_of(one)]
         in_front = {*takewhile(lambda one: one not in numbers, sized)}
-        front = sum(map(state_of, in_front))
         places = tuple(numbers.get(one, -1 if one in in_front else -2) for one in sized)
-        largest = max(map(gradient_of, parameters), default=0)
-        elements = sum(one.numel() for one in parameters if one.requires_grad)
-        by_layer: list[tuple[int, ...]] = [*zip(*map(bytes_of, layers), strict=True)]
-        of_layers = by_layer[0], by_layer[1], by_layer[2]
-        of_each = tuple(map(state_of, sized))
-        return cls(*bytes_of(parameters), *of_layers, largest, slots, elements, of_each, front, places)
+        trained = [one for one in parameters if one.requires_grad]
+        largest, elements = max((one.nbytes for one in trained), default=0), sum(one.numel() for one in trained)
+        weights, gradients, states = zip(*map(bytes_of, layers), strict=True)
+        own, front = tuple(map(state_of, sized)), sum(map(state_of, in_front))
+        return cls(*bytes_of(parameters), weights, gradients, states, largest, slots, elements, own, front, places)
 
     def held_bytes(self, recipe: Recipe, resident: int = 0) -> int:
-        """What is on the device from step to step: weights, optimizer state, and slots.
-
-        Of streamed state, ``resident`` bytes are on the device, here and below.
-        """
-        outside = self.weights - sum(self.layer_weights)
-        slots = LAYERS_IN_FLIGHT * max(self.layer_weights)
-        weights = self.weights if recipe.weights == "resident" else outside + slots
-        state, _ = self.state_bytes(recipe, resident)
-        return weights + state + (min(self.slots, self.state - state) if recipe.optimizer == "streamed" else 0)
+        """Weights, state and slots on the device from step to step; ``resident`` bytes of streamed state are there."""
+        streamed = self.weights - sum(self.layer_weights) + LAYERS_IN_FLIGHT * max(self.layer_weights)
+        here, there = self.state_bytes(recipe, resident)
+        slots = min(self.slots, there) if recipe.optimizer == "streamed" else 0
+        return (self.weights if recipe.weights == "resident" else streamed) + here + slots
 
     def state_bytes(self, recipe: Recipe, resident: int = 0) -> tuple[int, int]:
         """Optimizer state on the device, and on the host."""
@@ -190,33 +178,21 @@ class TrainingBytes:
         Both directions are busy at once, and the slower one counts.
         """
         d2h, h2d = link.rates(d2h=True, h2d=True)
-        loaded = sent = 0  # bytes in backward
-        loaded_to_step = sent_to_step = 0
-        streamed = self.state - resident
-        if recipe.weights == "streamed":
-            loaded += sum(self.layer_weights)
-            sent += sum(self.layer_gradients)  # or the new weights, which are as large
-        if recipe.optimizer == "streamed":
-            if recipe.gradients == "consumed":
-                loaded += streamed
-                sent += streamed
-            else:
-                loaded_to_step = sent_to_step = streamed
-            if recipe.gradients == "host":  # the step reads and writes the weights that are trained, too
-                loaded_to_step += 2 * sum(self.layer_gradients)
-                sent_to_step += sum(self.layer_gradients)
-        forward_s = sum(self.layer_weights) / link.h2d_bytes_per_s if recipe.weights == "streamed" else 0.0
-        step_s = max(loaded_to_step / h2d, sent_to_step / d2h)
+        state = self.state - resident if recipe.optimizer == "streamed" else 0
+        trained = sum(self.layer_gradients)  # and the new weights, which are as large
+        weights, sent = (sum(self.layer_weights), trained) if recipe.weights == "streamed" else (0, 0)
+        beside, step = (state, 0) if recipe.gradients == "consumed" else (0, state)
+        read = trained if recipe.gradients == "host" else 0  # the step reads them, and reads and writes the weights
+        step_s = max((step + 2 * read) / h2d, (step + read) / d2h)
         if recipe.optimizer == "cpu":
             step_s = self.trained_elements / CPU_ELEMENTS_PER_S
-        return forward_s, max(loaded / h2d, sent / d2h), step_s
+        return weights / link.h2d_bytes_per_s, max((weights + beside) / h2d, (sent + beside) / d2h), step_s
 
     def seconds(self, recipe: Recipe, link: Link, resident: int = 0, arithmetic_s: float = 0.0) -> RecipeSeconds:
         """What a recipe adds to a step, where the device steps all parameters in ``arithmetic_s`` if nothing waits."""
-        forward_s, backward_s, step_s = self.link_s(recipe, link, resident)
+        step_s = self.link_s(recipe, link, resident)[2]
         if recipe.gradients != "consumed":
             # Copies and arithmetic of different chunks run at the same time; and the CPU is no faster than the device.
-            return RecipeSeconds(forward_s, backward_s, 0.0, max(step_s, arithmetic_s), 0.0)
+            return RecipeSeconds(0.0, max(step_s, arithmetic_s), 0.0)
         _, h2d = link.rates(d2h=True, h2d=True)
-        tail_s = self.copied_state(resident)[0] / h2d
-        return RecipeSeconds(forward_s, backward_s, tail_s, step_s, arithmetic_s)
+        return RecipeSeconds(self.copied_state(resident)[0] / h2d, step_s, arithmetic_s)

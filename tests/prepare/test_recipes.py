@@ -9,7 +9,8 @@ import pytest
 
 import offload
 from offload.base.evenly import evenly
-from offload.planning.recipes import Prediction, plan_recipes, without_activations
+from offload.planning.recipe_step import Prediction
+from offload.planning.recipes import plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
