@@ -95,9 +95,13 @@ class Handle(ABC):
     def remove(self) -> None:
         """Undo it all. A second call does nothing."""
 
-    def __enter__(self) -> Self:
+    def check_in_use(self) -> None:
+        """Raise if the handle says that it was removed."""
         if getattr(self, "state", "") == "removed":
             raise RuntimeError(f"the handle must be in use, but it was removed; {self.again} again.")
+
+    def __enter__(self) -> Self:
+        self.check_in_use()
         return self
 
     def __exit__(self, *_: object) -> None:

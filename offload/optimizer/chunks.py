@@ -77,11 +77,10 @@ def _warn_of_sums() -> None:
 
 @dataclass
 class StateSlot:
-    """Device memory for the state of one chunk at a time."""
+    """Device memory for the state of one chunk at a time, and the event after which nothing uses the slot."""
 
     memory: torch.Tensor
     free: Event
-    """After it, neither compute nor a copy uses the slot."""
     held: list[torch.Tensor] = field(default_factory=list)
     """State that the optimizer has allocated itself, until it is on the host."""
 
@@ -151,7 +150,12 @@ class ChunkStepper:
                 state.total = parameter.grad
             if state.total is not None:
                 state.total = _dense(state.total, local(parameter))
-            self._place_gradient(parameter)
+            gradient: Any = parameter.grad if state.gradient is None else state.gradient
+            if getattr(gradient, "placements", None) != (placements := getattr(parameter, "placements", None)):
+                # Some layers leave sums to whoever reads them: the gradient is sharded as its parameter is.
+                if torch.__version__ >= "2.14" and any(one.is_partial() for one in gradient.placements):
+                    _warn_of_sums()
+                state.gradient = gradient.redistribute(placements=placements)
         chunks = self.split(parameters)
         loaded: list[Loaded] = []
         for number in range(len(chunks)):
@@ -163,15 +167,6 @@ class ChunkStepper:
             state.forget_step()
             if state.on_host:  # written where autograd does not see it
                 torch.autograd.graph.increment_version(parameter)
-
-    def _place_gradient(self, parameter: Any) -> None:
-        """A sharded parameter's gradient must be sharded alike: some layers leave sums to whoever reads them."""
-        state = self.store.of(parameter)
-        gradient: Any = parameter.grad if state.gradient is None else state.gradient
-        if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
-            if torch.__version__ >= "2.14" and any(one.is_partial() for one in gradient.placements):
-                _warn_of_sums()
-            state.gradient = gradient.redistribute(placements=parameter.placements)
 
     def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
         """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
@@ -322,12 +317,15 @@ class ChunkStepper:
 
     def _parameter(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, nn.Parameter]:
         """The piece of the weights, and what the step is given: that, or a copy in the state's dtype."""
-        given = piece.state.parameter
-        remainder = tensors.get(REMAINDER)
-        target, gradient = self._weights(piece, tensors), self._gradient(piece, tensors)
+        state, remainder = piece.state, tensors.get(REMAINDER)
+        if not state.on_host:
+            target = piece.of(local(state.parameter))
+        else:
+            target = tensors[WEIGHTS] if state.weights is None else piece.of(state.weights)
+        gradient = self._gradient(piece, tensors.get(TOTAL))
         dtype = dtype_of_step(target, self.store.state_dtype)
         value = target.to(dtype) if remainder is None else join(target, remainder)
-        parameter = nn.Parameter(value, requires_grad=given.requires_grad)
+        parameter = nn.Parameter(value, requires_grad=state.parameter.requires_grad)
         if dtype is not target.dtype:
             gradient = gradient.to(dtype)
         if gradient.dtype is not dtype:
@@ -335,22 +333,14 @@ class ChunkStepper:
         parameter.grad = gradient
         return target, parameter
 
-    def _weights(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The piece of the weights, on the device."""
-        state = piece.state
-        if not state.on_host:
-            return piece.of(local(state.parameter))
-        return tensors[WEIGHTS] if state.weights is None else piece.of(state.weights)
-
-    def _gradient(self, piece: ParameterPiece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _gradient(self, piece: ParameterPiece, total: torch.Tensor | None) -> torch.Tensor:
         """The piece of the gradient, on the device, with what earlier microbatches have left on the host."""
-        state, total = piece.state, tensors.get(TOTAL)
-        given, whole = state.parameter, local(state.parameter)
+        state, given = piece.state, piece.state.parameter
         gradient = given.grad if state.gradient is None else state.gradient
         assert gradient is not None  # noqa: S101  # only parameters with one are stepped
         if total is not None and state.gradient is None:
             return total
-        gradient = piece.of(_dense(local(gradient), whole))
+        gradient = piece.of(_dense(local(gradient), local(given)))
         if total is not None:
             return total.add_(gradient)
         # As autograd would add it to parameter.grad.

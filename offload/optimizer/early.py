@@ -36,13 +36,6 @@ _logger = logging.getLogger(__name__)
 CUT_OFF = "backward was cut off when some parameters had made their step"
 
 
-class _Seen(NamedTuple):
-    """A gradient that a parameter was stepped with, and its version then."""
-
-    gradient: torch.Tensor
-    version: int
-
-
 class LayerGradient(NamedTuple):
     """The gradient of a parameter whose weights are on the host."""
 
@@ -53,15 +46,6 @@ class LayerGradient(NamedTuple):
     """On the host: what earlier microbatches have left, to which the gradient is added."""
     weights: torch.Tensor | None
     """On the device, where they are updated; ``None`` if they have to be loaded."""
-
-
-class _BackwardFlight(NamedTuple):
-    """Gradients in use beside compute, and the event after which they are not."""
-
-    gradients: list[torch.Tensor]
-    stepped: Event
-    owned: bool
-    """Whether the program does not have them in ``parameter.grad``."""
 
 
 class BackwardSteps:
@@ -76,16 +60,20 @@ class BackwardSteps:
         # The parameters may outlive the optimizer, and must not keep it.
         seen = weakref.WeakMethod(self._gradient_is_there)
         self._hook = lambda parameter: None if (call := seen()) is None else call(parameter)
-        self._take_off = weakref.finalize(self, _remove_all, self._hooks)
+        self._take_off = weakref.finalize(
+            self, lambda hooks: [*map(RemovableHandle.remove, hooks.values())], self._hooks
+        )
         self._unwrapped = False
         """Whether the first backward has found no ``DistributedDataParallel`` around the parameters."""
         self._groups: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, None] = {}
         """Parameters whose gradients are complete, and that fill no chunk yet."""
         self._room = 0
-        self._seen: dict[torch.Tensor, _Seen | None] = {}
-        """The parameters that this step has stepped; ``None`` where the gradient was consumed."""
-        self._flights: deque[_BackwardFlight] = deque()
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int] | None] = {}
+        """The parameters that this step has stepped, with the gradient and its version unless it was consumed."""
+        self._flights: deque[tuple[list[torch.Tensor], Event, bool]] = deque()
+        """Gradients in use beside compute, the event after which they are not, and whether ``parameter.grad`` of the
+        program lacks them."""
         self._runs: set[object] = set()
         """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
         backward of streamed layers, which ends by itself."""
@@ -130,7 +118,7 @@ class BackwardSteps:
             self._refuse("a GradScaler scales them")
         for parameter, one in seen.items():
             now = parameter.grad
-            if now is not None and (one is None or now is not one.gradient or now._version != one.version):
+            if now is not None and (one is None or now is not one[0] or now._version != one[1]):
                 self._refuse(f"that of a parameter of shape {tuple(parameter.shape)} has been changed since")
         return set(seen)
 
@@ -147,10 +135,8 @@ class BackwardSteps:
         if not self.enabled:
             return
         if (run := this_backward()) not in self._runs:
-            if not self._runs:
-                self._begin()
-            when_backward_ends(_Run(self, run))
-            self._runs.add(run)  # last: an interrupt leaves no run that nothing ends
+            when_backward_ends(_Run(self, run))  # first: an interrupt leaves no run that nothing ends
+            self.begin_run(run)
         self._check_first(parameter)
         if parameter not in self._groups:
             return  # it was taken out of the optimizer
@@ -170,7 +156,7 @@ class BackwardSteps:
             )
 
     def begin_run(self, run: object) -> None:
-        """The backward of streamed layers has its first gradient; :meth:`end_run` has to be called at its end."""
+        """A backward has its first gradient; :meth:`end_run` has to be called at its end."""
         if run not in self._runs:
             if not self._runs:
                 self._begin()
@@ -240,8 +226,8 @@ class BackwardSteps:
             stepped = backend.compute_stream().record_event()
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state, gradient in zip(states, gradients, strict=True):
-            self._seen[state.parameter] = None if owned else _Seen(gradient, gradient._version)
-        self._flights.append(_BackwardFlight(gradients, stepped, owned))
+            self._seen[state.parameter] = None if owned else (gradient, gradient._version)
+        self._flights.append((gradients, stepped, owned))
 
     def _land(self) -> None:
         """Compute waits for the oldest step beside it: it may use the memory of the gradients from here on."""
@@ -261,7 +247,7 @@ class BackwardSteps:
         self._waiting.clear()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
-            last = self._flights[-1].stepped
+            _, last, _ = self._flights[-1]
             try:
                 self._stepper.backend.wait_on_host(last, StepWait.JOINED)
             except RuntimeError:  # the program has the error of its backward, and a finalizer may have called
@@ -283,11 +269,6 @@ class BackwardSteps:
             self._stepper.torn = ""
 
 
-def _remove_all(hooks: dict[torch.Tensor, RemovableHandle]) -> None:
-    while hooks:
-        hooks.popitem()[1].remove()
-
-
 class _Run:
     """One run of autograd's engine, which owns this object: called at its end, and gone without a call if it failed."""
 
@@ -295,14 +276,14 @@ class _Run:
         self._steps: BackwardSteps | None = steps
         self._number = number
 
-    def __call__(self) -> None:
+    def __call__(self, *, failed: bool = False) -> None:
         steps, self._steps = self._steps, None
         if steps is not None:
-            steps.end_run(self._number, failed=False)
+            steps.end_run(self._number, failed=failed)
 
     def __del__(self) -> None:
-        if self._steps is not None and not sys.is_finalizing():
-            self._steps.end_run(self._number, failed=True)
+        if not sys.is_finalizing():
+            self(failed=True)
 
 
 def _scaler_steps() -> bool:

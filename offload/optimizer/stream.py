@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, cast
 
 import torch
 
@@ -66,6 +66,8 @@ class OptimizerStats:
 class StreamedOptimizer(Handle):
     """An optimizer whose state is streamed, from :func:`stream_optimizer` to :meth:`remove` or the end of ``with``."""
 
+    again = "stream the optimizer"
+
     def __init__(self, stepper: ChunkStepper, early: BackwardSteps | None) -> None:
         self._stepper: ChunkStepper | None = stepper
         self._early = early
@@ -85,9 +87,8 @@ class StreamedOptimizer(Handle):
 
     @property
     def _in_use(self) -> ChunkStepper:
-        if self._stepper is None:
-            raise RuntimeError("the handle must be in use, but it was removed; stream the optimizer again.")
-        return self._stepper
+        self.check_in_use()
+        return cast("ChunkStepper", self._stepper)
 
     @contextmanager
     def no_step(self) -> Iterator[None]:
@@ -152,10 +153,6 @@ class StreamedOptimizer(Handle):
             self._early.close()
         _streamed.discard(stepper.optimizer)
         self._stepper = None
-
-    def __enter__(self) -> Self:
-        _ = self._in_use
-        return self
 
     def __repr__(self) -> str:
         host, slots = (format_bytes(self._counters[name]) for name in ("host_bytes", "slot_bytes"))
@@ -351,7 +348,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
-    devices = list(dict.fromkeys(_steps_on(parameter) for parameter in parameters))
+    # A parameter is stepped where it is, or, if its weights are streamed, where they are streamed to.
+    devices = list(dict.fromkeys((holder_of(parameter) or parameter).device for parameter in parameters))
     if len(devices) != 1:
         raise ValueError(
             f"optimizer must have its parameters on one device, got {' and '.join(map(str, devices)) or 'none'}; build "
@@ -364,8 +362,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
                 f"optimizer must have dense parameters, got one of shape {tuple(part.shape)} with gaps in memory or "
                 "sparse; make it contiguous."
             )
-    device: torch.device = devices[0]
-    return device
+    return devices[0]
 
 
 def _check_layers(optimizer: torch.optim.Optimizer) -> None:
@@ -373,12 +370,6 @@ def _check_layers(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     for holder in holders_of(parameters):
         holder.check_steps(parameters)
-
-
-def _steps_on(parameter: torch.Tensor) -> torch.device:
-    """Where the parameter is stepped: where it is, or, if its weights are streamed, where they are streamed to."""
-    holder = holder_of(parameter)
-    return parameter.device if holder is None else holder.device
 
 
 def streams_any_of(parameters: Collection[torch.Tensor]) -> bool:
