@@ -15,7 +15,7 @@ from offload.base import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "offload"
-MAP = ROOT / "docs" / "contributing" / "map.md"
+MAP = ROOT / "MAP.md"
 FILES = sorted(LIBRARY.rglob("*.py"))
 ROOMS = sorted(path.parent for path in LIBRARY.glob("*/__init__.py"))
 

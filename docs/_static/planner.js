@@ -219,7 +219,7 @@
       element("div", { class: "planner-answer" },
         parts.summary, code(parts.python), parts.curve, parts.legend, parts.ways, parts.streams,
         element("p", { class: "planner-note" }, "Operation by operation, in a shell; ",
-          element("a", { href: "reference/command_line.html#what-to-do-with-a-model" }, "what is counted, and what is not"), ":"),
+          element("a", { href: "reference/command_line.html#what-is-counted" }, "what is counted, and what is not"), ":"),
         code(parts.command)));
   }
 

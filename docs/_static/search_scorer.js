@@ -2,7 +2,7 @@
 // mention the word. A page is found only if it contains all words of the query.
 const answers = {
   "docs/out_of_memory": ["cuda out of memory", "out of memory", "oom", "outofmemoryerror", "gpu memory full", "memory error"],
-  "docs/reference/troubleshooting": ["nothing was offloaded", "error", "warning", "slow", "stall", "no memory saved", "wasted", "late_reloads", "skipped"],
+  "docs/reference/troubleshooting": ["nothing was offloaded", "error", "warning", "slow", "stall", "no memory saved", "wasted", "late_reloads", "skipped", "nsys", "profiler", "timeline", "perfetto", "stats"],
   "docs/howto/budget": ["min_bytes", "memory_budget", "memory budget", "policies", "max_host_bytes", "num_layers"],
   "docs/explanation/limits": ["pinned memory", "torch.compile", "fp8", "wsl", "container", "docker", "when not to use", "host memory"],
   "docs/quickstart": ["cpu offload", "activation offload", "activation offloading", "getting started", "example"],
@@ -16,11 +16,9 @@ const answers = {
   "docs/howto/pipeline": ["pipeline parallel", "pipeline parallelism", "pipeline", "1f1b"],
   "docs/howto/long_context": ["128k", "long context", "long sequence", "logits"],
   "docs/howto/weight_streaming": ["stream weights", "weights", "weight offload"],
-  "docs/howto/optimizer_state": ["optimizer state", "optimizer", "adamw", "stream_optimizer"],
-  "docs/howto/recipe": ["full fine-tune", "fine-tune", "prepare", "recipe"],
+  "docs/howto/recipe": ["full fine-tune", "fine-tune", "prepare", "recipe", "optimizer state", "optimizer", "adamw", "stream_optimizer"],
   "docs/howto/migrate": ["save_on_cpu", "transformer engine", "activation checkpointing", "gradient checkpointing", "torchtune"],
   "docs/howto/cuda_graphs": ["cuda graph", "cuda graphs"],
-  "docs/howto/see_what_happened": ["nsys", "profiler", "timeline", "perfetto", "stats"],
   "docs/explanation/comparison": ["deepspeed", "megatron", "unsloth", "axolotl", "comparison"],
   "notebooks/01_basic": ["tutorial", "notebook"],
 };

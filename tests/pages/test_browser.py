@@ -28,7 +28,7 @@ SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"),
 PAGES = sorted(path.relative_to(ROOT).with_suffix(".html").as_posix() for path in SOURCES)
 PAGES += ["genindex.html", "py-modindex.html", "search.html"]
 ONE_MORE_OF_A_KIND = re.compile(
-    r"docs/reference/(?!activations)|notebooks/0[2-9]|genindex|py-modindex|CHANGELOG"  # made by the same templates
+    r"docs/reference/(?!api)|notebooks/0[2-9]|genindex|py-modindex|CHANGELOG"  # made by the same templates
 )
 
 # Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the
@@ -144,7 +144,7 @@ FIRST_HITS = {
     "QLoRA": "docs/howto/trainers.html",
     "MoE": "docs/howto/trainers.html",
     "GH200": "docs/explanation/hardware.html",
-    "nsys": "docs/howto/see_what_happened.html",
+    "nsys": "docs/reference/troubleshooting.html",
     "troubleshooting": "docs/reference/troubleshooting.html",
     "error": "docs/reference/troubleshooting.html",
     "long context": "docs/howto/long_context.html",
@@ -161,7 +161,7 @@ FIRST_HITS = {
     "NUMA": "docs/explanation/hardware.html",
     "slow": "docs/reference/troubleshooting.html",
     "TRL": "docs/howto/trainers.html",
-    "optimizer state": "docs/howto/optimizer_state.html",
+    "optimizer state": "docs/howto/recipe.html",
     "full fine-tune": "docs/howto/recipe.html",
     "PyTorch version": "docs/installation.html",
     "save_on_cpu": "docs/howto/migrate.html",
@@ -280,9 +280,8 @@ ANSWERS = {
     "docs/benchmarks.html": ["against nothing", "ratio", "holds", "activation peak, GiB"],
     "docs/howto/budget.html": ["against checkpointing"],
     "docs/howto/long_context.html": ["against checkpointing", "this library"],
-    "docs/howto/optimizer_state.html": ["against resident", "peak, GiB"],
     "docs/howto/pipeline.html": ["less", "longer"],
-    "docs/howto/recipe.html": ["needs"],
+    "docs/howto/recipe.html": ["needs", "longer by", "against resident"],
     "docs/howto/weight_streaming.html": ["streamed", "over the limit", "losses"],
     "docs/out_of_memory.html": ["longer by", "activation peak, GiB"],
     "docs/reference/troubleshooting.html": ["stall_s, ms", "late_reloads"],

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SITE = [ROOT / "index.md", *sorted(ROOT.glob("docs/**/*.md"))]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-TEXTS = [ROOT / "README.md", *SITE, ROOT / "CHANGELOG.md"]
+TEXTS = [ROOT / "README.md", *SITE, ROOT / "CHANGELOG.md", ROOT / "MAP.md"]
 CODE = sorted([*ROOT.glob("offload/**/*.py"), *ROOT.glob("docs/examples/*.py")])
 
 MOST_WORDS = 16_000

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FREE = 1.03
-"""How much longer a step of a free number of layers is measured to be, at most: ``docs/how_it_works.md`` says why."""
+"""How much longer a step of a free number of layers is measured to be, at most; the page on hardware says why."""
 
 
 def rows_of(workload: str) -> list[Row]:

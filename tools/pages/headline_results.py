@@ -51,8 +51,8 @@ def optimizer_line() -> str:
     """What optimizer state in host memory came to."""
     resident, streamed = optimizer_rows()
     return (
-        f"[optimizer state](docs/howto/optimizer_state.md) of {LLAMA} **{gib(resident['peak_bytes'], 0)} → "
-        f"{gib(streamed['peak_bytes'], 0)} GiB**, step **{more(streamed['to_resident'])}**, with "
+        f"[optimizer state](docs/howto/recipe.md#optimizer-state-on-the-host) of {LLAMA} "
+        f"**{gib(resident['peak_bytes'], 0)} → {gib(streamed['peak_bytes'], 0)} GiB**, step **{more(streamed['to_resident'])}**, with "
         f"{gib(streamed['pinned_bytes'], 0)} GiB of host memory"
     )
 

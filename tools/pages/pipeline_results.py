@@ -72,7 +72,7 @@ def half_table(records: list[Row]) -> str:
     )
     rows = [row for record in records for row in record["rows"]]
     same = (
-        "Gradients are bit-identical to those without offloading on every rank, in all rows of this page."
+        "Gradients are bit-identical to those without offloading on every rank, in all rows here."
         if all(row["bit_identical"] for row in rows)
         else "Gradients differ from those without offloading."
     )

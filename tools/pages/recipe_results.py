@@ -12,6 +12,16 @@ PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
 
+IN_WORDS = {
+    "weights streamed": "hold the weights in host memory",
+    "gradients consumed": "free each gradient as soon as its parameter has been stepped",
+    "gradients host": "hold the gradients in host memory",
+    "optimizer streamed": "hold the optimizer state in host memory",
+    "optimizer cpu": "step the optimizer on the CPU",
+}
+"""Part of a recipe → what the call does for it."""
+
+
 def record_of(path: Path = RECORD) -> Row | None:
     """The record, if there is one of a whole run on a GPU."""
     return read(path.stem) if path.exists() else None
@@ -55,11 +65,17 @@ def line_of(record: Row | None) -> str:
     resident = resident_of(row, record["rows"])
     assert resident is not None
     return (
-        f"> AdamW on {LLAMA}, {row['tokens']:,} tokens: **{gib(resident['peak_bytes'], 0)} → "
-        f"{gib(row['peak_bytes'], 0)} GiB**, step **{longer(row, record['rows'])}** against checkpointing with "
-        f"everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory. The call chose "
-        f"*{recipe_of(row)}*. {record['hardware']['gpu']}, the loss in chunks.\n"
+        f"> Measured with AdamW on {LLAMA} and {row['tokens']:,} tokens: **{gib(resident['peak_bytes'], 0)} → "
+        f"{gib(row['peak_bytes'], 0)} GiB** of GPU memory, step **{longer(row, record['rows'])}** against "
+        f"checkpointing with everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory. "
+        f"{chosen(row)}{record['hardware']['gpu']}, the loss in chunks.\n"
     )
+
+
+def chosen(row: Row) -> str:
+    """In a sentence, where the call has put the parts that are not on the device as they are."""
+    parts = [said for part, said in IN_WORDS.items() if part in str(row["recipe"]).split(", ")]
+    return f"The call chose to {' and to '.join(parts)}. " if parts else ""
 
 
 def table_of(record: Row | None) -> str:
