@@ -52,8 +52,8 @@ def optimizer_line() -> str:
     resident, streamed = optimizer_rows()
     return (
         f"[optimizer state](docs/howto/recipe.md#optimizer-state-on-the-host) of {LLAMA} "
-        f"**{gib(resident['peak_bytes'], 0)} → {gib(streamed['peak_bytes'], 0)} GiB**, step **{more(streamed['to_resident'])}**, with "
-        f"{gib(streamed['pinned_bytes'], 0)} GiB of host memory"
+        f"**{gib(resident['peak_bytes'], 0)} → {gib(streamed['peak_bytes'], 0)} GiB**, step "
+        f"**{more(streamed['to_resident'])}**, with {gib(streamed['pinned_bytes'], 0)} GiB of host memory"
     )
 
 
