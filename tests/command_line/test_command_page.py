@@ -11,7 +11,7 @@ import pytest
 from offload.command_line.main import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/command_line.md"
-BLOCKS = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
+BLOCKS = re.findall(r"```text\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
 LLAMA = {  # as many parameters in fewer layers, which takes less time to plan
     "model_type": "llama",
     "hidden_size": 4096,
