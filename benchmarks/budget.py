@@ -133,7 +133,7 @@ class Case:
         self._add({"what": "nothing"}, lambda: nullcontext(self.model.step))
         self._add({"what": "checkpoint all"}, lambda: within(self.model, self.model.checkpointing()))
         self._add({"what": "checkpoint all, inputs travel"}, lambda: around_checkpoints(self.model, self.min_bytes))
-        whole = replace(profile, layers=tuple(one.as_one_region() for one in profile.layers))
+        whole = replace(profile, layers=tuple(replace(one, regions=()) for one in profile.layers))
         for gib in BUDGETS_GIB[self.name]:
             budget = round(gib * GIB)
             if self.small:

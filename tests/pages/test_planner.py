@@ -165,7 +165,7 @@ def question(profile, link, budgets, host):
 
 def answered(profile, link, budgets, host):
     count, free = len(profile.layers), free_plan(profile, link)
-    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     return {
         "plans": [planned(profile, link, budget, host) for budget in budgets],
         "whole": [of_step(simulate(default(number, count), whole, link)) for number in range(count)],
@@ -436,7 +436,7 @@ def test_presets_reproduce_the_measured_rows(preset, near, measured):
     asked |= {"rates": asdict(Rates(flop_per_s, 4e12)), "link": asdict(command.H200), "memory": 0, "host": None}
     (found,) = asked_of_the_page([["command", asked | {"fused_loss": True}]])
     profile = counted_on_page(asked, found)
-    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     layers = sizes["layers"]
     for row in measured[preset]["rows"]:
         budget = row["peak_bytes"]

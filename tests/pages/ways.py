@@ -27,7 +27,7 @@ def ways_to_train(profile, inside, outside, state, usable, link, host):
     kept = make_plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations and loss take {format_bytes(kept.peak_bytes)}"
     yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0)
-    whole = replace(profile, layers=tuple(layer.as_one_region() for layer in profile.layers))
+    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     way, made = planned("whole layers", whole, left, link, host)
     yield replace(way, write=f"offload_layers({LAYERS}, num_layers={made.num_layers})") if made else way
     way, made = planned("regions", profile, left, link, host)
