@@ -86,9 +86,9 @@ class CostsBySize:
         return elements > (LARGER if len(self._timed) < 2 else MUCH_LARGER) * self.elements
 
     def most(self, limit: int, fits: Callable[[int], bool]) -> int:
-        """The most elements, to within a hundredth of a limit, that fit; 0 if none do."""
+        """The most elements, to within one or a hundredth of a limit, that fit; 0 if none do."""
         low, high = 0, limit
-        while high - low > limit / 100:
+        while high - low > max(1, limit / 100):
             middle = (low + high) // 2
             low, high = (middle, high) if middle and fits(middle) else (low, middle)
         return low

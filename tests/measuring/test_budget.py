@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 from functools import partial
 from typing import Any
 
@@ -245,6 +246,40 @@ def test_everything_is_kept_of_inputs_that_are_short_enough(
             found.append(runs[0])
         assert handle.state == "following"
     assert [count > 1 for count in found[-5:]] == [False, True, not wrong, wrong, wrong]
+
+
+class Spread(nn.Module):
+    """Saves 4,096 times as many elements as it reads, and has no parameters to speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.expand(-1, 4096) * self.scale).sin().exp().mean(1, keepdim=True)
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_inputs_of_a_few_elements_are_planned(lab: Lab) -> None:
+    """A search for a size to within a hundredth ends where a hundredth is less than one element, too."""
+    layers = nn.ModuleList(Spread() for _ in range(LAYERS))
+    x = torch.randn(8, 1, requires_grad=True)
+    expected = step_gradients(layers, x)
+
+    def late(*_: object) -> None:
+        raise TimeoutError("the search does not end")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    try:
+        with budgeted(layers, lab, round(0.7 * saved_bytes(layers, x, lab))) as handle:
+            for _ in range(6):
+                assert_same(expected, step_gradients(layers, x))
+            assert handle.state == "following"
+            assert any(handle.plan.policies)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.usefixtures("keep_scores")
