@@ -108,6 +108,7 @@ class LayerProfile:
             self._check_regions()
         if not isinstance(self.tensors, list | tuple):
             raise TypeError(f"tensors must hold the bytes of each tensor, such as (4096, 4096), got {self.tensors!r}")
+        object.__setattr__(self, "tensors", tuple(self.tensors))  # costs of a layer are cached by its profile
         for nbytes in self.tensors:
             check_number("each of tensors", nbytes)
         if self.tensors and sum(self.tensors) != self.saved_bytes:

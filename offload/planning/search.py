@@ -17,8 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
+from operator import add, attrgetter, getitem
 from statistics import fmean
 from typing import NamedTuple
 
@@ -32,8 +33,8 @@ from offload.planning.layer_costs import (
     step_s,
     ways_of,
 )
-from offload.planning.profile import Link, Profile
-from offload.recompute.costs import LayerPolicy
+from offload.planning.profile import LayerProfile, Link, Profile
+from offload.recompute.costs import LayerPolicy, RegionProfile
 
 FEW = 2000
 """So many choices of a small model are all tried."""
@@ -49,6 +50,9 @@ SWEPT = 96
 
 SWEEPS = 3
 """How often each of those layers is tried with each other policy."""
+
+SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")
+"""Of a layer's costs, those that add up to a step in which nothing waits."""
 
 ROUNDING = 1e-8
 """By what part of it two steps may differ that are as long as each other."""
@@ -89,9 +93,13 @@ def layers_of_kinds(profile: Profile) -> list[list[int]]:
     """The layers of each kind, by their numbers."""
     found: defaultdict[object, list[int]] = defaultdict(list)
     for number, layer in enumerate(profile.layers):
-        regions = tuple(replace(one, seconds=0.0) for one in layer.regions)
-        found[layer.saved_bytes, regions].append(number)
+        found[layer.saved_bytes, _without_seconds(layer.regions)].append(number)
     return list(found.values())
+
+
+@lru_cache(maxsize=256)
+def _without_seconds(regions: tuple[RegionProfile, ...]) -> tuple[RegionProfile, ...]:
+    return tuple(replace(one, seconds=0.0) for one in regions)
 
 
 def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
@@ -104,7 +112,13 @@ def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
 
 def _host_bytes(costs: Sequence[LayerCosts]) -> int:
     """What is offloaded; all of it is on the host at once."""
-    return sum(layer.offloaded_bytes for layer in costs)
+    return sum(map(attrgetter("offloaded_bytes"), costs))
+
+
+@lru_cache(maxsize=1024)
+def _costs_of(layer: LayerProfile, ways: tuple[LayerPolicy | None, ...], link: Link) -> list[list[LayerCosts]]:
+    """The costs of a layer's ways if the layer is not offloaded, and if it is; the same layer is searched for often."""
+    return [[layer_costs(layer, way, link, offloads=offloads) for way in ways] for offloads in (False, True)]
 
 
 class Search:
@@ -147,16 +161,13 @@ class Search:
             self.levels.append(tuple(level))
         self.highest = (len(self.levels) - 1) * self.count
         """The position at which all layers are on the highest level."""
-        known = {
-            layer: [[layer_costs(layer, way, link, offloads=offloads) for way in ways] for offloads in (False, True)]
-            for layer, ways in dict(zip(profile.layers, self.ways, strict=True)).items()
-        }
-        self._costs = [known[layer] for layer in profile.layers]
+        by_layer = [_costs_of(*layer, link) for layer in zip(profile.layers, map(tuple, self.ways), strict=True)]
+        self._kept, self._offloaded = map(list, zip(*by_layer, strict=True))
         """Of each layer, the costs of each of its ways if it is not offloaded, and if it is."""
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
-        ways = zip(self._costs, choice.ways, strict=True)
-        return [costs[number < choice.num_layers][way] for number, (costs, way) in enumerate(ways)]
+        layers = self._offloaded[: choice.num_layers] + self._kept[choice.num_layers :]
+        return list(map(getitem, layers, choice.ways))
 
     def policies(self, choice: Choice) -> tuple[LayerPolicy | None, ...]:
         policies = [ways[way] for ways, way in zip(self.ways, choice.ways, strict=True)]
@@ -283,8 +294,8 @@ class Search:
 
     def _may_be_faster(self, costs: Sequence[LayerCosts], fastest_s: float) -> bool:
         """Whether neither compute nor the copies alone take longer than the fastest step."""
-        compute_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs)
-        copies_s = math.fsum(layer.offload_s + layer.reload_s for layer in costs)
+        forward_s, backward_s, offload_s, reload_s = (map(attrgetter(name), costs) for name in SECONDS)
+        compute_s, copies_s = math.fsum(map(add, forward_s, backward_s)), math.fsum(map(add, offload_s, reload_s))
         least_s = max(compute_s + self.profile.loss_s, copies_s) + self.profile.other_s
         return least_s <= fastest_s * (1 + ROUNDING)
 

@@ -204,6 +204,10 @@ class TestProfile:
         assert sum(pieces) == nbytes
         assert max(pieces, default=0) - min(pieces, default=0) <= 1
 
+    def test_tensors_may_be_a_list(self):
+        profile = Profile((LayerProfile(1.0, 2.0, 10, [4, 6]),) * 3)
+        assert simulate(Schedule.default(1, 3), profile, PCIE).copied_bytes("d2h") == 10
+
     def test_table(self):
         assert str(Profile((LayerProfile(0.01, 0.02, 3 << 29, (1 << 29, 1 << 30)),), other_s=0.005)) == (
             "layer    forward   backward       saved  tensors\n"
