@@ -1,7 +1,5 @@
 """Models of real sizes that no plan was tuned for: what ``never_slower`` trains within budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

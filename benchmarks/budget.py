@@ -9,8 +9,6 @@ some in a row, as a training loop runs them that does not wait for the device in
 first step is frozen, as training loops do that wait for the host: Python's collector visits only what is new.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

@@ -1,7 +1,5 @@
 """The suite's workloads, and which ways are compared on each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The ways to run a training step that the suite compares."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -6,8 +6,6 @@ The record says what the library's counters and the clocks show of each fault, b
 offloading. Beside the record, a folder of its name gets each fault's timeline as a trace that Perfetto opens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

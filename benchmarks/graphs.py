@@ -5,8 +5,6 @@
 Two models: the reference decoder, and a launch-bound one, whose kernels run for less time than their launch takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What offloading and recomputing cost the host, per operation and per saved tensor, and how fast small copies are."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -6,8 +6,6 @@ First Hugging Face's own checkpointing, then ``memory_budget=`` with what that h
 chunks in both, since the logits of so many tokens would not fit beside the optimizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 

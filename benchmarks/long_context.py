@@ -19,8 +19,6 @@ Ways for a limit of device memory, each with the longest sequence for which a st
 ``streamed`` and ``lora``. How they are found is told in ``benchmarks.longest_context``.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

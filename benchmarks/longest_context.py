@@ -6,8 +6,6 @@ outputs and workspace of the same sizes. What was found is tried with whole atte
 seconds that blocks leave out are measured for one layer, and added for all.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

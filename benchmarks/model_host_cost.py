@@ -7,8 +7,6 @@ Time is the CPU time of this thread, which other processes hardly change. The wa
 turns counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

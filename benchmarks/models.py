@@ -1,7 +1,5 @@
 """What the suite runs a training step of: stacks of layers, and a Hugging Face model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

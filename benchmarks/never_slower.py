@@ -13,8 +13,6 @@ With ``--compiled``, each layer compiled, too: alone, with PyTorch's checkpointi
 ``memory_budget=, compile=``. Shares are those of the step of compiled layers then.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import math

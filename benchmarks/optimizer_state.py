@@ -8,8 +8,6 @@ allows: the bytes that it copies, at the bandwidth of both directions together. 
 once. What does not start within ``--seconds`` is left out, and says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib.util

@@ -1,7 +1,5 @@
 """One model under one schedule on one rank: its profile, and each way to run its step, checked and timed."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What pipelines are measured with: decoder blocks of several widths, cut into stages, under each schedule."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

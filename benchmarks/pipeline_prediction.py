@@ -4,8 +4,6 @@ A prediction speaks of one rank, with its link to itself. It leaves out the othe
 that several GPUs share, and backward's workspace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """What a pipeline benchmark's record says: the measured steps as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ is written after each row; ``--merge`` keeps the rows that it has.
 arithmetic: the memory of device and host, in parameters. ``--longest`` looks for the longest sequence by budget.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Records of runs: what was measured, on what, with which versions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ library has pinned is given back, so that its first step pays for its own.
 The record is written after every row. A contender that is not installed, or fails, leaves a row that says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -5,8 +5,6 @@ and under which licence. The file imports three modules of its package that need
 much of them as the file uses for tensors that are not quantised.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """What a suite's rows say: ratios to the physical limit, and which claims hold. Pure arithmetic on the record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

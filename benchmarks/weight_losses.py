@@ -1,7 +1,5 @@
 """Losses over optimizer steps, with the weights on the device and streamed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What weight streaming is measured with: a stack of decoder blocks, and the time of each phase of its step."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -12,8 +12,6 @@ is computed by the host in one and by the device in the other, so there is a thi
 the host.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

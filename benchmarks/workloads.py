@@ -1,7 +1,5 @@
 """The models that the benchmarks and GPU tests measure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Hatchling calls it when it builds a wheel or an sdist, see ``pyproject.toml``.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

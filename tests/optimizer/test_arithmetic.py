@@ -1,7 +1,5 @@
 """How long the device takes for an optimizer's arithmetic: measured, and nothing is left of it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with a streamed optimizer: accumulation, clipping, a scheduler, and a run that is resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streamed optimizer state on two ranks: sharded parameters and replicated ones, to the last bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

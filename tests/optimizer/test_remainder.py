@@ -1,7 +1,5 @@
 """A float32 number is a bfloat16 number and 16 bits: every one, to the last bit."""
 
-from __future__ import annotations
-
 import torch
 
 from offload.optimizer.remainder import join, split

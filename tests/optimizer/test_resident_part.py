@@ -1,7 +1,5 @@
 """State of which a part remains on the device: the same bits, no copies of that part, and its place when it changes."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from typing import Any

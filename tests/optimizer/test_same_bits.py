@@ -1,7 +1,5 @@
 """Twenty steps of an optimizer whose state is streamed: the bits of the resident optimizer, in every kind of loop."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Each wait of streamed optimizer state is needed: without it, and with bad timing, a number is wrong."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

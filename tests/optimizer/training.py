@@ -1,7 +1,7 @@
 """A small model that is trained with an optimizer whose state is streamed, and without."""
 
-from __future__ import annotations
-
+import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +15,14 @@ SMALL = "24KiB"
 """A chunk that the model's largest parameter is split for, and that several small ones share."""
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": adamw,
+    "AdamW fused": functools.partial(adamw, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+}
 
 
 def build(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -56,3 +64,51 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
 def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
+
+
+class Training:
+    """The model, its optimizer, and the handle if the optimizer's state is streamed."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        make: Make = adamw,
+        *,
+        streamed: bool = True,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.model = build(device, dtype)
+        self.optimizer = make(self.model.parameters())
+        self.handle = stream(self.optimizer, **options) if streamed else None
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        plain_steps(self.model, self.optimizer, numbers)
+
+    def backward(self, number: int) -> None:
+        loss_of(self.model, number).backward()
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return values(self.model, self.optimizer)
+
+    @property
+    def checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, checkpoint: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        self.model.load_state_dict(checkpoint[0])
+        self.optimizer.load_state_dict(checkpoint[1])
+        self.optimizer.zero_grad()
+
+
+def resident(device: torch.device, steps: Iterable[int], make: Make = adamw) -> list[torch.Tensor]:
+    """The values after these steps of the resident optimizer."""
+    run = Training(device, make, streamed=False)
+    run.steps(steps)
+    return run.values
+
+
+def assert_same_training(train: Callable[[bool], list[torch.Tensor]]) -> None:
+    """The same values with resident (``False``) and with streamed state (``True``)."""
+    assert_same(train(False), train(True))

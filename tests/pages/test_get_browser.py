@@ -1,7 +1,5 @@
 """The script that brings the browser finds those that the tests find, and says what to do where it cannot."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

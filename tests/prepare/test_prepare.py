@@ -1,7 +1,5 @@
 """A whole training within a memory budget: the same parameters whatever recipe is in place, and when it changes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where weights, gradients and optimizer state are: sizes, seconds, and how much of the state is resident."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

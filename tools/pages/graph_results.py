@@ -1,7 +1,5 @@
 """What offloading takes and saves inside CUDA graphs, for the pages: from ``results/graphs.json``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from page_text import Row, day_of, gib, machine, markdown_table, ms, read, table

@@ -1,7 +1,5 @@
 """What the links of several GPUs of one host reach, for the pages: from the records of pipelines."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

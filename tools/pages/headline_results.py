@@ -1,7 +1,5 @@
 """The start page's figures, and those of the remedies for an out-of-memory error: from ``results/budget.json``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

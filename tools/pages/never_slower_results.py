@@ -1,7 +1,5 @@
 """Budgets on models that no plan was tuned for, for the pages: from ``results/never_slower.json``."""
 
-from __future__ import annotations
-
 import math
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizer state in host memory, for the pages: from ``results/optimizer_state.json``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from page_text import gib, markdown_table, measured_on, ms, read, table, torch_of, with_runs

@@ -1,7 +1,5 @@
 """How the pages say what was measured: records, tables, times, sizes, the machine; and all blocks and pictures."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The records of offloading in pipelines, ``results/pipeline_*.json``, if they show what the page says about them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

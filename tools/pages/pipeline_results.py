@@ -3,8 +3,6 @@
 ``results.py`` writes them into the pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path

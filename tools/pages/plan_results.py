@@ -1,7 +1,5 @@
 """What the planner says of a recorded profile and link, for the pages: from ``results/long_context.json``."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from functools import cache

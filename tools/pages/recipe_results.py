@@ -1,7 +1,5 @@
 """Whole trainings under one budget, for the pages: from ``results/recipe.json``, as soon as there is such a record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headline_results import LLAMA, activations_line, optimizer_line

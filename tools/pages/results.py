@@ -12,8 +12,6 @@ The modules beside this one whose names end in ``_results`` know the records; ``
 follows from the library alone. ``page_text`` collects the blocks and drawings of all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """What all contenders take on all workloads, for the pages: from ``results/suite.json``."""
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

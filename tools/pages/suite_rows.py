@@ -1,7 +1,5 @@
 """The rows of ``results/suite.json`` by workload, and the colours of the contenders' families."""
 
-from __future__ import annotations
-
 from page_text import Row, read
 
 from offload.observe.plot import COLORS, INK

@@ -1,7 +1,5 @@
 """Training with lengths that vary, for the pages: from ``results/varying_lengths.json``, as soon as there is one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from page_text import ROOT, Row, gib, markdown_table, measured_on, more, read, table, torch_of
