@@ -288,7 +288,8 @@ def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 
     """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
     *held, between = _held_before(layers, num_layers)
     peaks = (map(attrgetter(name), layers) for name in ("forward_peak_bytes", "backward_peak_bytes"))
-    return max(between + loss_bytes, *(max(map(add, held, each)) for each in peaks))
+    most: int = max(between + loss_bytes, *(max(map(add, held, each)) for each in peaks))
+    return most
 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
