@@ -102,7 +102,7 @@ def host_cost(_page: Path) -> str:
         if isinstance(found, dict)
     ]
     where = _where(record, cost)
-    return f"{where} Of the host's time, per operation of a layer of tiny tensors.\n\n{markdown_table(shown, left=1)}\n"
+    return f"{where} The time is per operation, in a layer of tiny tensors.\n\n{markdown_table(shown, left=1)}\n"
 
 
 @table("budget_clock")

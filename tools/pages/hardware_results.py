@@ -20,9 +20,9 @@ def host_links(_page: Path) -> str:
             speeds = {name: _median(links, when, key) for name, key in DIRECTIONS.items()}
             if when == "all at once":
                 both = [statistics.median(link[one]["duplex_bytes_per_s"] for link in links) for one in ("alone", when)]
-                lost.append(f"of {len(links)}, each loses {1 - both[1] / both[0]:.0%} of its bandwidth")
+                lost.append(f"each of {len(links)} loses {1 - both[1] / both[0]:.0%} of its bandwidth")
             rows.append({"GB/s of each GPU that copies": who} | speeds)
-    said = f"Medians over the GPUs; {runs_by_gpus(records)}. If all copy both ways: {'; '.join(lost)}."
+    said = f"Medians over the GPUs; {runs_by_gpus(records)}. If all GPUs copy both ways, {', and '.join(lost)}."
     return f"{markdown_table(rows, left=1)}\n\n{said}\n"
 
 

@@ -74,9 +74,9 @@ def equal_sentence(_page: Path) -> str:
     row = next(row for row in read("long_context")["rows"] if row["way"] == "equal" and "losses" in row)
     (plain, loss), (norm, other) = row["losses"], row["gradient_norms"]
     return (
-        f"At {row['tokens']:,} tokens the loss is {loss:.6f}, and {plain:.6f} for the model as it is; the norm of all "
-        f"gradients {other:.6g} and {norm:.6g}. Each parameter's gradient is within "
-        f"{100 * row['gradients_apart']:.2g}% of the other, all in bfloat16.\n"
+        f"At {row['tokens']:,} tokens, the loss is {loss:.6f}, and {plain:.6f} for the unchanged model. The norm of "
+        f"all gradients is {other:.6g} and {norm:.6g}. In bfloat16, each parameter's gradient is within "
+        f"{100 * row['gradients_apart']:.2g}% of the other.\n"
     )
 
 

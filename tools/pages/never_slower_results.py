@@ -49,7 +49,7 @@ def never_slower_table(_page: Path) -> str:
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. Of {len(ratios)} "
         f"budgets, {sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest other way, "
-        f"{sum(ratio <= 0.97 for ratio in ratios)} at least 3% faster; the slowest takes "
+        f"and {sum(ratio <= 0.97 for ratio in ratios)} are at least 3% faster. The slowest takes "
         f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
     )
     counts = {name: sum(one["model"] == name for one in shown) for name in dict.fromkeys(one["model"] for one in shown)}
@@ -58,7 +58,8 @@ def never_slower_table(_page: Path) -> str:
         said += f" Models with fewer than {most} budgets: {', '.join(few)}."
     over = [one for one, row in zip(shown, budgets, strict=True) if row["peak_bytes"] > row["budget_bytes"]]
     said += "".join(
-        f" Over its budget: {one['model']}, {one['peak, GiB']} of {one['budget, GiB']} GiB." for one in over
+        f" {one['model']}, was over its budget once, with {one['peak, GiB']} of {one['budget, GiB']} GiB."
+        for one in over
     )
     compared = [row for row in rows if row.get("bit_identical") is not None]
     if all(row["bit_identical"] for row in compared):

@@ -88,7 +88,7 @@ def table_of(record: Row | None) -> str:
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
         "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the "
-        "device, and Hugging Face's checkpointing."
+        "device, with Hugging Face's checkpointing."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
@@ -110,11 +110,11 @@ def largest_of(row: Row, record: Row) -> str:
         else "the seconds are from its log, without a peak"
     )
     return (
-        f"The largest model: the same shape with {row['layers']} layers, **{trained} billion parameters**, trained by "
-        f"the one line with {device} GiB of device and {host} GiB of host memory, {row['tokens']:,} tokens a step: "
-        f"{row['step_s']:.2f} s, {row['tokens_per_s']:,.0f} tokens/s. A parameter takes 10 bytes, of weights and of "
-        f"state, so both memories hold {limit} billion at most; this is {100 * row['of_limit']:.0f}%. {here} GiB of "
-        f"the state are on the device, {there} GiB on the host. {measured_on([row], record)}; {peak}."
+        f"The largest model has the same shape with {row['layers']} layers, **{trained} billion parameters**. With "
+        f"{device} GiB of device and {host} GiB of host memory, the one line trains it at {row['tokens_per_s']:,.0f} "
+        f"tokens/s, {row['tokens']:,} tokens in {row['step_s']:.2f} s. A parameter takes 10 bytes, of weights and of "
+        f"state, so both memories hold at most {limit} billion parameters; this is {100 * row['of_limit']:.0f}%. "
+        f"{here} GiB of the state are on the device, and {there} GiB on the host. {measured_on([row], record)}; {peak}."
     )
 
 

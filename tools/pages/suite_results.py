@@ -94,14 +94,14 @@ def transformer_engine(_page: Path) -> str:
     [(commit, licence)] = {
         (runs[name]["transformer_engine"]["commit"], runs[name]["transformer_engine"]["licence"]) for name in names
     }
-    return f"Here: {', '.join(names)}, with the file of commit `{commit[:10]}` ({licence}).\n"
+    return f"It was measured on {' and '.join(names)}, with the file of commit `{commit[:10]}` ({licence}).\n"
 
 
 @table("suite_long_length")
 def long_length(_page: Path) -> str:
     """How long the long sequence is."""
     run = read("suite")["runs"]["long sequence"]
-    return f"Here: {run['tokens']:,} tokens, {run['layers'] - 1} layers.\n"
+    return f"The sequence has {run['tokens']:,} tokens, and the model {run['layers'] - 1} layers.\n"
 
 
 @table("suite_verdicts")
@@ -178,6 +178,6 @@ def pinning(_page: Path) -> str:
     rows = [row for row in read("suite")["rows"] if row["family"] == "offload" and row.get("pinned_bytes", 0) > 5 << 30]
     costs = [(row["first_s"] - row["step_s"]) / (row["pinned_bytes"] / (1 << 30)) for row in rows]
     return (
-        f"The first step pins memory, which takes {min(costs):.2f} to {max(costs):.2f} s per GiB (the first step less "
-        f"a later one, over the pinned GiB, in the {len(rows)} rows of this library above that pin more than 5 GiB).\n"
+        f"The first step pins memory, which takes {min(costs):.2f} to {max(costs):.2f} s per GiB. This is the first "
+        f"step less a later one, in the {len(rows)} rows of this library on this page that pin more than 5 GiB.\n"
     )
