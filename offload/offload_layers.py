@@ -11,7 +11,7 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
-from offload.base.checks import format_bytes, parse_bytes
+from offload.base.checks import check_int, parse_budget
 from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
@@ -22,8 +22,6 @@ from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
 
 DEFAULT_NUM_LAYERS = 4
-_MOST_BYTES = 1 << 50
-"""More than any device has."""
 
 
 class OffloadedLayers(Handle):
@@ -176,16 +174,13 @@ def check_choice(
         raise TypeError(
             f"num_layers must be an int or 'auto', got {num_layers!r}; for a size, write memory_budget={num_layers!r}."
         )
+    if num_layers is not None and num_layers != "auto":
+        check_int("num_layers", num_layers, least=0)
     for name, decides in (("memory_budget", memory_budget), ("plan", plan), ("schedule", schedule)):
         if num_layers is not None and decides is not None:
             raise ValueError(f"{name} excludes num_layers, which it decides; leave one of them out.")
     if memory_budget is not None and memory_budget != "auto":
-        nbytes = parse_bytes(memory_budget, "memory_budget")
-        if not 0 < nbytes < _MOST_BYTES:
-            raise ValueError(
-                f"memory_budget must be more than 0 bytes and less than {format_bytes(_MOST_BYTES)}, got "
-                f"{memory_budget!r}; write a part of the device's memory, such as '40GiB'."
-            )
+        parse_budget(memory_budget)
     if memory_budget is not None and (schedule, plan, policies) != (None, None, None):
         raise ValueError("memory_budget excludes schedule, plan and policies, which it decides; give it alone.")
     if plan is not None:

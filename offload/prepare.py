@@ -19,7 +19,7 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
-from offload.base.checks import check_type, describe, format_bytes, parse_bytes
+from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
 from offload.base.layer_events import Handle, check_layers, find_layers
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
@@ -347,7 +347,7 @@ def prepare(
     """
     check_type("model", model, nn.Module, "a module")
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
-    budget = parse_bytes(memory_budget, "memory_budget")
+    budget = parse_budget(memory_budget)
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)

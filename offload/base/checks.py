@@ -13,6 +13,8 @@ _UNITS: dict[str, int] = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
+_MOST_BYTES = 1 << 50
+"""More than any device has."""
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -82,6 +84,17 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
             f"{name} must be a number and a unit, such as '40GiB', got {value!r}; units are {', '.join(_UNITS)}"
         )
     return round(float(match[1]) * scale)
+
+
+def parse_budget(memory_budget: int | str) -> int:
+    """A memory budget as :func:`parse_bytes` takes it; raises a ``ValueError`` if no device has so many bytes."""
+    nbytes = parse_bytes(memory_budget, "memory_budget")
+    if not 0 < nbytes < _MOST_BYTES:
+        raise ValueError(
+            f"memory_budget must be more than 0 bytes and less than {format_bytes(_MOST_BYTES)}, got "
+            f"{memory_budget!r}; write a part of the device's memory, such as '40GiB'."
+        )
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

@@ -318,6 +318,7 @@ def test_says_what_the_model_has():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"num_layers": -3}, "num_layers must be at least 0, got -3"),
         ({"nun_layers": 3}, "unexpected keyword argument 'nun_layers'"),
         (
             {"num_layers": "40GiB"},

@@ -328,6 +328,8 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(other), "1GiB")
     with pytest.raises(ValueError, match="memory_budget must be a number and a unit"):
         offload.prepare(model, adamw(model), "24")
+    with pytest.raises(ValueError, match=r"memory_budget must be .* less than 1024\.0 TiB, got 1180591620717411303424"):
+        offload.prepare(model, adamw(model), 1 << 70)
     with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
 
