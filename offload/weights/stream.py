@@ -91,21 +91,21 @@ class StreamedLayer(LayerListener):
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         """Let the layer's outputs tell when its backward begins."""
-        if not torch.is_grad_enabled():
-            return
         stream, layer = self._stream, self._layer
         tensors = list(tensors_in(output))
-        if not tensors:
-            raise TypeError(
-                f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
-                f"{type(output).__name__}; without them its backward cannot be noticed."
-            )
         for tensor in tensors:
             if tensor.layout is torch.strided and address_of(tensor.untyped_storage()) in stream.slots.storages:
                 raise RuntimeError(
                     f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                     "return a clone."
                 )
+        if not torch.is_grad_enabled():
+            return
+        if not tensors:
+            raise TypeError(
+                f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
+                f"{type(output).__name__}; without them its backward cannot be noticed."
+            )
         thread = None if call.recomputes else threading.current_thread()
         begin = partial(stream.begin_backward, layer, layer.version(), thread)
         before_backward(tensors, call.first_node, begin)

@@ -324,6 +324,17 @@ def test_backward_waits_for_loads_that_nobody_needed(lab: Lab) -> None:
         assert load_is_over(lab), "a load still reads the weights"
 
 
+def test_the_end_of_an_evaluation_waits_for_loads(lab: Lab) -> None:
+    """No backward comes after it, and compute may be late: on a GPU, the host runs ahead of what waits for a load."""
+    layers, x = build(Linear, 3, lab.device)
+    layers.eval()
+    with stream_weights(layers, lab.device), torch.no_grad():
+        lab.drop(WeightWait.LOADED)
+        lab.slow(h2d_s=10 * LATE_S)
+        forward(layers, x)
+        assert load_is_over(lab), "a load still reads the weights"
+
+
 def test_a_layer_loaded_ahead_sees_what_the_program_changes_after_backward(lab: Lab) -> None:
     layers, x = build(Linear, 2, lab.device)
     with stream_weights(layers, lab.device):
