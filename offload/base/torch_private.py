@@ -318,8 +318,8 @@ def compiles() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's whole forward is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    return getattr(module, COMPILED_CALL) is not None or ORIGINAL in module._modules
+    """Whether a module's whole forward is compiled: by ``module.compile()``, ``torch.compile(module)``, or in place."""
+    return any((getattr(module, COMPILED_CALL), ORIGINAL in module._modules, hasattr(module.forward, "is_compiled")))
 
 
 def compiler_of(module: nn.Module) -> Callable[..., Any] | None:

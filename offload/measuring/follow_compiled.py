@@ -19,7 +19,7 @@ from torch import nn
 from offload.activations.what_moves import Rules
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
-from offload.base.torch_private import COMPILED_CALL, compiler_of, is_compiled
+from offload.base.torch_private import compiler_of, is_compiled
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
@@ -50,8 +50,8 @@ class FollowCompiledPlan(FollowPlan):
         self._options = options
         self._forwards: list[CompiledForward | None] = []
         """Of each layer, what runs it at a level; ``None`` for a layer that has no levels."""
-        self._compiled: list[nn.Module] = []
-        """Layers that were compiled here, and have no levels."""
+        self._whole: list[CompiledForward] = []
+        """What runs layers that have no levels, and are compiled as a whole."""
         self._logged: set[str] = set()
         self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
         """What layers of each kind that were timed take at each level."""
@@ -103,15 +103,15 @@ class FollowCompiledPlan(FollowPlan):
 
     def _give_up(self, number: int, layer: nn.Module, forward: CompiledForward, error: NotCompiledError) -> None:
         """A layer has no levels: it has the policies of other layers, and is compiled as a whole if it can be."""
-        eager = forward.asked and not error.compiles
-        forward.remove(None if eager else Level.ALL)
         self._forwards[number] = None
-        instead = "it is recomputed as a whole"
-        if eager:
+        if forward.asked and not error.compiles:
+            forward.remove()
             instead = "it is not compiled"
-        elif forward.asked:
-            layer.compile(**(self._options or {}))
-            self._compiled.append(layer)
+        else:
+            # It stands in place of forward. Hooks inside of the compiled call could not change the dispatch modes.
+            forward.level = Level.ALL
+            self._whole.append(forward)
+            instead = "it is recomputed as a whole"
         level = logging.WARNING if forward.asked else logging.INFO
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
         self._policies[number] = learned = learning_policies([layer])[0]
@@ -138,12 +138,9 @@ class FollowCompiledPlan(FollowPlan):
         return 0  # a plan chooses the graphs that compiled layers run
 
     def _put_back(self) -> None:
-        for forward in self._forwards:
+        for forward in (*self._forwards, *self._whole):
             if forward is not None:
                 forward.remove()
-        for layer in self._compiled:
-            delattr(layer, COMPILED_CALL)
-        self._compiled.clear()
 
 
 class _TryLevels(LayerListener):

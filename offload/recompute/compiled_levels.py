@@ -163,6 +163,8 @@ def parse_compile(given: object) -> dict[str, Any] | None:
 class CompiledForward:
     """Stands in place of a layer's forward, and runs it at the level that is set, compiled by ``compiles``."""
 
+    is_compiled = True
+
     def __init__(self, layer: nn.Module, runs: Runs, compiles: Callable[..., Any], *, asked: bool) -> None:
         original = layer._modules.get(ORIGINAL)
         # Weakly, as the layer holds this object.
@@ -197,9 +199,9 @@ class CompiledForward:
         """Whether a level may differ from the one below."""
         return not self._runs.found or level in self._runs.found
 
-    def remove(self, level: Level | None = None) -> None:
-        """Put the layer's own forward back; one that has begun runs at this level. A second call does nothing."""
-        self.level = level
+    def remove(self) -> None:
+        """Put the layer's own forward back, also for one that has begun. A second call does nothing."""
+        self.level = None
         while self._undo:
             self._undo.pop()()
 

@@ -24,6 +24,7 @@ from offload.base.torch_private import (
     CAST,
     TorchDispatchMode,
     address_of,
+    compiler_of,
     compiles,
     in_backward,
     is_compiled,
@@ -254,7 +255,10 @@ class Frame:
         args, kwargs = with_tensors(self.inputs, given)
         backward = in_backward()
         # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
-        call = self.layer.forward if is_sharded(self.layer) and not backward else self.layer
+        call: Callable[..., Any] = self.layer
+        if is_sharded(self.layer) and not backward:
+            compiler = compiler_of(self.layer)
+            call = self.layer.forward if compiler is None else compiler(self.layer.forward)
         with (
             nullcontext() if backward else without_listeners(),
             torch.enable_grad(),

@@ -112,7 +112,7 @@ def find(rank, world, device):
                 different = [i for i, pair in enumerate(zip(expected, got, strict=True)) if not torch.equal(*pair)]
                 regions = handle.regions(1)
                 found[kind, name] = {"different": different, "regions": regions, "stats": handle.stats()}
-    for kind in ("ddp", "fsdp"):
+    for kind in ("ddp", "fsdp", "compiled"):
         expected = train(build(kind, mesh)[0], rank, device, *LONGER)
         for budget in BUDGETS:
             model, layers = build(kind, mesh)

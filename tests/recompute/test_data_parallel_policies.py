@@ -25,7 +25,7 @@ def test_gradients_and_weights_are_the_same(kind: str, name: str, ranks: list[di
 
 
 @pytest.mark.parametrize("budget", worker.BUDGETS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compiled"])
 def test_a_budget_gives_the_same_gradients(kind: str, budget: str, ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found[kind, budget]["different"] == []
@@ -50,6 +50,11 @@ def test_products_of_gathered_weights_are_regions_as_others(kind: str, name: str
     for found in ranks:
         assert found[kind, name]["regions"] == found["ddp", name]["regions"]
         assert found["ddp", "recompute"]["regions"]["up: addmm"] == "recompute"
+
+
+def test_compiled_layers_of_gathered_weights_are_recomputed(ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        assert found["compiled", "products offloaded"]["regions"]["compiled forward"] == "recompute"
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "compiled"])
