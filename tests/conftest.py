@@ -176,3 +176,9 @@ def lab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     made.slow()
     backend.poison = False
     made.drain()
+
+
+@pytest.fixture
+def adverse(lab: Lab) -> None:
+    """Copies come late, and memory that is freed or new holds garbage: for whole files of tests."""
+    lab.adverse()

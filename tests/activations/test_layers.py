@@ -23,11 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import Schedule, offload_layers, stream_weights
 from offload.device.backend import Wait
 
-
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 HANDLES: list[Any] = []

@@ -9,10 +9,7 @@ ELEMENTS = 1 << 12
 WHEN = ["at once", "while it is copied", "when the copy is queued", "when it is on the host"]
 
 
-@pytest.fixture
-def lab(lab: Lab) -> Lab:
-    lab.adverse()
-    return lab
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 def step(offloaded: Offloading, when: str, nbytes: int, lab: Lab) -> list[torch.Tensor]:

@@ -20,13 +20,7 @@ from offload import Schedule
 from offload.activations.saved_storage import probing
 
 # Layers that keep what they save are the point of many tests here.
-pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
-
-
-@pytest.fixture
-def lab(lab: Lab) -> Lab:
-    lab.adverse()
-    return lab
+pytestmark = [pytest.mark.usefixtures("adverse"), pytest.mark.filterwarnings("ignore:a whole round of")]
 
 
 @pytest.fixture

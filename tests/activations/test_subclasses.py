@@ -32,13 +32,7 @@ from offload.measuring.profile_layers import profile_layers
 RULES = Rules(torch.device("cpu"), 0)
 
 # Layers that keep what they save are the point of many tests here.
-pytestmark = pytest.mark.filterwarnings("ignore:a whole round of")
-
-
-@pytest.fixture
-def lab(lab: Lab) -> Lab:
-    lab.adverse()
-    return lab
+pytestmark = [pytest.mark.usefixtures("adverse"), pytest.mark.filterwarnings("ignore:a whole round of")]
 
 
 @pytest.fixture

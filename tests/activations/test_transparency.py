@@ -35,10 +35,7 @@ from offload import offload_layers
 LAYERS = 5
 
 
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 def assert_on_time(offloaded: Offloading) -> None:

@@ -8,19 +8,13 @@ import pytest
 import torch
 from lab import Lab
 from torch import nn
-from training import SMALL, WIDTH, Make, assert_same, build, loss_of, stream, values
+from training import OPTIMIZERS, SMALL, WIDTH, adamw, assert_same, build, loss_of, stream, values
 
 from offload import OptimizerStats, stream_optimizer, stream_weights
 
 STEPS = 8
 FIRST = 2 * 4 * (4 * WIDTH) * WIDTH
 """The state of the first parameter, AdamW's in float32."""
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
-}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any, *, clip: bool = False) -> None:
@@ -62,7 +56,7 @@ def test_the_same_bits(name: str, options: dict[str, bool], lab: Lab) -> None:
 def test_that_of_the_first_parameter_is_resident_before_others(lab: Lab) -> None:
     """Backward comes to it last; the others have too much for what is left."""
     model = build(lab.device)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    optimizer = adamw(model.parameters())
     handle = stream(optimizer, resident_bytes=FIRST + 100)
     train(model, optimizer, range(2))
     stats = handle.stats()
@@ -77,7 +71,7 @@ def test_that_of_the_first_parameter_is_resident_before_others(lab: Lab) -> None
 def test_state_that_is_in_its_place_already_remains_there(resident: tuple[int, ...], lab: Lab) -> None:
     """Where more of the state is resident than before, or less: what keeps its side is not even copied."""
     expected, model = build(lab.device), build(lab.device)
-    plain, optimizer = (OPTIMIZERS["AdamW"](one.parameters()) for one in (expected, model))
+    plain, optimizer = (adamw(one.parameters()) for one in (expected, model))
     train(expected, plain, range(2 * len(resident)))
     seen: list[tuple[OptimizerStats, list[int]]] = []
     everything = sum(2 * parameter.nbytes for parameter in model.parameters())
@@ -104,7 +98,7 @@ def test_state_that_is_in_its_place_already_remains_there(resident: tuple[int, .
 def test_state_of_the_optimizer_itself_is_not_copied(lab: Lab) -> None:
     """As it is on the device when a resident optimizer is streamed in part; and when it is resident again."""
     model = build(lab.device)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    optimizer = adamw(model.parameters())
     train(model, optimizer, range(2))
     before = optimizer.state[model[0].weight]["exp_avg"].data_ptr()
     with stream(optimizer, resident_bytes=FIRST):
@@ -116,13 +110,13 @@ def test_state_of_the_optimizer_itself_is_not_copied(lab: Lab) -> None:
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(0, FIRST), (FIRST, 0), (FIRST, None), (None, FIRST)], ids=str)
 def test_a_state_dict_goes_into_a_run_with_another_part(saved_with: Any, loaded_with: Any, lab: Lab) -> None:
     model = build(lab.device)
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    optimizer = adamw(model.parameters())
     if saved_with is not None:
         stream(optimizer, resident_bytes=saved_with)
     train(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
     other = copy.deepcopy(model)
-    optimizer_2 = OPTIMIZERS["AdamW"](other.parameters())
+    optimizer_2 = adamw(other.parameters())
     if loaded_with is not None:
         stream(optimizer_2, resident_bytes=loaded_with)
     optimizer_2.load_state_dict(saved)
@@ -142,7 +136,7 @@ def test_state_of_weights_that_are_on_the_host(in_backward: bool, lab: Lab) -> N
         if streamed:
             stream_weights(layers, lab.device)
         layers.to(lab.device)
-        optimizer = OPTIMIZERS["AdamW"](layers.parameters())
+        optimizer = adamw(layers.parameters())
         part = 2 * 4 * WIDTH * (WIDTH + 1) * 2  # of two layers
         if streamed:
             backward = {"in_backward": True, "consume_gradients": True} if in_backward else {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training import Make, assert_same, batch, build, loss_of, plain_steps, stream, values
+from training import Make, assert_same, assert_same_training, batch, build, loss_of, plain_steps, stream, values
 
 from offload.optimizer.remainder import join
 
@@ -161,11 +161,8 @@ LOOPS: dict[str, Loop] = {
 
 
 def compare(loop: Loop, make: Make, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    found = []
-    for streamed in (False, True):
-        model = build(device, dtype)
-        found.append(values(model, loop(model, make, streamed)))
-    assert_same(*found)
+    models = [build(device, dtype) for _ in range(2)]
+    assert_same_training(lambda streamed: values(models[streamed], loop(models[streamed], make, streamed)))
 
 
 @pytest.mark.parametrize("loop", LOOPS)

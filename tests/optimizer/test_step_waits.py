@@ -1,6 +1,5 @@
 """Each wait of streamed optimizer state is needed: without it, and with bad timing, a number is wrong."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from lab import Lab
 from torch import nn
-from training import build, plain_steps, stream
+from training import OPTIMIZERS, Training, adamw, stream
 
 from offload import memory_meter, stream_optimizer
 from offload.optimizer.chunks import StepWait
@@ -17,8 +16,7 @@ LATE_S = 0.02
 
 Scenario = Callable[[Lab], bool]
 
-adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
-momentum = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+momentum = OPTIMIZERS["SGD"]
 
 
 def stepped(
@@ -95,7 +93,7 @@ def late_step(lab: Lab) -> bool:
     return bool((optimizer.state[parameter]["made"] == 7.0).all())
 
 
-def read_at_once(lab: Lab) -> bool:
+def read_at_once(lab: Lab, look: Callable[[Any], Any] = lambda optimizer: optimizer.state_dict()["state"][0]) -> bool:
     """The program looks at the state while it is on the way."""
     parameter = nn.Parameter(torch.zeros(100, device=lab.device))
     parameter.grad = torch.ones_like(parameter)
@@ -106,7 +104,7 @@ def read_at_once(lab: Lab) -> bool:
     lab.slow(d2h_s=LATE_S)
     for _ in range(2):
         optimizer.step()
-    found = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    found = look(optimizer)["momentum_buffer"].clone()
     lab.slow()
     lab.drain()
     return bool((found == 3.0).all())
@@ -133,30 +131,26 @@ def test_each_wait_is_needed(wait: StepWait, lab: Lab) -> None:
 
 def test_a_step_blocks_nothing_and_allocates_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on: neither the host, nor slots, nor pinned memory."""
-    model = build(lab.device)
-    optimizer = adamw(model.parameters(), fused=True)
-    stream(optimizer)
-    plain_steps(model, optimizer, range(2))
+    run = Training(lab.device, OPTIMIZERS["AdamW fused"])
+    run.steps(range(2))
     made: list[object] = []
     for name in ("empty", "wait_on_host", "synchronize"):
         monkeypatch.setattr(lab.backend, name, lambda *given: made.append(given))
     pinned = lab.pool.pinned_bytes
-    plain_steps(model, optimizer, range(3))
+    run.steps(range(3))
     assert not made
     assert lab.pool.pinned_bytes == pinned
 
 
 def test_copies_run_beside_each_other(lab: Lab) -> None:
     """With slow copies both ways, a step takes as long as one way, and not as long as both."""
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    handle = stream(optimizer, chunk_bytes="64KiB")
-    plain_steps(model, optimizer, range(2))
+    run = Training(lab.device, chunk_bytes="64KiB")
+    run.steps(range(2))
     order: list[str] = []
-    load, step_chunk = handle._stepper.load, handle._stepper.step_chunk
-    handle._stepper.load = lambda chunk: (order.append("load"), load(chunk))[1]
-    handle._stepper.step_chunk = lambda loaded: (order.append("step"), step_chunk(loaded))[1]
-    plain_steps(model, optimizer, range(1))
+    load, step_chunk = run.handle._stepper.load, run.handle._stepper.step_chunk
+    run.handle._stepper.load = lambda chunk: (order.append("load"), load(chunk))[1]
+    run.handle._stepper.step_chunk = lambda loaded: (order.append("step"), step_chunk(loaded))[1]
+    run.steps(range(1))
     chunks = order.count("step")
     assert chunks > 3
     assert order[:5] == ["load", "load", "load", "step", "load"]
@@ -191,33 +185,21 @@ def test_no_step_has_all_state_on_the_device(make: Callable[..., torch.optim.Opt
 
 def test_a_small_model_has_small_slots(lab: Lab) -> None:
     """Slots of the default size would hold three times its state."""
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    handle = stream_optimizer(optimizer)
-    plain_steps(model, optimizer, range(4))
+    run = Training(lab.device, streamed=False)
+    handle = stream_optimizer(run.optimizer)
+    run.steps(range(4))
     stats = handle.stats()
     assert 0 < stats.slot_bytes <= 3 * stats.host_bytes / 8
 
 
-LOOKS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
-    "item": lambda state, parameter: state[parameter],
-    "get": lambda state, parameter: state.get(parameter),
-    "values": lambda state, parameter: next(iter(state.values())),
-    "items": lambda state, parameter: dict(state.items())[parameter],
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
+    "get": lambda optimizer: optimizer.state.get(optimizer.param_groups[0]["params"][0]),
+    "values": lambda optimizer: next(iter(optimizer.state.values())),
+    "items": lambda optimizer: dict(optimizer.state.items())[optimizer.param_groups[0]["params"][0]],
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_into_the_state_waits_for_its_copies(look: str, lab: Lab) -> None:
-    parameter = nn.Parameter(torch.zeros(100, device=lab.device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=1.0)
-    stream(optimizer)
-    optimizer.step()
-    lab.drain()  # else the host's memory may still hold what the last test has left there
-    lab.slow(d2h_s=LATE_S)
-    for _ in range(2):
-        optimizer.step()
-    found = LOOKS[look](optimizer.state, parameter)["momentum_buffer"].clone()
-    lab.slow()
-    assert bool((found == 3.0).all())
+    assert read_at_once(lab, LOOKS[look])

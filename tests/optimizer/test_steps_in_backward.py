@@ -1,6 +1,5 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
-import copy
 import functools
 from typing import Any
 
@@ -9,20 +8,26 @@ import torch
 from lab import Lab
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import WIDTH, Make, assert_same, build, loss_of, plain_steps, stream, values
+from training import (
+    OPTIMIZERS,
+    WIDTH,
+    Make,
+    Training,
+    adamw,
+    assert_same,
+    assert_same_training,
+    build,
+    loss_of,
+    plain_steps,
+    resident,
+    stream,
+    values,
+)
 
 from offload.optimizer.chunks import StepWait
 
 STEPS = 10
 LATE_S = 0.05
-
-adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW": adamw,
-    "AdamW fused": functools.partial(adamw, fused=True),
-    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
-}
 
 
 def trained(device: torch.device, make: Make, **options: Any) -> tuple[list[torch.Tensor], Any]:
@@ -73,52 +78,44 @@ def test_layers_that_are_recomputed(reentrant: bool, lab: Lab) -> None:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             return x
 
-    found = []
-    for streamed in (False, True):
+    def train(streamed: bool) -> list[torch.Tensor]:
         model = Checkpointed()
         optimizer = adamw(model.parameters())
         if streamed:
             stream(optimizer, in_backward=True)
         plain_steps(model, optimizer, range(4))
-        found.append(values(model, optimizer))
-    assert_same(*found)
+        return values(model, optimizer)
+
+    assert_same_training(train)
 
 
 def test_parameters_whose_gradients_backward_does_not_complete(lab: Lab) -> None:
     """Those whose gradients come in other ways are stepped by ``optimizer.step()``."""
-    found = []
-    for streamed in (False, True):
-        model = build(lab.device)
-        optimizer = adamw(model.parameters())
-        handle = stream(optimizer, in_backward=True) if streamed else None
+    runs = [Training(lab.device, streamed=streamed, in_backward=True) for streamed in (False, True)]
+    for run in runs:
         for number in range(4):
-            loss_of(model[:3], number).backward()
-            model[3].weight.grad = torch.ones_like(model[3].weight)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(values(model, optimizer))
-    assert_same(*found)
-    stats = handle.stats()
+            loss_of(run.model[:3], number).backward()
+            run.model[3].weight.grad = torch.ones_like(run.model[3].weight)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert_same(runs[0].values, runs[1].values)
+    stats = runs[1].handle.stats()
     assert 0 < stats.backward_chunks < stats.chunks
 
 
 def test_consumed_gradients_are_gone(lab: Lab) -> None:
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    stream(optimizer, in_backward=True, consume_gradients=True)
+    run = Training(lab.device, in_backward=True, consume_gradients=True)
     for number in range(3):
-        loss_of(model, number).backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        optimizer.step()
+        run.backward(number)
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        run.optimizer.step()
 
 
 def test_a_second_gradient_is_refused(lab: Lab) -> None:
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    stream(optimizer, in_backward=True)
-    loss_of(model, 0).backward()
+    run = Training(lab.device, in_backward=True)
+    run.backward(0)
     with pytest.raises(RuntimeError, match=r"one of shape \(48,\) got another after its step; call optimizer"):
-        loss_of(model, 1).backward()
+        run.backward(1)
 
 
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -135,13 +132,11 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(("how", "fused"), [(clipped, False), (scaled, False), (scaled, True)])
 def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, lab: Lab) -> None:
-    model = build(lab.device)
-    optimizer = adamw(model.parameters(), fused=fused)
-    stream(optimizer, in_backward=True)
+    run = Training(lab.device, functools.partial(adamw, fused=fused), in_backward=True)
     with pytest.raises(RuntimeError, match="gradients must be final at the end of backward if in_backward=True, but"):
-        how(model, optimizer)
+        how(run.model, run.optimizer)
     with pytest.raises(RuntimeError, match=r"must belong to one step, but .*, after a step in backward; load both"):
-        optimizer.state_dict()
+        run.optimizer.state_dict()
 
 
 class Stop(torch.autograd.Function):
@@ -156,27 +151,18 @@ class Stop(torch.autograd.Function):
 
 def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
     """The last layers have made the step, and the first have not: a checkpoint mends it."""
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    stream(optimizer, in_backward=True, chunk_bytes="4KiB")
-    plain_steps(model, optimizer, range(2))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    stopping = nn.Sequential(model[0], *model[1:])
-    stopping.insert(1, Stopping())
+    run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
+    run.steps(range(2))
+    saved = run.checkpoint
     message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
     with pytest.raises(ValueError, match="stop"):
-        loss_of(stopping, 2).backward()
-    for use in (optimizer.step, optimizer.state_dict, lambda: loss_of(model, 2).backward()):
+        loss_of(nn.Sequential(run.model[0], Stopping(), *run.model[1:]), 2).backward()
+    for use in (run.optimizer.step, run.optimizer.state_dict, lambda: run.backward(2)):
         with pytest.raises(RuntimeError, match=message):
             use()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    optimizer.zero_grad()
-    plain_steps(model, optimizer, range(2, 5))
-    resident = build(lab.device)
-    expected = adamw(resident.parameters())
-    plain_steps(resident, expected, range(5))
-    assert_same(values(resident, expected), values(model, optimizer))
+    run.load(saved)
+    run.steps(range(2, 5))
+    assert_same(resident(lab.device, range(5)), run.values)
 
 
 class Stopping(nn.Module):
@@ -185,8 +171,7 @@ class Stopping(nn.Module):
 
 
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
-    found = []
-    for streamed in (False, True):
+    def train(streamed: bool) -> list[torch.Tensor]:
         model = build(lab.device).append(nn.LayerNorm(WIDTH, device=lab.device))  # it fills no chunk
         optimizer = adamw(model.parameters())
         if streamed:
@@ -197,29 +182,23 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
                 loss_of(stopping, number).backward()
             optimizer.zero_grad()
             plain_steps(model, optimizer, [number])
-        found.append(values(model, optimizer))
-    assert_same(*found)
+        return values(model, optimizer)
 
-
-def test_consuming_needs_steps_in_backward() -> None:
-    with pytest.raises(ValueError, match=r"consume_gradients must be False without in_backward=True, got True"):
-        stream(adamw(nn.Linear(2, 2).parameters()), consume_gradients=True)
+    assert_same_training(train)
 
 
 @pytest.mark.parametrize("how", ["remove", "drop"])
 def test_after_its_end_backward_steps_nothing(how: str, lab: Lab) -> None:
-    model = build(lab.device)
-    optimizer = adamw(model.parameters())
-    handle = stream(optimizer, in_backward=True)
-    plain_steps(model, optimizer, range(2))
+    run = Training(lab.device, in_backward=True)
+    run.steps(range(2))
     if how == "remove":
-        handle.remove()
+        run.handle.remove()
     else:
-        del handle, optimizer
-        assert not [hooked for p in model.parameters() for hooked in p._post_accumulate_grad_hooks]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss_of(model, 2).backward()
-    assert_same(before, [parameter.detach() for parameter in model.parameters()])
+        del run.handle, run.optimizer
+        assert not [hooked for p in run.model.parameters() for hooked in p._post_accumulate_grad_hooks]
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.backward(2)
+    assert_same(before, [parameter.detach() for parameter in run.model.parameters()])
 
 
 # On the CPU, steps run in the caller's thread, and cannot be early or late.

@@ -35,10 +35,7 @@ OPTIMIZERS: dict[str, Make] = {
 adamw = OPTIMIZERS["AdamW"]
 
 
-@pytest.fixture
-def lab(lab: Lab) -> Lab:
-    lab.adverse()
-    return lab
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 class Gated(nn.Module):

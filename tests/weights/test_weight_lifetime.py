@@ -28,10 +28,7 @@ from offload.weights.layer import missing_bytes
 LAYERS = 4
 
 
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 def assert_as_before(

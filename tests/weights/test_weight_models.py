@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lab import Lab
 from llama import LAYERS, enable_checkpointing, llama
 from models import WIDTH, build, loss_of
 from streaming import assert_same, backward, gradients
@@ -18,10 +17,7 @@ from offload import Link, offload_layers, plan, profile_layers, stream_optimizer
 LINK = Link(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=2e9)
 
 
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lab import Lab
 from models import WIDTH, build, loss_of
 from streaming import assert_moved, forward
 from torch import nn
@@ -45,10 +44,7 @@ def variants() -> dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]:
 VARIANTS = variants()
 
 
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 def small() -> nn.Module:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import Lab
 from models import WIDTH, GptBlock, Recurrent, build, loss_of
 from streaming import Step, assert_moved, assert_same, backward, check_step, forward, gradients
 from torch import nn
@@ -25,10 +24,7 @@ LAYERS = 5
 Forward = Callable[[Sequence[nn.Module], Any], Any]
 
 
-@pytest.fixture
-def device(device: torch.device, lab: Lab) -> torch.device:
-    lab.adverse()
-    return device
+pytestmark = pytest.mark.usefixtures("adverse")
 
 
 def check(
