@@ -18,13 +18,6 @@ LINK = Link(60e9, 60e9, 110e9)
 PROFILE = Profile((LayerProfile(0.01, 0.02, GIB),) * 20)
 
 
-def test_fewest_layers_that_fit():
-    assert make_plan(PROFILE, "20GiB", LINK).num_layers == 0
-    assert make_plan(PROFILE, 20 * GIB - 1, LINK).num_layers == 1
-    assert make_plan(PROFILE, "15GiB", LINK).num_layers == 5
-    assert make_plan(PROFILE, "2.5GiB", LINK).num_layers == 18
-
-
 @given(st.lists(layer_profiles, min_size=1, max_size=6), links, st.integers(0, 10**10))
 def test_meets_the_budget_with_no_layer_more_than_needed(layers, link, budget):
     profile = Profile(tuple(layers))
@@ -73,16 +66,6 @@ def test_measures_the_link_if_none_is_given(monkeypatch):
     assert offload.plan(PROFILE, "15GiB").link == LINK
     other = Link(1e9, 1e9, 2e9)
     assert offload.plan(PROFILE, "15GiB", other).link == other
-
-
-def test_table():
-    profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
-    assert str(make_plan(profile, "2GiB", LINK)).splitlines() == [
-        "region             size   compute  offloaded 0-2  resident 3-4",
-        "whole layer    1.00 GiB   10.0 ms  offload        keep",
-        "step 164.9 ms, of which 0 s recomputing and 14.9 ms waiting for copies; 150.0 ms if all is kept",
-        "peak 2.00 GiB of 2.00 GiB, 5.00 GiB if all is kept; host memory 3.00 GiB",
-    ]
 
 
 def test_repr():

@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import default, links, region, region_layers, sizes, steps
 
-from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import (
     Peaks,
     costs_of,
@@ -137,30 +136,6 @@ class TestSimulation:
         saved = [LayerPolicy(one, one) if one else None for one in kept]
         assert simulate(schedule, profile, link) == simulate(schedule, profile, link, policies=saved)
 
-    def step(self, num_layers: int, kept: set[int], **more: float) -> Timeline:
-        """Three layers: 1 s for each region but the input, 2 s of their backward, 100 bytes/s, 10 bytes a region."""
-        regions = [
-            RegionProfile(name="input", nbytes=10, seconds=0.0, recomputable=False),
-            RegionProfile(name="middle", nbytes=10, seconds=1.0, reads=(0,), saved=False),
-            RegionProfile(name="output", nbytes=10, seconds=1.0, reads=(1,)),
-        ]
-        layer = LayerProfile.from_regions(regions, 2.0, 4.0)
-        policies = [policy(layer, frozenset(kept), offloads=number < num_layers) for number in range(3)]
-        profile = Profile((layer,) * 3)
-        return simulate(default(num_layers, 3), profile, Link(100, 100, 200), policies=policies, **more)
-
-    def test_what_was_dropped_is_recomputed_at_the_beginning_of_backward(self):
-        spans = [(span.label, span.start_s, span.end_s) for span in self.step(0, {0}).spans if span.layer == 2]
-        assert spans == [("F2", 4.0, 6.0), ("R2", 6.0, 8.0), ("B2", 8.0, 12.0)]
-
-    def test_what_is_recomputed_is_on_the_device_until_its_backward(self):
-        timeline = self.step(0, {0})
-        samples = dict(timeline.memory)
-        assert samples[6.0] == 50  # three inputs; and "middle" and "output" while they are computed
-        assert samples[8.0] == 40  # "middle" is gone
-        assert samples[10.0] == 30  # and "output" after its backward
-        assert timeline.peak_bytes == 50
-
     def test_all_dropped_regions_are_there_at_once(self):
         """To the byte: what the second run of forward has on the device, in its worst moment and at its end."""
         regions = [
@@ -279,15 +254,6 @@ class TestPlan:
         if least:
             with pytest.raises(ValueError, match=f"^memory_budget must be at least {least} bytes"):
                 make_plan(profile, least - 1, link)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("budget", ["2GiB", "4GiB", "8GiB", "16GiB"])
-    def test_decoder_takes_much_less_time_than_simple_ways(self, budget):
-        found = make_plan(REFERENCE, budget, PCIE)
-        ways = [way for way in simple_ways(REFERENCE, PCIE) if fits(way, found.memory_budget)]
-        fastest_s = min(way.step_s for way in ways)
-        # 0.384 s is what no plan can be below.
-        assert found.step_s - 0.384 < 0.75 * (fastest_s - 0.384)
 
     def test_everything_is_kept_where_it_fits(self):
         found = make_plan(REFERENCE, "24GiB", PCIE)
