@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -22,11 +22,7 @@ class Point(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """``Point.parse("F4")`` is the point before the forward of layer 4.
-
-        Raises:
-            ValueError: ``text`` is not a letter F or B followed by a number.
-        """
+        """``Point.parse("F4")`` is the point before the forward of layer 4."""
         phase, number = text[:1], text[1:]
         if phase not in ("F", "B") or not number.isdecimal():
             raise ValueError(f"a point must be written F<layer> or B<layer>, such as 'F4', got {text!r}")
@@ -55,12 +51,7 @@ class Move:
 
     @classmethod
     def from_entry(cls, layer: int, entry: tuple[bool, int, bool, int]) -> Move:
-        """Read ``(offload_fwd, offload_num, reload_fwd, reload_num)``.
-
-        Raises:
-            TypeError: The layer is not an int.
-            ValueError: The entry is not a tuple of that form.
-        """
+        """Read ``(offload_fwd, offload_num, reload_fwd, reload_num)``."""
         if type(layer) is not int:
             raise TypeError(f"the keys of synchronization_dict must be layers as int, got {layer!r}")
         if not isinstance(entry, tuple | list) or [type(value) for value in entry] != [bool, int, bool, int]:
@@ -103,10 +94,8 @@ def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: i
     for layer in range(model_layers):
         if position[backward(layer)] < position[forward(layer)]:
             raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
-    for move in moves:
-        for rule in _rules(move):
-            if not rule.holds(position):
-                raise ValueError(rule.refusal())
+    for rule in _broken(_rules(moves), order):
+        raise ValueError(rule.refusal())
 
 
 class _Rule(NamedTuple):
@@ -118,33 +107,31 @@ class _Rule(NamedTuple):
     broken: str
     may_coincide: bool = False
 
-    def holds(self, position: Mapping[Point, int]) -> bool:
-        if self.earlier == self.later:
-            return self.may_coincide
-        return position[self.earlier] < position[self.later]
-
     def refusal(self, verdict: str = "is refused") -> str:
         return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
 
 
-def _rules(move: Move) -> tuple[_Rule, ...]:
-    layer, release, reload = move.layer, move.release, move.reload
-    early = f"it is released before {release!r}, which is not after its own forward F{layer}; use a later release"
-    late = (
-        f"it is released before {release!r}, which is not earlier than its own backward; "
-        "use an earlier release or leave the layer out"
-    )
-    swapped = (
-        f"its reload before {reload!r} does not come after its release before {release!r}; "
-        "use a later reload or leave the layer out"
-    )
-    missed = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
-    return (
-        _Rule(move, forward(layer), release, early),
-        _Rule(move, release, backward(layer), late),
-        _Rule(move, release, reload, swapped),
-        _Rule(move, reload, backward(layer), missed, may_coincide=True),
-    )
+def _rules(moves: Iterable[Move]) -> list[_Rule]:
+    rules = []
+    for move in moves:
+        layer, release, reload = move.layer, move.release, move.reload
+        at, leave_out = f"it is released before {release!r}, which is not", "or leave the layer out"
+        early = f"{at} after its own forward F{layer}; use a later release"
+        late = f"{at} earlier than its own backward; use an earlier release {leave_out}"
+        swapped = f"its reload before {reload!r} does not come after its release before {release!r}; use a later reload"
+        missed = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
+        rules += [
+            _Rule(move, forward(layer), release, early),
+            _Rule(move, release, backward(layer), late),
+            _Rule(move, release, reload, f"{swapped} {leave_out}"),
+            _Rule(move, reload, backward(layer), missed, may_coincide=True),
+        ]
+    return rules
+
+
+def _broken(rules: Iterable[_Rule], order: Iterable[Point]) -> list[_Rule]:
+    position = {point: index for index, point in enumerate(order)}
+    return [one for one in rules if not position[one.earlier] < position[one.later] + one.may_coincide]
 
 
 def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
@@ -153,10 +140,8 @@ def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     Raises:
         ValueError: There is no such order; the message names an entry that contradicts those before it.
     """
-    model = _model_order(model_layers)
-    position = {point: index for index, point in enumerate(model)}
-    rules = [rule for move in moves for rule in _rules(move)]
-    if all(rule.holds(position) for rule in rules):
+    model, rules = _model_order(model_layers), _rules(moves)
+    if not _broken(rules, model):
         return model
     try:
         return _microbatch_order(rules, moves, model_layers)
@@ -179,8 +164,7 @@ def _model_order(model_layers: int) -> tuple[Point, ...]:
 def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
     """Such as F0 F1 B0 F2 B1 B2: forwards first, and as little as possible between a reload and its backward.
 
-    Raises:
-        CycleError: The rules contradict each other, or F(j-1) → Fj → Bj.
+    A ``CycleError`` says that the rules contradict each other, or F(j-1) → Fj → Bj.
     """
     sorter: TopologicalSorter[Point] = TopologicalSorter()
     for layer in range(model_layers):

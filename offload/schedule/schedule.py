@@ -55,13 +55,10 @@ class Schedule:
         check_order(order, moves, self.model_layers)
         position = {point: index for index, point in enumerate(order)}
         by_reload = sorted(moves, key=lambda move: position[backward(move.layer)])
-        for name, value in (
-            ("moves", moves),
-            ("order", order),
-            ("_released", _group((move.release, move.layer) for move in moves)),
-            ("_reloaded", _group((move.reload, move.layer) for move in by_reload)),
-        ):
-            object.__setattr__(self, name, value)  # the way to fill a frozen dataclass
+        released = _group((move.release, move.layer) for move in moves)
+        reloaded = _group((move.reload, move.layer) for move in by_reload)
+        # __dict__ is the way to fill a frozen dataclass.
+        vars(self).update(moves=moves, order=order, _released=released, _reloaded=reloaded)
 
     @classmethod
     def default(cls, num_layers: int, model_layers: int) -> Schedule:
@@ -145,7 +142,7 @@ class Schedule:
     def __repr__(self) -> str:
         entries = {move.layer: move.entry for move in self.moves}
         found = self.order == find_order(self.moves, self.model_layers)
-        order = "" if found else f", {[repr(point) for point in self.order]}"
+        order = "" if found else f", {[*map(repr, self.order)]}"
         return f"Schedule.from_synchronization_dict({entries}, {self.model_layers}{order})"
 
     def __str__(self) -> str:
@@ -154,25 +151,17 @@ class Schedule:
         ``F`` and ``B`` mark the layer's forward and backward, ``#`` a set that is on the device, ``.`` one that is on
         the host, ``r`` one whose reload starts at this point.
         """
-        columns = [repr(point) for point in self.order]
+        columns = [*map(repr, self.order)]
         width = max(map(len, columns))
-        resident = dict(self.resident())
-        position = {point: index for index, point in enumerate(self.order)}
+        steps = [*enumerate(self.resident())]
         lines = ["layer " + " ".join(name.rjust(width) for name in columns)]
         for layer in range(self.model_layers):
-            cells = []
-            for index, point in enumerate(self.order):
-                alive = position[forward(layer)] <= index <= position[backward(layer)]
-                if point.layer == layer:
-                    cell = point.phase
-                elif not alive:
-                    cell = ""
-                elif layer in self.reloads(point):
-                    cell = "r"
-                else:
-                    cell = "#" if layer in resident[point] else "."
-                cells.append(cell.rjust(width))
-            lines.append(f"{layer:>5} " + " ".join(cells).rstrip())
+            begin, end = self.order.index(forward(layer)), self.order.index(backward(layer))
+            cells = [""] * len(self.order)
+            for index, (point, resident) in steps[begin : end + 1]:
+                cells[index] = "r" if layer in self.reloads(point) else "#" if layer in resident else "."
+            cells[begin], cells[end] = "F", "B"
+            lines.append(f"{layer:>5} " + " ".join(cell.rjust(width) for cell in cells).rstrip())
         return "\n".join(lines)
 
 
