@@ -20,7 +20,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -73,11 +73,7 @@ class LayerCall:
         """The error that the program handles while it runs the layer, if any: no error of the layer's."""
 
 
-class _Silence(threading.local):
-    on = False
-
-
-_silence = _Silence()
+_silence = threading.local()
 
 
 def without_listeners() -> AbstractContextManager[None]:
@@ -169,10 +165,8 @@ class Attachment(Handle):
 
     def remove(self) -> None:
         attached, self._attached = self._attached, []
-        for found, told in attached:
-            layer, listener = found(), told()
-            events = _events_of(layer) if layer is not None else None
-            if layer is not None and listener is not None and events is not None:
+        for layer, listener in ((found(), told()) for found, told in attached):
+            if layer is not None and listener is not None and (events := _events_of(layer)) is not None:
                 events.drop(layer, listener)
 
     def __bool__(self) -> bool:
@@ -249,7 +243,9 @@ class _LayerEvents:
         else:
             del self._running[key]
         failed = sys.exception() is not call.error_around
-        _tell_end(call.told, call, failed=failed)
+        with ExitStack() as last_first:  # and each, even if one raises
+            for listener in call.told:
+                last_first.callback(listener.end_forward, call, failed=failed)
         if not failed:
             for listener in call.told:
                 listener.forward_returned(call, output)
@@ -278,16 +274,6 @@ class _LayerEvents:
         return self._running.get((threading.get_ident(), in_backward()))
 
 
-def _tell_end(told: Sequence[LayerListener], call: LayerCall, *, failed: bool) -> None:
-    """Tell the last listener first, and each, even if one raises."""
-    try:
-        if told:
-            told[-1].end_forward(call, failed=failed)
-    finally:
-        if len(told) > 1:
-            _tell_end(told[:-1], call, failed=failed)
-
-
 class _Hook:
     """A module hook that calls ``tell``, and copies and pickles with its module as one that does nothing."""
 
@@ -297,7 +283,7 @@ class _Hook:
 
     @interpreted
     def __call__(self, *args: object) -> None:
-        if not _silence.on:
+        if not getattr(_silence, "on", False):
             self._tell(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -318,12 +304,14 @@ class _Checkpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         call = self.events.running
-        if (call is not None and not call.in_checkpoint) or in_backward() or _silence.on:
+        if (call is not None and not call.in_checkpoint) or in_backward() or getattr(_silence, "on", False):
             # The layer's forward calls it, inside of the hooks, as in newer models.
             return self.function(*args, **kwargs)
         output = None
         try:  # before the first event, so that an interrupt at any place ends what has begun
-            self.events.begin(_layer_inputs(args, kwargs), training=True, in_checkpoint=True)
+            # The first argument calls the layer, and has its keywords.
+            keywords = args[0].keywords if args and isinstance(args[0], partial) else {}
+            self.events.begin((args[1:], keywords | kwargs), training=True, in_checkpoint=True)
             output = self.function(*args, **kwargs)
         finally:
             self.events.end(output, training=True, in_checkpoint=True)
@@ -331,12 +319,6 @@ class _Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (unchanged, (self.function,))
-
-
-def _layer_inputs(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
-    """What a layer is called with: the checkpoint function's first argument calls the layer, and has its keywords."""
-    keywords = args[0].keywords if args and isinstance(args[0], partial) else {}
-    return args[1:], keywords | kwargs
 
 
 _CHECKPOINT = "_gradient_checkpointing_func"

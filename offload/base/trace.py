@@ -19,8 +19,6 @@ from offload.base.torch_private import profiling
 
 PREFIX = "offload::"
 
-_NO_RANGE: AbstractContextManager[object] = nullcontext()
-
 
 class Mark(NamedTuple):
     """Something that begins."""
@@ -55,6 +53,7 @@ class Recorder:
 
 
 _recorders: list[Recorder] = []
+_no_range: AbstractContextManager[object] = nullcontext()
 
 
 def recorder() -> Recorder | None:
@@ -78,7 +77,7 @@ def mark(what: str, layer: int | None = None) -> AbstractContextManager[object]:
         _recorders[-1].marks.append((perf_counter(), Mark(what, layer)))
     if profiling():
         return torch.profiler.record_function(Mark(what, layer).name)
-    return _NO_RANGE
+    return _no_range
 
 
 def point(what: str, layer: int | None = None) -> None:

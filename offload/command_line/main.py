@@ -13,14 +13,10 @@ from offload.command_line.plan import RATES, answer_plan
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command and write its answer to standard output.
+    """Run a command with these arguments, or the process's, and write its answer to standard output.
 
-    Args:
-        words: The arguments of ``python -m offload``; by default those of the process.
-
-    Returns:
-        The exit status: 0 if all is well, 1 if nothing fits. Wrong options, and what cannot be answered, are one line
-        on standard error and 2.
+    The exit status is 0 if all is well, 1 if nothing fits, and 2 with one line on standard error for wrong options and
+    what cannot be answered.
     """
     options = read_options(sys.argv[1:] if words is None else words)
     try:
@@ -34,11 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a command, by name.
-
-    Raises:
-        SystemExit: An option is wrong, with status 2; or it asks for help or the version, with status 0.
-    """
+    """The options of a command, by name; wrong ones, help and the version exit."""
     parser = argparse.ArgumentParser("offload", description="Ask about a model before a line of code is written.")
     parser.add_argument("--version", action="version", version=f"offload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -37,8 +37,7 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
     Yields:
         A meter; its ``peak_bytes`` is final when the block is left.
     """
-    resolved = resolve_device(device)
-    meter = MemoryMeter()
+    resolved, meter = resolve_device(device), MemoryMeter()
     if resolved.type == "cpu":
         with CpuAllocations() as allocations:
             try:
@@ -76,13 +75,11 @@ class CpuAllocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = tree_leaves((args, kwargs))
-        inputs = {id(t.untyped_storage()) for t in given if _counts(t)}
-        inputs |= {id(storage) for storage in given if isinstance(storage, torch.UntypedStorage)}  # as set_ takes it
+        given = {id(storage) for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if _counts(tensor) and id(tensor.untyped_storage()) not in inputs:
-                self.count(tensor.untyped_storage())
+        for storage in _storages(result):
+            if id(storage) not in given:
+                self.count(storage)
         return result
 
     def forget_peak(self) -> None:
@@ -102,15 +99,19 @@ class CpuAllocations(TorchDispatchMode):
         self._on_change(self._live_bytes)
 
 
-def _counts(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+def _storages(values: object) -> Iterator[torch.UntypedStorage]:
+    """The storages on the CPU among an operation's arguments or results; ``set_`` takes one itself."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.UntypedStorage):
+            yield value
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+            yield value.untyped_storage()
 
 
 class MemoryPeak:
     """The peak of a device whose allocator tells it."""
 
-    costs_time = False
-    """Whether the program is slower while this counts."""
+    costs_time = False  # the program is no slower while this counts
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -165,10 +166,11 @@ class CpuMemoryPeak(MemoryPeak):
             self._counted.forget_peak()
 
     def stop(self) -> None:
-        counted, self._counted = self._counted, None
+        self._counted = None
         # After backward, autograd enters the modes again that were entered before it.
-        if counted is not None or any(isinstance(mode, _Counted) for mode in dispatch_modes()):
-            set_modes([mode for mode in dispatch_modes() if not isinstance(mode, _Counted)])
+        others = [mode for mode in dispatch_modes() if not isinstance(mode, _Counted)]
+        if len(others) < len(dispatch_modes()):
+            set_modes(others)
 
 
 class _Counted(CpuAllocations, LayerMode):
