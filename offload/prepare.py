@@ -32,8 +32,7 @@ from offload.optimizer.stand_in import with_groups
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
-from offload.planning.recipe_step import Prediction
-from offload.planning.recipes import RecipePlan, TrainingPlan, plan_recipes, without_activations
+from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
@@ -227,18 +226,15 @@ class PreparedTraining(Handle):
         profile, link = activations.profile, activations.link
         element_s = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
         arithmetic_s = element_s * self._training.trained_elements
-        self._prediction = Prediction.of(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
+        prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
+        self._prediction = prediction
         made = plan_recipes(
-            self._training,
+            prediction,
             self._usable_bytes,
             self._plan.max_host_bytes,
-            link,
             lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
             activations.missing_bytes,
-            self.recipe,
             [one.recipe for one in self._plan.recipes],
-            self.resident_bytes,
-            arithmetic_s,
         )
         self._plan = self._only_reachable(replace(made, memory_budget=self._plan.memory_budget))
         if all(one.reason for one in self._plan.recipes):
@@ -270,7 +266,7 @@ class PreparedTraining(Handle):
             activations.plan_again()
         else:  # the layers are measured again
             measured = chosen.recipe, chosen.resident_bytes
-            self._prediction = Prediction.of(self._training, link, *measured, arithmetic_s)
+            self._prediction = Prediction(self._training, link, *measured, arithmetic_s)
 
     def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
         """Without recipes that a change to them would need too much memory for.

@@ -22,17 +22,12 @@ class WhileTraining(Handle):
     As a context manager it removes the hooks at the end of the block, however training ends.
 
     Args:
-        num_layers: How many layers to offload, the first ones, or ``"auto"``; by default as many as
-            :func:`offload.offload_layers` offloads.
+        num_layers: How many layers to offload, as :func:`offload.offload_layers` takes it.
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of a given model. By
             default, the one list of modules that is not inside another.
-        options: Further arguments of :func:`offload.offload_layers`, such as ``memory_budget``, ``plan`` or
-            ``min_bytes``.
-
-    Raises:
-        TypeError: ``offload_layers`` has no such argument.
-        ValueError: Arguments exclude each other, or a budget is none. Other values are checked when training begins.
+        options: Further arguments of :func:`offload.offload_layers`. Which there are, and which exclude each other, is
+            checked at once; their values are checked when training begins.
     """
 
     def __init__(
@@ -47,9 +42,10 @@ class WhileTraining(Handle):
         """What :func:`offload.offload_layers` returned for the latest training; it has ``stats()``."""
         self._layers = layers
         self._options = options if num_layers is None else {"num_layers": num_layers, **options}
-        signature(offload.offload_layers).bind((), **self._options)  # raises here, and not only when training begins
-        deciding = signature(check_choice).parameters
-        check_choice(**{name: value for name, value in self._options.items() if name in deciding})
+        signature(offload.offload_layers).bind((), **self._options)
+        check_choice(
+            **{name: self._options[name] for name in signature(check_choice).parameters if name in self._options}
+        )
 
     def attach(self, model: nn.Module) -> None:
         """Offload the layers of ``model`` from now on; the trainer calls this when training begins."""
@@ -63,7 +59,5 @@ class WhileTraining(Handle):
 
     def metrics(self) -> dict[str, float]:
         """Statistics since training began, under the names that are logged."""
-        if self.handle is None:
-            return {}
-        stats = self.handle.stats()
-        return {f"offload/{name}": float(getattr(stats, name)) for name in LOGGED}
+        stats = None if self.handle is None else self.handle.stats()
+        return {} if stats is None else {f"offload/{name}": float(getattr(stats, name)) for name in LOGGED}

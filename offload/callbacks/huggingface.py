@@ -58,18 +58,13 @@ class PrepareCallback(TrainerCallback):
         memory_budget: All device memory that the training may use.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
         options: Further arguments of :func:`offload.prepare`, such as ``layers``.
-
-    Raises:
-        TypeError: ``prepare`` has no such argument.
-        ValueError: A size is none.
     """
 
     def __init__(self, memory_budget: int | str, max_host_bytes: int | str | None = None, **options: Any) -> None:
         # Wrong arguments raise here, and not only when training begins.
         signature(offload.prepare).bind(None, None, memory_budget, max_host_bytes, **options)
         parse_bytes(memory_budget, "memory_budget")
-        if max_host_bytes is not None:
-            parse_bytes(max_host_bytes, "max_host_bytes")
+        parse_bytes(0 if max_host_bytes is None else max_host_bytes, "max_host_bytes")
         self.handle: offload.PreparedTraining | None = None
         """What :func:`offload.prepare` returned for the latest training."""
         self._arguments = (memory_budget, max_host_bytes)
@@ -88,8 +83,7 @@ class PrepareCallback(TrainerCallback):
         _check_process(args)
         if self.handle is not None:
             self.handle.remove()  # the trainer tells no callback of a training that raised
-        # Accelerate wraps the optimizer.
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         self.handle = offload.prepare(model, inner, *self._arguments, device=args.device, **self._options)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -60,11 +60,7 @@ class Counted(NamedTuple):
 
 
 def read_config(model: str, changes: Iterable[str] = ()) -> Any:
-    """The config at a path or of a model type, with ``changes`` such as ``num_hidden_layers=8``.
-
-    Raises:
-        ValueError: There is no such file or model type, or no such field.
-    """
+    """The config at a path or of a model type, with ``changes`` such as ``num_hidden_layers=8``."""
     from transformers import AutoConfig
 
     path = Path(model)
@@ -282,11 +278,7 @@ class StepCount(CpuAllocations):
         return tensor if tensor.is_leaf else tensor.detach()
 
     def profile(self) -> Profile:
-        """What was counted.
-
-        Raises:
-            ValueError: A layer did not run forward and backward.
-        """
+        """What was counted, if every layer has run forward and backward."""
         if not self._times.complete:
             raise ValueError("some of its layers run no forward, or no backward")
         made = zip(map(self._listed, self._regions), self._times.seconds(), strict=True)
@@ -302,18 +294,13 @@ class StepCount(CpuAllocations):
                 waiting += region.reads | ({region.first} if region.first else set())
         listed = [one for one in regions if one in needed and (one.when >= 0 or one.nbytes >= self._least)]
         number = {one: place for place, one in enumerate(sorted(listed, key=lambda one: one.when))}
-        return [
-            RegionProfile(
-                one.name,
-                one.nbytes,
-                one.seconds,
-                tuple(sorted(number[read] for read in one.reads if number.get(read, place) < place)),
-                one.saved and one.nbytes >= self._least,
-                one.when >= 0,
-                number[one.first] if one.first and number[one.first] < place else None,
-            )
-            for one, place in number.items()
-        ]
+        found = []
+        for one, place in number.items():
+            reads = tuple(sorted(number[read] for read in one.reads if number.get(read, place) < place))
+            first = number[one.first] if one.first and number[one.first] < place else None
+            saved, made = one.saved and one.nbytes >= self._least, one.when >= 0
+            found.append(RegionProfile(one.name, one.nbytes, one.seconds, reads, saved, made, first))
+        return found
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link
-from offload.planning.recipes import TrainingPlan, plan_recipes
+from offload.planning.recipes import Prediction, TrainingPlan, plan_recipes
 from offload.planning.training_bytes import RECIPES
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
@@ -82,14 +82,11 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
     """Where weights, gradients and optimizer state may be, each with a plan of the activations in what is left."""
     training = replace(model.training, slots=NUM_SLOTS * min(CHUNK_BYTES, usable // 90))
     made = plan_recipes(
-        training,
+        Prediction(training, link, RECIPES[0], arithmetic_s=model.profile.other_s),
         usable,
         host,
-        link,
         lambda device, host, left: make_plan(model.profile, device, left, max_host_bytes=host),
         training.gradient_bytes(RECIPES[0]),
-        RECIPES[0],
-        arithmetic_s=model.profile.other_s,
     )
     simple, fits = made.recipes[0], any(not one.reason for one in made.recipes)
     if fits and not simple.reason and simple.step_s <= SIMPLER * made.chosen.step_s:

@@ -75,8 +75,9 @@ def prove(
                 if isinstance(value, torch.Tensor) and value.numel() > 1 and type(value) is not torch.Tensor:
                     raise _no_proof(optimizer, f"whose {key} is no plain tensor but of type {type(value).__name__}")
         pairs = [(one, state) for one, (_, state) in zip(tried, together, strict=True)]
-        large = [(value, one) for one, state in pairs for value in state.values() if is_large(value)]
-        elementwise = all(of_shape(value, one.value) for value, one in large)
+        elementwise = all(
+            of_shape(value, one.value) for one, state in pairs for value in state.values() if is_large(value)
+        )
         elementwise = elementwise and _same_bits(together, optimizer, [one.pieces() for one in tried])
         if not elementwise and not _same_bits(together, optimizer, [[one] for one in tried]):
             raise _no_proof(optimizer, "whose parameters get other bits when they are stepped one by one")
@@ -117,8 +118,8 @@ def _refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
             continue
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         for one in parts if isinstance(parts, list | tuple | set) else [value]:
-            if isinstance(one, torch.optim.Optimizer) or id(one) in parameters:
-                what = "an optimizer" if isinstance(one, torch.optim.Optimizer) else "parameters"
+            what = "an optimizer" if isinstance(one, torch.optim.Optimizer) else "parameters"
+            if what == "an optimizer" or id(one) in parameters:
                 raise _no_proof(optimizer, f"which has {what} in its attribute {name}")
 
 
@@ -194,17 +195,13 @@ def _same_bits(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets:
     except Exception:  # noqa: BLE001  Muon, for one, takes no piece
         return False
     for (value, state), tried in zip(together, sets, strict=True):
-        parts = [next(found) for _ in tried]
-        if not _equal(value, [part for part, _ in parts]):
-            return False
-        for key, expected in state.items():
-            if isinstance(expected, torch.Tensor) and expected.ndim:
-                tensors = [part.get(key) for _, part in parts]
-                if not all(isinstance(one, torch.Tensor) for one in tensors) or not _equal(expected, tensors):
-                    return False
+        values, states = zip(*(next(found) for _ in tried), strict=True)
+        large = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and one.ndim}
+        pairs = [(value, values), *((one, [part.get(key) for part in states]) for key, one in large.items())]
+        for whole, parts in pairs:
+            if not all(isinstance(one, torch.Tensor) for one in parts):
+                return False
+            joined = torch.cat([part.flatten() for part in parts])
+            if not torch.equal(whole.flatten().nan_to_num(), joined.nan_to_num()):
+                return False
     return True
-
-
-def _equal(whole: torch.Tensor, parts: list[Any]) -> bool:
-    joined = torch.cat([part.flatten() for part in parts])
-    return torch.equal(whole.flatten().nan_to_num(), joined.nan_to_num())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -44,28 +45,24 @@ def spread(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def _settled(name: str) -> Callable[..., Any]:
+    """A look into a dictionary of state, once the copies to the host are over."""
+
+    def look(states: HostStates, *args: Any) -> Any:
+        states.settle()
+        return getattr(defaultdict, name)(states, *args)
+
+    return look
+
+
 class HostStates(defaultdict[Any, Any]):
     """``optimizer.state``: a look into it calls ``settle``, which waits until copies to the host are over."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__(dict)
-        self._settle = settle
+        self.settle = settle
 
-    def __getitem__(self, key: Any) -> Any:
-        self._settle()
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._settle()
-        return super().get(key, default)
-
-    def values(self) -> Any:
-        self._settle()
-        return super().values()
-
-    def items(self) -> Any:
-        self._settle()
-        return super().items()
+    __getitem__, get, values, items = map(_settled, ("__getitem__", "get", "values", "items"))
 
     def entry(self, parameter: torch.Tensor, *, keep: bool = False) -> dict[str, Any]:
         """The state of a parameter, without waiting; ``keep`` puts an empty one there if there is none."""
@@ -109,18 +106,8 @@ class ParameterState:
         self.gradient = self.weights = self.total = None
 
 
-class _Wanted(NamedTuple):
-    """A home that is to be allocated: dense, with these sizes and strides."""
-
-    state: ParameterState
-    key: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.size.numel() * self.dtype.itemsize
+_Wanted = tuple[ParameterState, str, torch.Tensor]
+"""A home that is to be allocated: of which parameter, its name, and a tensor without memory that looks like it."""
 
 
 class StateStore:
@@ -187,21 +174,23 @@ class StateStore:
         needed: dict[torch.Tensor, list[_Wanted]] = {}
         for parameter in parameters:
             state, part, layout = self.of(parameter), local(parameter), self.layout(parameter).items()
-            needed[parameter] = [_Wanted(state, key, part.shape, part.stride(), dtype) for key, dtype in layout]
-        sized = [(self.of(one), nbytes) for one, found in needed.items() if (nbytes := sum(w.nbytes for w in found))]
+            alike = partial(torch.empty_strided, part.shape, part.stride(), device="meta")
+            needed[parameter] = [(state, key, alike(dtype=dtype)) for key, dtype in layout]
+        bytes_of = ((self.of(one), sum(like.nbytes for *_, like in found)) for one, found in needed.items())
+        sized = [pair for pair in bytes_of if pair[1]]
         for number in evenly(len(sized)):
             self._place(*sized[number])
         wanted = []
         for parameter, found in needed.items():
             there = states.get(parameter)
-            for one in found:
-                value = there.get(one.key) if isinstance(there, dict) else None
+            for state, key, like in found:
+                value = there.get(key) if isinstance(there, dict) else None
                 value = local(value) if isinstance(value, torch.Tensor) else value
-                if type(value) is torch.Tensor and self._is_in_place(value, one):
-                    one.state.homes[one.key] = value
-                    self.counters["resident_bytes" if one.state.resident else "host_bytes"] += value.nbytes
+                if type(value) is torch.Tensor and self._is_in_place(value, like, resident=state.resident):
+                    state.homes[key] = value
+                    self.counters["resident_bytes" if state.resident else "host_bytes"] += value.nbytes
                 else:
-                    wanted.append(one)
+                    wanted.append((state, key, like))
         self._allocate(wanted)
 
     def _place(self, state: ParameterState, nbytes: int) -> None:
@@ -210,14 +199,13 @@ class StateStore:
             state.resident = True
             self._resident_left -= nbytes
 
-    def _is_in_place(self, value: torch.Tensor, wanted: _Wanted) -> bool:
+    def _is_in_place(self, value: torch.Tensor, like: torch.Tensor, *, resident: bool) -> bool:
         """Whether a state tensor is as it is wanted, in the pool or on the device."""
-        if (value.dtype, value.shape, value.stride()) != (wanted.dtype, wanted.size, wanted.stride):
+        if (value.dtype, value.shape, value.stride()) != (like.dtype, like.shape, like.stride()):
             return False
         pooled = value.data_ptr() in _pooled
-        if not wanted.state.resident:
-            return pooled
-        return not pooled and value.device == self._backend.device and not value.is_inference()
+        here = value.device == self._backend.device and not value.is_inference()
+        return (here and not pooled) if resident else pooled
 
     def add(self, state: ParameterState, values: dict[str, torch.Tensor]) -> None:
         """Allocate homes for these state tensors, or pieces of state tensors, where there are none."""
@@ -225,10 +213,9 @@ class StateStore:
         for key, value in values.items():
             if key not in state.homes:
                 part = local(state.parameter)
-                like = part if self.proof.elementwise else value
-                stride = torch.empty_like(part if like.shape == part.shape else like, device="meta").stride()
+                like = part if self.proof.elementwise or value.shape == part.shape else value
                 dtype = self.state_dtype if self.state_dtype and value.is_floating_point() else value.dtype
-                wanted.append(_Wanted(state, key, like.shape, stride, dtype))
+                wanted.append((state, key, torch.empty_like(like, dtype=dtype, device="meta")))
         self._allocate(wanted)
 
     def adopt(self, states: dict[Any, Any]) -> None:
@@ -283,23 +270,23 @@ class StateStore:
     def _allocate(self, wanted: Sequence[_Wanted]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""
         needed: Counter[ParameterState] = Counter()
-        for one in wanted:
-            needed[one.state] += one.nbytes
+        for state, _, like in wanted:
+            needed[state] += like.nbytes
         for state, nbytes in needed.items():
             self._place(state, nbytes)  # unless it was known before the first step
-        for one in (one for one in wanted if one.state.resident):
-            device = self._backend.device
-            self.counters["resident_bytes"] += one.nbytes
-            one.state.homes[one.key] = torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=device)
-        host = [one for one in wanted if not one.state.resident]
+        for state, key, like in wanted:
+            if state.resident:
+                self.counters["resident_bytes"] += like.nbytes
+                state.homes[key] = torch.empty_like(like, device=self._backend.device)
+        host = [one for one in wanted if not one[0].resident]
         pool = get_host_pool(self._backend)
-        buffers = pool.take_whole([one.nbytes for one in host], self._max_host_bytes) if host else []
-        for one, buffer in zip(host, buffers, strict=True):
+        buffers = pool.take_whole([like.nbytes for *_, like in host], self._max_host_bytes) if host else []
+        for (state, key, like), buffer in zip(host, buffers, strict=True):
             memory = own_storage(buffer.pieces[0]).untyped_storage()
             weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
             _pooled.add(memory.data_ptr())
-            one.state.homes[one.key] = torch.empty(0, dtype=one.dtype).set_(memory, 0, one.size, one.stride)
-            self.counters["host_bytes"] += one.nbytes
+            state.homes[key] = torch.empty(0, dtype=like.dtype).set_(memory, 0, like.shape, like.stride())
+            self.counters["host_bytes"] += like.nbytes
 
 
 _pooled: set[int] = set()

@@ -221,19 +221,16 @@ class StreamedOptimizer(Handle):
         for number, (_, parameter) in zip(saved, with_groups(optimizer), strict=False):  # PyTorch raises if they differ
             entry = small.get(number)
             if isinstance(entry, dict):
-                tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
-                large = {key: value for key, value in tensors.items() if value.ndim}
+                large = {key: one for key, one in entry.items() if isinstance(one, torch.Tensor) and one.ndim}
                 small[number] = {key: value for key, value in entry.items() if key not in large}
                 self._loading[parameter] = large
         return {**given, "state": small}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         stepper = self._in_use
-        states = dict(optimizer.state)
-        for parameter, large in self._loading.items():
-            if large:
-                states[parameter] = {**states.get(parameter, {}), **large}
-        self._loading = {}
+        loading, self._loading = self._loading, {}
+        large = {one: {**optimizer.state.get(one, {}), **values} for one, values in loading.items() if values}
+        states = {**optimizer.state, **large}
         stepper.store.shown.clear()
         stepper.store.adopt(states)
         stepper.forget()
@@ -275,9 +272,8 @@ def stream_optimizer(
             ``"512MiB"``; an eighth of all streamed state where that is less. Optimizers that are not elementwise, such
             as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
-        resident_bytes: How much of the state remains on the device: that of the optimizer's first parameter, which
-            backward comes to last, and has nothing left to hide its copies behind; and of others here and there, so
-            that the copies of the rest spread over backward. Whole parameters, up to this size.
+        resident_bytes: The most state that remains on the device, of whole parameters: the optimizer's first one, whose
+            copies backward has nothing left to hide behind, and others spread over the model.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.

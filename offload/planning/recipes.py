@@ -2,20 +2,26 @@
 
 A recipe says where weights, gradients and optimizer state are. What it needs beside the activations is arithmetic on
 the sizes of the parameters. The activations have the rest of the budget, and a plan of their own; the copies of the
-recipe and those of the plan share one link.
+recipe and those of the plan share one simulated link.
+
+Weights are loaded one layer ahead. In backward, the state of a layer is loaded from the layer's start on, and is copied
+to the host after that; the optimizer's arithmetic takes compute's time. Compute waits for state two layers later, as
+gradients are held until then, and for all of it at the end of backward, which has nothing to hide the last loads. The
+copies of these to the host run beside the next forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
 from offload.planning.profile import Link
-from offload.planning.recipe_step import Prediction
+from offload.planning.simulate import Interlude, simulate_steps
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
+from offload.schedule.points import Point
 
 LEAST_SHARE = 0.05
 """Of the link, for activations beside copies that need all of it: a plan needs some speed."""
@@ -107,6 +113,70 @@ class TrainingPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """Predicts steps of recipes from a profile that was measured under one of them.
+
+    Args:
+        training: Sizes of weights, gradients and optimizer state.
+        link: How fast copies are.
+        measured: The recipe of the measured steps.
+        resident_bytes: State that was on the device in the measured steps, if the recipe streams it.
+        arithmetic_s: Seconds in which the device steps all parameters if nothing waits for copies.
+    """
+
+    training: TrainingBytes
+    link: Link
+    measured: Recipe
+    resident_bytes: int = 0
+    arithmetic_s: float = 0.0
+
+    def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
+        """Seconds of a step of this recipe, with ``resident`` bytes of the state on the device.
+
+        What the optimizer's arithmetic and copies have added to the measured steps does not count.
+        """
+        profile = plan.profile
+        before = self.training.seconds(self.measured, self.link, self.resident_bytes, self.arithmetic_s)
+        less_s = before.beside / len(profile.layers)
+        layers = [replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in profile.layers]
+        rest = Interlude("rest of the step", max(0.0, profile.other_s - before.step - before.tail))
+        steps = [*self._steps(plan, recipe, resident), rest]
+        timeline = simulate_steps(plan.schedule, layers, self.link, steps, policies=plan.policies, title="")
+        return max(span.end_s for span in timeline.lane("compute"))
+
+    def _steps(self, plan: Plan, recipe: Recipe, resident: int) -> Iterator[Point | Interlude]:
+        """The points of the schedule, and before each what the recipe does there."""
+        training, last = self.training, len(plan.profile.layers) - 1
+        busy = training.seconds(recipe, self.link, resident, self.arithmetic_s)
+        streams, nothing = recipe.weights == "streamed", (0,) * (last + 1)
+        weights, sent = (training.layer_weights, training.layer_gradients) if streams else (nothing, nothing)
+        consumed = recipe.gradients == "consumed"
+        front, states, of_head = training.copied_state(resident) if consumed else (0, [*nothing], 0)
+        behind = training.state - training.front_state - sum(training.layer_state)
+        share = busy.beside / max(1, training.state)  # of the arithmetic, for a byte of state
+        yield Interlude("state of the last step", 0.0, sent_bytes=front)
+        yield Interlude("weights 0", 0.0, loaded_bytes=weights[0])
+        for point in plan.schedule.order:
+            layer = point.layer
+            waits = f"weights {layer}"
+            if point.phase == "F":
+                ahead = weights[layer + 1] if layer < last else 0
+                yield Interlude(f"weights {layer + 1}", 0.0, loaded_bytes=ahead, awaits=waits)
+            else:
+                if layer == last:
+                    yield Interlude("loss", plan.profile.loss_s, plan.profile.loss_bytes)
+                    yield Interlude("state behind", share * behind, loaded_bytes=of_head, sent_bytes=of_head)
+                again = weights[layer - 1] if 0 < layer < last else 0  # the last two layers' are there since forward
+                yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits)
+                arithmetic_s = share * training.layer_state[layer]
+                state, held = states[layer], f"state {layer + 2}"  # so many gradients are held until they are stepped
+                yield Interlude(f"state {layer}", arithmetic_s, 0, state, state + sent[layer], awaits=held)
+            yield point
+        yield Interlude("state in front", 0.0, loaded_bytes=front, awaits="state 0")
+        yield Interlude("step", share * training.front_state + busy.step, awaits="state in front")
+
+
 def without_activations(
     training: TrainingBytes, memory_budget: int, max_host_bytes: int | None, recipes: Iterable[Recipe] = RECIPES
 ) -> TrainingPlan:
@@ -130,35 +200,27 @@ def _beside_activations(training: TrainingBytes, recipe: Recipe, resident: int) 
 
 
 def plan_recipes(
-    training: TrainingBytes,
+    prediction: Prediction,
     memory_budget: int,
     max_host_bytes: int | None,
-    link: Link,
     plan: Callable[[int, int | None, Link], Plan],
     missing_bytes: int,
-    measured: Recipe,
     recipes: Iterable[Recipe] = RECIPES,
-    resident_bytes: int = 0,
-    arithmetic_s: float = 0.0,
 ) -> TrainingPlan:
-    """Every recipe with a plan for the activations in what it leaves.
+    """Every recipe with a plan for the activations in what it leaves of all device memory and all pinned host memory.
 
     Args:
-        training: Sizes of weights, gradients and optimizer state.
-        memory_budget: All device memory of the training, in bytes.
-        max_host_bytes: All pinned host memory, in bytes.
-        link: How fast copies are.
+        prediction: Of steps.
+        memory_budget: Device memory, in bytes.
+        max_host_bytes: Host memory, in bytes.
         plan: Plans the activations within so many bytes of device memory, and of host memory, for a link; a
             ``ValueError`` says that they do not fit.
-        missing_bytes: What a step needs beside weights, optimizer state and the layers' activations, as it was measured
-            under ``measured``: gradients, the loss, what libraries allocate.
-        measured: The recipe of the measured steps.
+        missing_bytes: What a measured step needs beside weights, optimizer state and the layers' activations:
+            gradients, the loss, what libraries allocate.
         recipes: What to choose from.
-        resident_bytes: State that was on the device in the measured steps, if the recipe streams it.
-        arithmetic_s: Seconds in which the device steps all parameters if nothing waits for copies.
     """
-    beside = max(0, missing_bytes - training.gradient_bytes(measured))
-    seconds = Prediction.of(training, link, measured, resident_bytes, arithmetic_s).step_s
+    training, link, seconds = prediction.training, prediction.link, prediction.step_s
+    beside = max(0, missing_bytes - training.gradient_bytes(prediction.measured))
 
     def planned(recipe: Recipe, resident: int) -> RecipePlan:
         """With so much of the state on the device."""

@@ -7,8 +7,7 @@ import pytest
 
 import offload
 from offload.base.evenly import evenly
-from offload.planning.recipe_step import Prediction
-from offload.planning.recipes import plan_recipes, without_activations
+from offload.planning.recipes import Prediction, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
@@ -79,7 +78,7 @@ def test_the_shortest_recipe_is_chosen() -> None:
         return offload.plan(profile, device, left, max_host_bytes=host)
 
     def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
-        return plan_recipes(LLAMA, budget_gib * GIB, None, link, plan, missing_gib * GIB, STREAMED)
+        return plan_recipes(Prediction(LLAMA, link, STREAMED), budget_gib * GIB, None, plan, missing_gib * GIB)
 
     assert made(140).chosen.recipe == RESIDENT
     assert made(70).chosen.recipe == CONSUMED
@@ -106,7 +105,7 @@ def test_activations_get_what_the_state_leaves_of_the_link() -> None:
         planned_for.append(left)
         return offload.plan(profile, device, left, max_host_bytes=host)
 
-    made = plan_recipes(LLAMA, 40 * GIB, None, link, plan, 17 * GIB, STREAMED, [CONSUMED])
+    made = plan_recipes(Prediction(LLAMA, link, STREAMED), 40 * GIB, None, plan, 17 * GIB, [CONSUMED])
     alone = offload.plan(profile, made.chosen.plan.memory_budget, link)
     assert len({one.h2d_bytes_per_s for one in planned_for}) == 3  # all of it, what is left, and more than that
     assert max(one.h2d_bytes_per_s for one in planned_for) == link.h2d_bytes_per_s
@@ -156,7 +155,9 @@ def test_state_is_resident_where_the_step_is_shorter_for_it() -> None:
     """In the step, nothing hides its copies; beside backward, only those of what backward comes to last."""
 
     def made(recipe: Recipe, training: TrainingBytes, budget_gib: int) -> offload.RecipePlan:
-        return plan_recipes(training, budget_gib * GIB, None, LINK, _plan, 17 * GIB, STREAMED, [recipe]).recipes[0]
+        return plan_recipes(
+            Prediction(training, LINK, STREAMED), budget_gib * GIB, None, _plan, 17 * GIB, [recipe]
+        ).recipes[0]
 
     part, none = (made(STREAMED, training, 100) for training in (PARTS, LLAMA))
     assert part.resident_bytes > 30 * GIB
@@ -184,7 +185,7 @@ def test_the_arithmetic_counts_once_whatever_was_measured(measured: Recipe) -> N
     layer = offload.LayerProfile(0.05, 0.1 + before.beside / 32, GIB)
     profile = offload.Profile((layer,) * 32, other_s=0.5 + before.step + before.tail)
     plan = offload.plan(profile, "40GiB", LINK)
-    step_s = Prediction.of(PARTS, LINK, measured, 0, arithmetic_s).step_s
+    step_s = Prediction(PARTS, LINK, measured, 0, arithmetic_s).step_s
     compute_s = 32 * 0.15 + 0.5
     assert step_s(plan, RESIDENT, 0) == pytest.approx(compute_s + arithmetic_s)
     assert step_s(plan, CONSUMED, 0) == pytest.approx(compute_s + arithmetic_s + 4 * GIB / 50e9)
@@ -205,7 +206,7 @@ def test_where_none_fits_the_recipe_in_place_is_the_chosen_one() -> None:
 
 
 def test_the_recipe_in_place_is_the_chosen_one() -> None:
-    made = plan_recipes(PARTS, 140 * GIB, None, LINK, _plan, 17 * GIB, STREAMED)
+    made = plan_recipes(Prediction(PARTS, LINK, STREAMED), 140 * GIB, None, _plan, 17 * GIB)
     assert made.chosen.recipe == RESIDENT
     assert replace(made, in_place=STREAMED).chosen.recipe == STREAMED
 
@@ -233,7 +234,7 @@ SLOW = offload.Link(GIB, GIB, 2 * GIB)
 def _seconds(recipe: Recipe, layer: offload.LayerProfile, resident: int = 0) -> float:
     profile = offload.Profile((layer,) * 4)
     plan = offload.plan(profile, "1TiB", SLOW)
-    return Prediction.of(EVEN, SLOW, RESIDENT, 0, 0.0).step_s(plan, recipe, resident)
+    return Prediction(EVEN, SLOW, RESIDENT, 0, 0.0).step_s(plan, recipe, resident)
 
 
 def test_compute_waits_for_state_at_the_end_of_backward() -> None:
@@ -259,7 +260,7 @@ def test_reloads_of_activations_stand_behind_loads_of_state() -> None:
     profile = offload.Profile((layer,) * 4)
     plan = offload.plan(profile, 5 * GIB, SLOW)
     assert plan.host_bytes
-    prediction = Prediction.of(EVEN, SLOW, RESIDENT, 0, 0.0)
+    prediction = Prediction(EVEN, SLOW, RESIDENT, 0, 0.0)
     alone, beside = (prediction.step_s(plan, CONSUMED, resident) for resident in (16 * GIB, 0))
     assert alone == pytest.approx(plan.step_s)
     assert beside > alone + 1
@@ -270,7 +271,7 @@ def test_compute_waits_for_state_before_the_next_layer_but_one() -> None:
     training = replace(EVEN, layer_state=(GIB, GIB, GIB, 13 * GIB))
     layers = [offload.LayerProfile(1.0, seconds, 0) for seconds in (20.0, 20.0, 1.0, 1.0)]
     plan = offload.plan(offload.Profile(tuple(layers)), "1TiB", SLOW)
-    step_s = Prediction.of(training, SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0)
+    step_s = Prediction(training, SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0)
     assert step_s == pytest.approx(4 + 13 + 40)
 
 
@@ -286,7 +287,7 @@ def test_state_that_backward_comes_to_last_is_copied_to_the_host_beside_the_next
     training = replace(training, parameter_layer=(-1, 0, 1, 2, 3))
     profile = offload.Profile((offload.LayerProfile(2.0, 6.0, 2 * GIB),) * 4)
     plan = offload.plan(profile, 5 * GIB, SLOW)
-    step_s = Prediction.of(training, SLOW, RESIDENT, 0, 0.0).step_s
+    step_s = Prediction(training, SLOW, RESIDENT, 0, 0.0).step_s
     assert step_s(plan, CONSUMED, 0) > step_s(plan, CONSUMED, 8 * GIB) + 8 + 1
 
 
@@ -297,7 +298,7 @@ def test_what_activations_leave_free_is_filled_without_another_plan() -> None:
         plans.append(_plan(device, host, left))
         return plans[-1]
 
-    [one] = plan_recipes(PARTS, 140 * GIB, None, LINK, plan, 17 * GIB, STREAMED, [CONSUMED]).recipes
+    [one] = plan_recipes(Prediction(PARTS, LINK, STREAMED), 140 * GIB, None, plan, 17 * GIB, [CONSUMED]).recipes
     assert one.plan is plans[0]
     assert one.resident_bytes == 60 * GIB
     assert len(plans) <= 3
@@ -314,7 +315,7 @@ def test_state_has_memory_that_activations_would_use() -> None:
     def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
         return offload.plan(profile, device, left, max_host_bytes=host)
 
-    [one] = plan_recipes(PARTS, 100 * GIB, 60 * GIB, LINK, plan, 17 * GIB, STREAMED, [STREAMED]).recipes
+    [one] = plan_recipes(Prediction(PARTS, LINK, STREAMED), 100 * GIB, 60 * GIB, plan, 17 * GIB, [STREAMED]).recipes
     assert one.resident_bytes > 20 * GIB
     assert one.plan is not None
     assert one.plan.recompute_s > 0
