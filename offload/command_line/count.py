@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from offload.base.checks import check_number
+from offload.base.layer_events import with_attribute
 from offload.base.torch_private import FakeTensorMode, schema_of, tree_leaves
 from offload.device.backend import Backend, Event
 from offload.long_context import use_chunked_loss
@@ -114,7 +115,11 @@ def count_model(
         if fused_loss:
             use_chunked_loss(model)
         count = StepCount(model, layers, rates, min_bytes)
-        with fake, _one_sequence_each(), count.counting():
+        from transformers import masking_utils
+
+        # Hugging Face looks into the numbers of positions whether they are of several sequences: they are not.
+        one_sequence_each = with_attribute(masking_utils, "find_packed_sequence_indices", lambda *_: None)
+        with fake, one_sequence_each, count.counting():
             numbers = torch.zeros(batch, tokens, dtype=torch.int64)
             model(input_ids=numbers, labels=numbers, use_cache=False).loss.backward()
         profile = count.profile()
@@ -167,19 +172,6 @@ def _build(fake: Any, config: Any, lora: int | None) -> nn.Module:
                     setattr(module, name, nn.Parameter(fake.from_tensor(one).to("cpu")))
     trained: nn.Module = model.train()
     return trained
-
-
-@contextmanager
-def _one_sequence_each() -> Iterator[None]:
-    """Hugging Face looks into the numbers of positions whether they are of several sequences: they are not."""
-    from transformers import masking_utils
-
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
 
 
 class _Clock(Backend):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,7 +13,7 @@ import torch
 
 from offload.activations.stats import as_table, since
 from offload.base.checks import check_type, format_bytes, parse_bytes
-from offload.base.layer_events import Handle
+from offload.base.layer_events import Handle, with_attribute
 from offload.base.torch_private import interpreted
 from offload.device.capture import CaptureError
 from offload.device.select import get_backend
@@ -90,17 +90,9 @@ class StreamedOptimizer(Handle):
         self.check_in_use()
         return cast("ChunkStepper", self._stepper)
 
-    @contextmanager
-    def no_step(self) -> Iterator[None]:
+    def no_step(self) -> AbstractContextManager[None]:
         """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
-        if self._early is None:
-            yield  # backward never steps
-            return
-        before, self._early.enabled = self._early.enabled, False
-        try:
-            yield
-        finally:
-            self._early.enabled = before
+        return nullcontext() if self._early is None else with_attribute(self._early, "enabled", value=False)
 
     def consume_gradients(self, enabled: bool) -> None:
         """From the next step on, step each parameter beside backward and free its gradient, or do neither.
