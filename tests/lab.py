@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -35,6 +35,32 @@ def late_copies(delay_s: float) -> Iterator[None]:
     backend.poison = False
     for stream in backend.copy_streams:
         stream.delay_s = 0.0
+
+
+class _LateGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.write = write
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        late = torch.zeros_like(gradient)
+        ctx.write(late)
+        return late, None
+
+
+class LateOptimizer(torch.optim.Optimizer):
+    """If it is ``late``, compute writes the weights only after a while, and with sevens."""
+
+    def __init__(self, lab: "Lab", weights: Iterable[torch.Tensor], delay_s: float) -> None:
+        super().__init__(weights, {})
+        self.late, self.write = False, lambda weight: lab.write_late(weight, 7.0, delay_s)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"] if self.late else ():
+            self.write(weight)
 
 
 class Lab:
@@ -97,6 +123,11 @@ class Lab:
         else:
             torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
             tensor.fill_(value)
+
+    def late_gradient(self, weight: torch.Tensor, value: float, delay_s: float) -> torch.Tensor:
+        """The weight, whose gradient compute fills with ``value`` only after a while."""
+        late: torch.Tensor = _LateGradient.apply(weight, lambda gradient: self.write_late(gradient, value, delay_s))
+        return late
 
     def hold(self, stream: Any, seconds: float = 0.5) -> Callable[[], None]:
         """Stop ``stream`` until the function that this returns is called; on CUDA, for ``seconds``."""

@@ -245,6 +245,24 @@ def save(x: torch.Tensor, receive: Callable[[tuple[torch.Tensor, ...]], object],
     return Save.apply(x, receive, *saved)
 
 
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("stop")
+
+
+class Stop(nn.Module):
+    """Backward fails here."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stopping: torch.Tensor = _Stop.apply(x)
+        return stopping
+
+
 class _SavesDetached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from lab import Lab
+from lab import Lab, LateOptimizer
+from models import Stop
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -139,16 +140,6 @@ def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: 
         run.optimizer.state_dict()
 
 
-class Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("stop")
-
-
 def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
     """The last layers have made the step, and the first have not: a checkpoint mends it."""
     run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
@@ -156,18 +147,13 @@ def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
     saved = run.checkpoint
     message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
     with pytest.raises(ValueError, match="stop"):
-        loss_of(nn.Sequential(run.model[0], Stopping(), *run.model[1:]), 2).backward()
+        loss_of(nn.Sequential(run.model[0], Stop(), *run.model[1:]), 2).backward()
     for use in (run.optimizer.step, run.optimizer.state_dict, lambda: run.backward(2)):
         with pytest.raises(RuntimeError, match=message):
             use()
     run.load(saved)
     run.steps(range(2, 5))
     assert_same(resident(lab.device, range(5)), run.values)
-
-
-class Stopping(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Stop.apply(x)
 
 
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
@@ -177,7 +163,7 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
         if streamed:
             stream(optimizer, in_backward=True, consume_gradients=True)
         for number in range(3):
-            stopping = nn.Sequential(*model[:-1], Stopping(), model[-1])
+            stopping = nn.Sequential(*model[:-1], Stop(), model[-1])
             with pytest.raises(ValueError, match="stop"):
                 loss_of(stopping, number).backward()
             optimizer.zero_grad()
@@ -204,42 +190,19 @@ def test_after_its_end_backward_steps_nothing(how: str, lab: Lab) -> None:
 # On the CPU, steps run in the caller's thread, and cannot be early or late.
 
 
-class LateGradient(torch.autograd.Function):
-    lab: Lab
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        late = torch.zeros_like(gradient)
-        LateGradient.lab.write_late(late, 7.0, LATE_S)
-        return late
-
-
 def late_gradient(lab: Lab) -> bool:
-    LateGradient.lab = lab
     weight = nn.Parameter(torch.zeros(1000, device=lab.device))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     stream(optimizer, in_backward=True)
-    LateGradient.apply(weight).sum().backward()
+    lab.late_gradient(weight, 7.0, LATE_S).sum().backward()
     optimizer.step()
     lab.drain()
     return bool((weight == -7.0).all())
 
 
 def late_step(lab: Lab) -> bool:
-    class Late(torch.optim.Optimizer):
-        late = False
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for weight in self.param_groups[0]["params"] if self.late else ():
-                lab.write_late(weight, 7.0, LATE_S)
-
     weight = nn.Parameter(torch.zeros(1000, device=lab.device))
-    optimizer = Late([weight], {})
+    optimizer = LateOptimizer(lab, [weight], LATE_S)
     stream(optimizer, in_backward=True)
     optimizer.late = True
     weight.sum().backward()

@@ -56,14 +56,14 @@ def functions(function: Callable[..., torch.Tensor], lab: Lab) -> tuple[nn.Modul
 
 
 def assert_right(
-    function: Callable[..., torch.Tensor], lab: Lab, policies: dict[str, str] = ALL, steps: int = 3
+    function: Callable[..., torch.Tensor], lab: Lab, policies: dict[str, str] = ALL, num_layers: int = 0
 ) -> Any:
     """Several steps over layers of a function, with everything computed again; returns the first layer's regions."""
     layers, x = functions(function, lab)
     expected = step_gradients(layers, x)
     lab.adverse()
-    with offloaded(layers, lab, policies) as handle:
-        for _ in range(steps):
+    with offloaded(layers, lab, policies, num_layers) as handle:
+        for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
         return handle.regions(0)
 
@@ -379,13 +379,7 @@ def test_parts_of_one_storage_that_change_by_themselves(lab: Lab, unplanned: set
         return torch.cat([first.sin(), parts[3] * parts[0], changed.sigmoid(), first], -1).sin() * x
 
     unplanned.add("comes out with other bits")  # the product, which is changed after it was saved
-    layers, x = functions(function, lab)
-    expected = step_gradients(layers, x)
-    lab.adverse()
-    with offloaded(layers, lab, {"mm": "offload", "*": "recompute"}, 2) as handle:
-        for _ in range(3):
-            assert_same(expected, step_gradients(layers, x))
-        assert handle.regions(0)["tanh"] == "recompute"
+    assert assert_right(function, lab, {"mm": "offload", "*": "recompute"}, 2)["tanh"] == "recompute"
 
 
 def test_beside_other_checkpointing(lab: Lab) -> None:

@@ -1421,8 +1421,4 @@ def test_what_the_proof_changes_is_put_back_where_the_device_has_no_memory_for_c
         return kept.sin() * w.mean()
 
     unplanned.add("handing over gave other bits")
-    layers, x = functions(function, lab)
-    expected = step(layers, x)
-    with offloaded(layers, lab, ADD):
-        for _ in range(3):
-            assert_same(expected, step(layers, x))
+    assert_right(function, lab, ADD)

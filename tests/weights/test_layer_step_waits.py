@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lab import Lab
+from lab import Lab, LateOptimizer
 from models import WIDTH, loss_of
 from streaming import Linear, forward
 from torch import nn
@@ -84,16 +84,9 @@ def slow_copies_of_chunks(lab: Lab) -> bool:
 def late_step(lab: Lab) -> bool:
     """Compute writes the weights only when their copy could have begun."""
 
-    class Late(torch.optim.Optimizer):
-        late = False
-
-        def step(self, closure: Any = None) -> None:
-            for weight in self.param_groups[0]["params"] if self.late else ():
-                lab.write_late(weight, 7.0, LATE_S)
-
     layers, x = built()
     weights = stream_weights(layers, lab.device)
-    optimizer = Late(layers.parameters(), {})
+    optimizer = LateOptimizer(lab, layers.parameters(), LATE_S)
     handle = stream_optimizer(optimizer, in_backward=True)
     optimizer.late = True
     loss_of(forward(layers, x.to(lab.device))).backward()
@@ -125,26 +118,11 @@ def test_each_wait_is_needed(wait: Enum, scenario: Scenario, lab: Lab) -> None:
     assert not scenario(lab), wait.value
 
 
-class LateGradient(torch.autograd.Function):
-    lab: Lab
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        late = torch.zeros_like(gradient)
-        LateGradient.lab.write_late(late, 1.0, LATE_S)
-        return late
-
-
 def late_gradient(lab: Lab) -> bool:
-    LateGradient.lab = lab
     layers, x = built()
     expected = [weight.detach() - 0.5 for weight in layers.parameters()]
     for layer in layers:
-        layer.forward = lambda x, layer=layer: torch.tanh(x @ LateGradient.apply(layer.weight))
+        layer.forward = lambda x, layer=layer: torch.tanh(x @ lab.late_gradient(layer.weight, 1.0, LATE_S))
     weights = stream_weights(layers, lab.device)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
     handle = stream_optimizer(optimizer, in_backward=True)

@@ -96,20 +96,9 @@ def late_compute(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
 def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Compute writes a gradient only when its copy could have begun."""
 
-    class WrittenLate(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-            return weight.view_as(weight)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            late = torch.zeros_like(gradient)
-            lab.write_late(late, 7.0, LATE_S)
-            return late
-
     class Late(Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ WrittenLate.apply(self.weight))
+            return torch.tanh(x @ lab.late_gradient(self.weight, 7.0, LATE_S))
 
     layers, x = build(Late, LAYERS, lab.device)
     with stream_weights(layers, lab.device):
