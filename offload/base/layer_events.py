@@ -206,8 +206,8 @@ class _LayerEvents:
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
             layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True, prepend=inside),
-            layer.register_state_dict_pre_hook(_Hook(self, self._before_state_dict)),
-            layer.register_load_state_dict_pre_hook(_Hook(self, self._before_load)),
+            layer.register_state_dict_pre_hook(_Hook(self, partial(self._tell, "before_state_dict"))),
+            layer.register_load_state_dict_pre_hook(_Hook(self, partial(self._tell, "before_load"))),
         ]
         _wrap_checkpoint(layer, self)
         forget_compiled()
@@ -260,13 +260,9 @@ class _LayerEvents:
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         self.end(output, training=module.training)
 
-    def _before_state_dict(self, *_: object) -> None:
+    def _tell(self, event: str, *_: object) -> None:
         for listener in self.listeners:
-            listener.before_state_dict()
-
-    def _before_load(self, *_: object) -> None:
-        for listener in self.listeners:
-            listener.before_load()
+            getattr(listener, event)()
 
     @property
     def running(self) -> LayerCall | None:

@@ -111,11 +111,6 @@ class _Task:
     freed_bytes: int = 0
     start_s: float = math.inf
     end_s: float = math.inf
-    left: float = 0.0
-    """What is left of the amount."""
-
-    def __post_init__(self) -> None:
-        self.left = self.amount
 
 
 def simulate_steps(
@@ -201,13 +196,13 @@ def _tasks(
 
 def _run(queues: dict[Lane, list[_Task]], link: Link) -> None:
     """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
-    now_s = 0.0
+    now_s, left = 0.0, dict[_Task, float]()  # of the amounts of tasks that have begun
     waiting = [deque(tasks) for tasks in queues.values()]
     while busy := [queue for queue in waiting if queue and ((after := queue[0].after) is None or after.end_s <= now_s)]:
         lanes = {queue[0].lane for queue in busy}
         d2h, h2d = link.rates(d2h="d2h" in lanes, h2d="h2d" in lanes)
         rates = {"compute": 1.0, "d2h": d2h, "h2d": h2d}
-        ends = [now_s + queue[0].left / rates[queue[0].lane] for queue in busy]
+        ends = [now_s + left.get(task := queue[0], task.amount) / rates[task.lane] for queue in busy]
         then_s = min(ends)
         for queue, end_s in zip(busy, ends, strict=True):
             task = queue[0]
@@ -216,7 +211,7 @@ def _run(queues: dict[Lane, list[_Task]], link: Link) -> None:
                 task.end_s = then_s
                 queue.popleft()
             else:
-                task.left = max(0.0, task.left - (then_s - now_s) * rates[task.lane])
+                left[task] = max(0.0, left.get(task, task.amount) - (then_s - now_s) * rates[task.lane])
         now_s = then_s
 
 
