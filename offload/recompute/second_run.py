@@ -42,16 +42,16 @@ def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) ->
     suppliers = _kept_storages(trace, dropped)
     forbidden = {time for time, step in enumerate(steps) if step.final or (step.draws and not draws)}
     while True:
-        needed, early = _slice(trace, dropped, suppliers)
+        needed = _slice(trace, dropped, suppliers)
         executed = needed | _unseen(trace)
         if zone >= 0:
             executed |= set(range(zone, len(steps)))
         executed |= _draws_before(trace, executed)
         read = [(storage, time) for time in executed for storage in trace.steps[time].reads]
-        executed, more = _demand(trace, read, executed, suppliers)
-        # What an executed operation makes or writes need not or must not be handed over.
-        made = {one for one in suppliers if any(time in executed for time in trace.storages[one].writers)}
-        wrong = early | more | made
+        executed = _demand(trace, read, executed, suppliers)
+        # What an executed operation makes or writes need not or must not be handed over. That is so as well of what is
+        # read before its last write: the writes before that are executed.
+        wrong = {one for one in suppliers if any(time in executed for time in trace.storages[one].writers)}
         if not wrong:
             break
         suppliers = {storage: number for storage, number in suppliers.items() if storage not in wrong}
@@ -60,7 +60,7 @@ def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) ->
         every = _kept_storages(trace, ())
         for number in dropped:
             others = [storage for storage in every if storage != trace.saved[number].storage]
-            own, _ = _slice(trace, [number], {storage: every[storage] for storage in others})
+            own = _slice(trace, [number], {storage: every[storage] for storage in others})
             if own & forbidden:
                 impossible.add(number)  # those that depend on it through such a tensor may be possible then
         impossible = impossible or set(dropped)
@@ -80,30 +80,26 @@ def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
     return found
 
 
-def _slice(trace: Trace, dropped: Iterable[int], suppliers: Collection[int]) -> tuple[set[int], set[int]]:
-    """The operations that saved tensors depend on; and what of ``suppliers`` is read before its last write."""
+def _slice(trace: Trace, dropped: Iterable[int], suppliers: Collection[int]) -> set[int]:
+    """The operations that saved tensors depend on, back to ``suppliers``."""
     saved = (trace.saved[number] for number in dropped)
     wanted = [(one.storage, one.time) for one in saved if one.storage is not None]
     return _demand(trace, wanted, set(), suppliers)
 
 
-def _demand(
-    trace: Trace, wanted: list[tuple[int, int]], executed: set[int], suppliers: Collection[int]
-) -> tuple[set[int], set[int]]:
-    early: set[int] = set()
+def _demand(trace: Trace, wanted: list[tuple[int, int]], executed: set[int], suppliers: Collection[int]) -> set[int]:
+    """Add to ``executed`` the operations that write what is ``wanted``: storages, each read at a time."""
     while wanted:
         number, time = wanted.pop()
         storage = trace.storages[number]
-        if number in suppliers:
-            if time > storage.writers[-1]:
-                continue
-            early.add(number)
+        if number in suppliers and time > storage.writers[-1]:
+            continue
         for writer in storage.writers or storage.changed_by:
             if writer < time and writer not in executed:
                 executed.add(writer)
                 step = trace.steps[writer]
                 wanted += [(read, writer) for read in step.reads]
-    return executed, early
+    return executed
 
 
 def _unseen(trace: Trace) -> set[int]:
