@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import offload
 from offload import chunked_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 31
@@ -123,6 +124,20 @@ def test_under_autocast_it_is_what_autocast_makes_of_whole_logits() -> None:
     close(found, expected, 1e-5)
     leaves = [hidden, weight]
     close(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), 1e-2)
+
+
+def test_autocast_holds_no_copy_of_the_weight() -> None:
+    """Each call casts the weight anew, and autocast would hold each cast until the end of its region."""
+    hidden, weight, labels = inputs(torch.float32)
+
+    def peak_bytes(calls: int) -> int:
+        with torch.no_grad(), offload.memory_meter("cpu") as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(calls):
+                with torch.enable_grad():
+                    chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
+        return meter.peak_bytes
+
+    assert peak_bytes(1) == peak_bytes(4)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:

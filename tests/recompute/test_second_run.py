@@ -97,6 +97,17 @@ def test_a_forward_of_the_same_shapes_that_goes_another_way(
         assert "recompute" in handle.regions(0).values()
 
 
+def test_layers_that_some_forwards_leave_out(lab: Lab) -> None:
+    """As LayerDrop does."""
+    layers, x = build("gpt", LAYERS, lab.device)
+    some = [nn.ModuleList(layers[number] for number in numbers) for numbers in ((0, 1, 2), (0, 2), (1,), (2,), (0, 1))]
+    expected = [step(one, x) for one in some]
+    with offloaded(layers, lab) as handle:
+        for time in range(3 * len(some)):
+            assert_same(expected[time % len(some)], step(some[time % len(some)], x))
+        assert "recompute" in handle.regions(2).values()
+
+
 def test_a_layer_that_goes_another_way_in_backward_is_learned_anew(lab: Lab, unplanned: set[str]) -> None:
     """Until it is known to do so each time: then nothing is handed over, and the layer runs once in backward."""
     way, calls = Way(), [0]
@@ -205,19 +216,28 @@ class Shifted(nn.Module):
         return (x * self.weight + self.bias + self.buffer + self.attribute + self.listed[0] + CONSTANT[0]).sin()
 
 
+def compiled(layers: nn.ModuleList) -> nn.ModuleList:
+    """By a compiler that runs what it has traced as it is."""
+    for layer in layers:
+        layer.compile(backend="eager")
+    return layers
+
+
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "what", "how"),
     [
-        ("bias", "a parameter of shape .*"),
-        ("buffer", ".*"),
-        ("attribute", ".*"),
-        ("listed", ".*"),
-        ("constant", "a tensor"),
+        ("bias", "a parameter of shape .*", nn.ModuleList),
+        ("bias", "a parameter of shape .*", compiled),
+        ("buffer", ".*", nn.ModuleList),
+        ("attribute", ".*", nn.ModuleList),
+        ("listed", ".*", nn.ModuleList),
+        ("constant", "a tensor", nn.ModuleList),
     ],
 )
-def test_what_is_read_and_changed_before_backward(name: str, what: str, lab: Lab) -> None:
+def test_what_is_read_and_changed_before_backward(name: str, what: str, how: Callable[..., Any], lab: Lab) -> None:
     CONSTANT[0] = torch.zeros(())
     layers, x = build(Shifted, LAYERS, lab.device)
+    layers = how(layers)
     expected = step(layers, x)
     with offloaded(layers, lab):
         for _ in range(2):
@@ -349,9 +369,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_attributes_are_those_of_the_forward(change: Callable[[Any], object], lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [*((one, nn.ModuleList) for one in CHANGES.values()), (CHANGES["switch"], compiled)],
+    ids=[*CHANGES, "switch of a compiled layer"],
+)
+def test_attributes_are_those_of_the_forward(
+    change: Callable[[Any], object], how: Callable[..., Any], lab: Lab
+) -> None:
     layers, x = build(Switched, LAYERS, lab.device)
+    layers = how(layers)
     for layer in layers:
         layer.scale = layer.scale.to(lab.device)
     leaves = leaves_of(layers, x)
@@ -660,6 +687,24 @@ def drawn_later(x: torch.Tensor) -> torch.Tensor:
 drawn_later.register_autograd(lambda ctx, gradient: gradient)
 
 
+@torch.library.custom_op("offload_tests::flash", mutates_args=())
+def flash(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout as flash-attn's: the state of the generator is a result, from which backward draws the same again."""
+    state = torch.get_rng_state() if x.device.type == "cpu" else torch.cuda.get_rng_state()
+    return x * torch.empty_like(x).bernoulli_(), state
+
+
+def _flash_backward(ctx: Any, gradient: torch.Tensor, _: object) -> torch.Tensor:
+    x, state = ctx.saved_tensors
+    drawn = torch.empty_like(x).bernoulli_(generator=torch.Generator(x.device).set_state(state))
+    return gradient * drawn
+
+
+flash.register_autograd(
+    _flash_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1])
+)
+
+
 def picked(x: torch.Tensor) -> torch.Tensor:
     """What the numbers are drawn from is not saved, and must not be whatever memory holds: NaN is an error."""
     return x.gather(-1, x.detach().softmax(-1).flatten(0, -2).multinomial(WIDTH, replacement=True).view(x.shape))
@@ -669,6 +714,8 @@ DRAWN: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "dropout": (lambda x: x * torch.empty_like(x).bernoulli_(), ("bernoulli_", "mul #2")),
     "untagged": (drawn_later, ("*drawn_later",)),
     "untagged, recomputed": (lambda x: drawn_later(drawn_later(x)), ()),
+    "as flash-attn": (lambda x: flash(x)[0], ("*flash",)),
+    "as flash-attn, recomputed": (lambda x: flash(flash(x)[0])[0], ()),
     "picked": (picked, ("multinomial", "gather")),
 }
 
@@ -1320,6 +1367,12 @@ def test_a_kernel_that_writes_unseen(how: Callable[..., torch.Tensor], lab: Lab)
             for FACTOR[0] in (0, 2, 2):
                 assert_same(expected[FACTOR[0]], step(layers, x))
             assert handle.regions(0)["tanh"] == "recompute"
+
+
+def test_a_kept_result_that_forward_overwrites_before_it_is_saved(lab: Lab) -> None:
+    """What is recomputed reads the result from before."""
+    regions = assert_right(lambda x, w: (y := x + 1).sigmoid() * y.mul_(3).sin() * w.mean(), lab, ADD)
+    assert (regions["add"], regions["sigmoid"]) == ("keep", "recompute")
 
 
 @pytest.mark.filterwarnings("ignore:.*freed no device memory:UserWarning")
