@@ -26,7 +26,7 @@ from offload.base import trace
 from offload.base.checks import warn_caller
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.optimizer.proof import dtype_of_step, gradient_dtype, is_counter, is_large
+from offload.optimizer.proof import dtype_of_step, gradient_dtype, is_large
 from offload.optimizer.remainder import REMAINDER, join, split
 from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step, with_groups
 from offload.optimizer.state import TOTAL, WEIGHTS, ParameterState, StateStore, local
@@ -297,7 +297,8 @@ class ChunkStepper:
                 # Each piece advances counters of its own; those of the last piece are kept.
                 counts = isinstance(value, torch.Tensor) and not piece.last and key not in tensors
                 states[parameter][key] = value.clone() if counts else tensors.get(key, value)
-                if piece.state.on_host and is_counter(value) and (group.get("fused") or group.get("capturable")):
+                is_counter = isinstance(value, torch.Tensor) and not value.ndim
+                if piece.state.on_host and is_counter and (group.get("fused") or group.get("capturable")):
                     # PyTorch loads counters to where it finds the parameter; from the second step on they are here.
                     states[parameter][key] = states[parameter][key].to(self.backend.device)
         stand_in = stand_in_for(self.optimizer, list(groups.values()), states)

@@ -100,11 +100,6 @@ def _no_proof(optimizer: torch.optim.Optimizer, why: str) -> TypeError:
     )
 
 
-def is_counter(value: object) -> bool:
-    """Whether a value in an optimizer's state is a tensor of one number."""
-    return isinstance(value, torch.Tensor) and not value.ndim
-
-
 def is_large(value: object) -> bool:
     """Whether a value in an optimizer's state is a tensor of more than one number."""
     return isinstance(value, torch.Tensor) and value.numel() > 1
