@@ -109,15 +109,6 @@ class TestOwnership:
         assert again is first
         assert again.events == (event,), "the graph itself must wait for its own earlier copy"
 
-    def test_eager_code_never_gets_a_graph_s_buffer(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB)
-        with driver.capture(1):
-            captured = pool.take(KIB)
-            pool.give(captured, Event(driver))
-        eager = [pool.take(KIB) for _ in range(3)]
-        assert not any(blocks(captured) & blocks(buffer) for buffer in eager)
-        assert pool.used_bytes == 4 * KIB, "a graph's buffers count as used"
-
 
 class TestEnd:
     def test_buffers_return_when_the_graph_is_gone(self, pool: HostPool, driver: Driver) -> None:

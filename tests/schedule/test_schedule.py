@@ -35,11 +35,6 @@ class TestDefault:
         for point, layers in resident.items():
             assert point.layer in layers, "a layer's set is on the device while it runs"
 
-    @given(sizes)
-    def test_runs_in_the_order_of_a_model(self, size):
-        num_layers, model_layers = size
-        assert list(map(repr, default(num_layers, model_layers).order)) == model_order(model_layers)
-
     def test_one_resident_set_warns(self):
         with pytest.warns(UserWarning, match=r"num_layers = model_layers - 1 = 4 keeps one activation set") as caught:
             Schedule.default(4, 5)
