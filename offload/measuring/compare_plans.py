@@ -48,14 +48,14 @@ class ComparePlans:
         """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end."""
         self._running = 0
         """How many microbatches have begun since the end of a backward."""
-        self._elements = self._now = 0
+        self._elements = self._now = 0.0
         """The elements that the plans are for, and those of the microbatch that began last."""
 
     @property
     def measures(self) -> bool:
         return bool(self._plans) and self._kind not in self._ratios
 
-    def best(self, plans: Mapping[Among, Plan], elements: int) -> Plan:
+    def best(self, plans: Mapping[Among, Plan], elements: float) -> Plan:
         """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
         self._plans, self._elements = plans, elements
         # Of equals the last one, which costs the host the least.

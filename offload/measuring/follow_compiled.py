@@ -23,6 +23,7 @@ from offload.base.torch_private import compiler_of, is_compiled
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
+from offload.measuring.sizes import Size
 from offload.measuring.try_levels import NotCompiledError, try_levels
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.layer_inputs import LayerInputs
@@ -134,8 +135,8 @@ class FollowCompiledPlan(FollowPlan):
         followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
         self.context.follow(learning_schedule(len(self._layers)), followed)
 
-    def _most_free_elements(self) -> int:
-        return 0  # a plan chooses the graphs that compiled layers run
+    def _fits(self, size: Size) -> bool:
+        return False  # a plan chooses the graphs that compiled layers run
 
     def _put_back(self) -> None:
         for forward in (*self._forwards, *self._whole):

@@ -2,14 +2,15 @@
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
-plan's schedule and policies are followed. Larger inputs than any before get a new plan before they run, from what was
-measured; smaller ones follow the plan that there is, or have everything kept where that fits. Much larger ones are
-timed as the second microbatch was.
+plan's schedule and policies are followed. Inputs for which something needs more than for any before get a new plan
+before they run, from what was measured; others follow the plan that there is, or have everything kept where that fits.
+Much larger ones are timed as the second microbatch was.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +33,7 @@ from offload.measuring.profile_layers import (
     recompute_all,
     time_second_runs,
 )
-from offload.measuring.sizes import CostsBySize, LongestSides, elements_of
+from offload.measuring.sizes import CostsBySize, Inputs, Size, inputs_of, is_within
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
 from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
@@ -102,12 +103,14 @@ class FollowPlan(WatchedLayers):
         self._times = LayerTimes(layers, self._backend)
         self._costs = CostsBySize()
         self._stage: Literal["learning", "timing", "following"] = "learning"
-        self._measured_elements = self._planned_elements = self._free_elements = 0
-        """Elements of the first layer's inputs: in the microbatch that was learned or timed last, in those that the
-        plan is for, and up to which everything can be kept."""
-        self._sides = LongestSides()
-        self._longer = False
-        """Whether the last microbatch's inputs, of no more elements than planned, had a longer side than any before."""
+        self._inputs = self._timed_inputs = Inputs(1, ())
+        """What the first layer was given in the microbatch that began last, and in the one that is timed."""
+        self._learned = [0] * len(layers)
+        """How often each layer had been learned when that microbatch began."""
+        self._planned: Size = {}
+        """The size of inputs that the plan is for."""
+        self._fitting: dict[bool, list[Size]] = {True: [], False: []}
+        """Sizes of inputs for which everything can be kept, and for which it cannot."""
         self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = nothing, ()
         """What the layers do by the plan."""
         self._keeps_all = False
@@ -139,26 +142,16 @@ class FollowPlan(WatchedLayers):
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
 
-    def _time(self, elements: int) -> None:
-        """Time the layers in the microbatch that begins, with everything recomputed."""
-        self._stage, self._measured_elements, self.plan, self._keeps_all = "timing", elements, None, False
-        self._learned = sum(one.learned for one in self._policies)
+    def _time(self, inputs: Inputs) -> None:
+        """Leave the plan, if there is one, and time the layers in the microbatch that begins, with everything recomputed."""
+        if not self.measures:
+            _logger.info("inputs of %s are larger than those that were timed: this microbatch is timed, too", inputs.sides)
+            for one in self._policies:
+                one.measure_again()
+            self._recompute_all()
+        self._stage, self._timed_inputs, self.plan, self._keeps_all, self._watches = "timing", inputs, None, False, True
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
-
-    def _time_again(self, elements: int) -> None:
-        """Leave the plan, and time the layers with larger inputs, or inputs with a longer side, than any before."""
-        if self._longer:
-            amounts = format_bytes(self._peak_bytes), format_bytes(self._budget)
-            _logger.info("inputs of another shape needed %s of %s: this microbatch is timed, too", *amounts)
-        else:
-            times = elements / self._costs.elements
-            _logger.info("inputs of %.2g times the elements that were timed: this microbatch is timed, too", times)
-        for one in self._policies:
-            one.measure_again()
-        self._recompute_all()
-        self._watches = True
-        self._time(elements)
 
     def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
         if self._backend.capturing:
@@ -169,43 +162,32 @@ class FollowPlan(WatchedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
-        elements = elements_of(inputs)
-        if self._stage == "learning":
-            if all(one.proven for one in self._policies):
-                self._learn_costs()
-                self._time(elements)
-            else:
-                self._measured_elements = elements
-        elif self._stage == "timing" and self._times.complete:
-            timed = self._end_timing()
-            if not timed and (not self._costs.elements or elements == self._measured_elements):
-                self._time(elements)
+        learned = self._learn_costs()
+        if self._stage == "timing" and self._times.complete:
+            self._end_timing(learned=learned)
+        self._inputs = inputs_of(inputs)
+        size = self._costs.size_of(self._inputs)
         proved, self._proves = self._proves, False
-        broken = self._longer and self._peak_bytes > self._budget
-        longer = self._sides.grow(inputs) and elements <= self._planned_elements
-        if not self.measures:
-            if self._costs.lack(elements) or broken:
-                self._longer = broken
-                self._time_again(elements)
-            elif elements > self._planned_elements:
-                self._plan_for(max(elements, self._costs.elements))
+        if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
+            if self._costs.lack(self._inputs):
+                self._time(self._inputs)
+            elif not is_within(size, self._planned):
+                self._costs.cover(self._inputs)
+                self._plan_for(self._costs.largest)
             elif self.plan is not None and self._watches and not proved:
                 self._keep_to_budget()
-        self._longer = longer and not self.measures
-        if self._longer:
-            self._free_elements, self._watches, self._said = 0, True, False
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
         if self._compare is not None and self._compare.measures and not self.measures:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
-            ready = self._backend.device.type != "cpu" and elements > self._free_elements
+            ready = self._backend.device.type != "cpu" and not self._fits(size)
             ready = ready and all(one.numbered is None or one.proven for one in self._policies)
-            self._follow(self._compare.begin_microbatch(elements, ready=ready))
+            self._follow(self._compare.begin_microbatch(self._inputs.elements, ready=ready))
         self._gradient_bytes = self._left.gradient_bytes()
         if not self.measures:
-            self._keep_all(elements <= self._free_elements)
+            self._keep_all(self._fits(size))
             self._peak.stop()
             if self._watches and not (self._keeps_all and self._peak.costs_time):
                 self._peak.start()
@@ -238,18 +220,23 @@ class FollowPlan(WatchedLayers):
             count = len(self._layers)
             self.context.follow(*((Schedule(count), [None] * count) if keeps_all else self._as_planned))
 
-    def _most_free_elements(self) -> int:
-        """The size of inputs up to which everything can be kept, where the plan does not do so for all."""
-        if self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
-            return 0
-        count = len(self._layers)
+    def _fits(self, size: Size) -> bool:
+        """Whether everything can be kept with inputs of this size, where the plan does not do so for all."""
+        if self._compare is None or self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
+            return False
+        if any(is_within(size, one) for one in self._fitting[True]):
+            return True
+        if any(is_within(one, size) for one in self._fitting[False]):
+            return False
+        fits = self._kept_bytes(size) <= (1 - RESERVE) * self._budget
+        self._fitting[fits].append(size)
+        return fits
 
-        def fits(elements: int) -> bool:
-            profile, missing_bytes = self._costs.at(elements)
-            kept_bytes = peak_bytes(costs_of(profile, self.link, (), [None] * count), 0, profile.loss_bytes)
-            return kept_bytes + missing_bytes <= (1 - RESERVE) * self._budget
-
-        return self._costs.most(self._planned_elements, fits)
+    def _kept_bytes(self, size: Size) -> float:
+        """What a microbatch needs with inputs of this size if everything is kept."""
+        profile, missing_bytes = self._costs.at(size)
+        layers = costs_of(profile, self.link, (), [None] * len(self._layers))
+        return peak_bytes(layers, 0, profile.loss_bytes) + missing_bytes
 
     def _keep_to_budget(self) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
@@ -257,13 +244,13 @@ class FollowPlan(WatchedLayers):
         if self._keeps_all:
             if over > 0:
                 _logger.info("keeping everything needed %s, so the plan is followed", format_bytes(self._peak_bytes))
-                self._free_elements = 0
+                self._fitting = {True: [], False: [{}]}
             return
         if over > 0 and self._corrections_left:
             self._corrections_left -= 1
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
-            self._costs.need_more(self._planned_elements, over)
+            self._costs.need_more(over)
             self._make_plan("the plan is followed that has broken it")
             return
         if over > TOLERANCE * self._budget and not self._said:
@@ -274,17 +261,24 @@ class FollowPlan(WatchedLayers):
             )
         self._watches = not self._peak.costs_time
 
-    def _learn_costs(self) -> None:
-        self._costs.learn(self._measured_elements, [one.costs for one in self._policies])
-
-    def _end_timing(self) -> bool:
-        """Add the last microbatch to what is known of the layers' costs, unless it was of a size that was not."""
-        self._stage, self._planned_elements = "following", 0
-        if self._learned != sum(one.learned for one in self._policies):
-            self._learn_costs()  # its times are no use
-            self._times.pause()
+    def _learn_costs(self) -> bool:
+        """Add what layers have learned in the last microbatch to what is known of their costs; whether any has."""
+        before, self._learned = self._learned, [one.learned for one in self._policies]
+        if before == self._learned:
             return False
-        regions = self._costs.regions_at(self._measured_elements)
+        # What only some have learned is no microbatch's.
+        if self._stage == "learning" or all(map(operator.ne, before, self._learned)):
+            self._costs.learn(self._inputs, [one.costs for one in self._policies])
+        return True
+
+    def _end_timing(self, *, learned: bool) -> None:
+        """Add the last microbatch to what is known of the layers' costs, unless layers were learned in it."""
+        self._stage = "following"
+        self._planned = {}
+        if learned:
+            self._times.pause()  # its times are no use
+            return
+        regions = self._costs.regions_at(self._timed_inputs)
         profile = replace(learned_profile(self._policies, regions, self._times), other_s=self._times.between_s())
         self._times.pause()
         for one in self._policies:
@@ -293,8 +287,7 @@ class FollowPlan(WatchedLayers):
         num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
         layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
         expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
-        self._costs.add(self._measured_elements, profile, max(0, self._peak_bytes - expected))
-        return True
+        self._costs.add(self._timed_inputs, profile, max(0, self._peak_bytes - expected))
 
     def _ask_what_is_left(self) -> None:
         self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS
@@ -304,19 +297,18 @@ class FollowPlan(WatchedLayers):
         """Plan for what is left now, if there is a plan already."""
         if self.plan is not None:
             self._ask_what_is_left()
-            self._plan_for(self._planned_elements)
+            self._plan_for(self._planned)
 
-    def _plan_for(self, elements: int) -> None:
-        self._planned_elements, self._watches, self._said = elements, True, False
+    def _plan_for(self, size: Size) -> None:
+        self._planned, self._watches, self._said = size, True, False
         self._make_plan(
             "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
         )
-        if self._compare is not None:
-            self._free_elements = self._most_free_elements()
+        self._fitting = {True: [], False: []}
 
     def _make_plan(self, otherwise: str) -> None:
         """Follow a plan for inputs of the planned size; if none fits, do ``otherwise``."""
-        self.profile, self.missing_bytes = self._costs.at(self._planned_elements)
+        self.profile, self.missing_bytes = self._costs.at(self._planned)
         if self._compare is None:
             self._follow(self._free_plan(self.profile))
         else:
@@ -357,7 +349,7 @@ class FollowPlan(WatchedLayers):
         for among in (Among.LAYERS, Among.CHECKPOINTS):
             with suppress(ValueError):  # fewer policies need not fit
                 plans[among] = plan_among(among)
-        made = compare.best(plans, self._planned_elements)
+        made = compare.best(plans, self._planned[()])
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, and %s outside of them",

@@ -1,15 +1,24 @@
-"""What layers cost with inputs of any size, from the sizes that were measured.
+"""What layers cost with inputs of any shape, from the shapes that were measured.
 
-A region's bytes are in proportion to the inputs' elements, or to their square as a mask is, or the same for all. Two
-sizes whose regions were learned tell which. Seconds, and bytes that are no region's, have a part that no size changes:
-gradients, the host's work. They follow the line through two sizes that were timed.
+The bytes of a region grow with the number of the inputs' elements, or with a product of powers of their sides, as
+attention's scores grow with the batch size and the square of the length. The shapes whose regions were learned tell
+which. Seconds, and bytes that are no region's, have a part that no shape changes: gradients, the host's work. They
+follow the line through two timings, over the bytes of the layer's regions, or over the elements outside of the layers.
+
+One kind of inputs, whose lengths differ by a factor of up to 64, takes at most five measured steps, in whatever order
+the lengths come: three to the first timing, as the second length has to be learned, and one timing each beyond
+``LARGER`` and beyond ``MUCH_LARGER``. If the first two lengths are equal, there are two steps to the first timing, and
+one more learns another length. Every other kind of inputs that is learned in between, as batches without a mask are,
+adds a step for each of the two shapes that are learned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -20,132 +29,204 @@ from offload.recompute.costs import RegionProfile
 LARGER = 1.5
 """From this factor on, larger inputs than those of the only timing are timed, too."""
 
-MUCH_LARGER = 5
-"""The same, once two sizes were timed."""
+MUCH_LARGER = 6.6
+"""The same, once two shapes were timed. A fourth timing needs inputs 1.5 × 6.6 × 6.6 > 64 times as large as the first.
+"""
+
+Powers = tuple[int, ...]
+"""Of each side, the power with which bytes grow; empty if bytes grow with the number of elements."""
+
+Size = dict[Powers, float]
+"""All that bytes grow with: the number of elements, and the products of the powers of sides."""
 
 Regions = Sequence[Sequence[RegionProfile]]
 """Of each layer."""
+
+Kind = tuple[tuple[str, ...], ...]
+"""The names of the regions of each layer."""
+
+
+class Inputs(NamedTuple):
+    """What the first layer computes from in one microbatch: no masks, whose size is another power of lengths."""
+
+    elements: int
+    sides: tuple[int, ...]
+    """Of all tensors, in order."""
 
 
 class Timed(NamedTuple):
     """One timing."""
 
-    elements: int
+    inputs: Inputs
     profile: Profile
     missing_bytes: int
     """What the microbatch needed outside of the layers."""
 
 
 class CostsBySize:
-    """The costs of layers by the number of elements of the first layer's inputs."""
+    """The costs of layers by the sizes of the first layer's inputs."""
 
     def __init__(self) -> None:
-        self._learned: tuple[int, Regions] = (1, ())
-        self._powers: dict[tuple[int, int], int] = {}
-        """With which power of the elements the bytes of a region grow, by layer and number, where that is not 1."""
+        self._learned: dict[Kind, dict[Inputs, Regions]] = {}
+        """Of each kind of inputs; the one that was learned last is the last."""
+        self._powers: dict[Kind, list[list[Powers]]] = {}
+        """With what the bytes of each region of each layer grow."""
         self._timed: list[Timed] = []
+        self._covered: list[Inputs] = []
+        """The inputs of which :attr:`largest` is the size."""
         self._more_bytes = 0.0
         """For each element, what microbatches needed outside of the layers beyond what was timed."""
 
-    @property
-    def elements(self) -> int:
-        """Those that were timed last."""
-        return self._timed[-1].elements if self._timed else 0
+    def learn(self, inputs: Inputs, regions: Regions) -> None:
+        """The regions of a microbatch with these inputs."""
+        kind = _kind_of(regions)
+        self._learned[kind] = samples = self._learned.pop(kind, {}) | {inputs: regions}
+        self._powers[kind] = _powers_of({one: it for one, it in samples.items() if len(one.sides) == len(inputs.sides)})
 
-    def learn(self, elements: int, regions: Regions) -> None:
-        elements, (before, known) = max(1, elements), self._learned
-        names = [[[region.name for region in layer] for layer in one] for one in (regions, known)]
-        if known and names[0] == names[1] and elements != before:
-            pairs = {
-                (number, index): (region.nbytes, known[number][index].nbytes)
-                for number, layer in enumerate(regions)
-                for index, region in enumerate(layer)
-            }
-            logs = {key: math.log(now / then) for key, (now, then) in pairs.items() if min(now, then) > 0}
-            powers = {key: round(log / math.log(elements / before)) for key, log in logs.items()}
-            self._powers = {key: min(2, max(0, power)) for key, power in powers.items() if power != 1}
-        elif names[0] != names[1]:
-            self._powers = {}
-        self._learned = elements, regions
+    def regions_at(self, inputs: Inputs) -> list[list[RegionProfile]]:
+        """The regions that were learned last, with the bytes that they have with these inputs."""
+        kind, samples = next(reversed(self._learned.items()))
+        known, regions = next(reversed(samples.items()))
+        return self._grown(kind, regions, self.size_of(known), self.size_of(inputs))
 
-    def regions_at(self, elements: int) -> list[list[RegionProfile]]:
-        """The regions as they were learned, with the bytes that they have with so many elements."""
-        ratio = elements / self._learned[0]
-        return [self._grown(number, layer, ratio, ratio) for number, layer in enumerate(self._learned[1])]
-
-    def add(self, elements: int, profile: Profile, missing_bytes: int) -> None:
-        self._timed.append(Timed(max(1, elements), profile, missing_bytes))
+    def add(self, inputs: Inputs, profile: Profile, missing_bytes: int) -> None:
+        """What was timed with these inputs."""
+        self._timed.append(Timed(inputs, profile, missing_bytes))
         self._more_bytes = 0.0
+        self.cover(inputs)
 
-    def need_more(self, elements: int, nbytes: int) -> None:
-        """A microbatch needed so many more bytes outside of the layers."""
-        self._more_bytes += nbytes / elements
+    def need_more(self, nbytes: int) -> None:
+        """A microbatch needed so many more bytes outside of the layers than inputs of the largest size were said to."""
+        self._more_bytes += nbytes / self.largest[()]
 
-    def lack(self, elements: int) -> bool:
-        """Whether inputs of so many elements are too large for what was timed."""
-        return elements > (LARGER if len(self._timed) < 2 else MUCH_LARGER) * self.elements
+    def lack(self, inputs: Inputs) -> bool:
+        """Whether inputs have to be measured: much larger than what was timed, or longer on a side that never varied."""
+        if not self._timed:
+            return True
+        sizes, now = [self.size_of(one.inputs) for one in self._timed], self.size_of(inputs)
+        factor = LARGER if len(self._timed) < 2 else MUCH_LARGER
+        for powers in (one for one in now if not one or max(one) > 1):
+            most = max(size.get(powers, 0.0) for size in sizes)
+            if now[powers] > factor ** max(powers, default=1) * most:
+                return True
+        last = self._timed[-1]
+        known = [*self._learned.get(_kind_of([layer.regions for layer in last.profile.layers]), ()), last.inputs]
+        sides = [one.sides for one in known if len(one.sides) == len(inputs.sides)]
+        return any(len({*seen}) == 1 and one > seen[0] for one, *seen in zip(inputs.sides, *sides, strict=True))
 
-    def most(self, limit: int, fits: Callable[[int], bool]) -> int:
-        """The most elements, to within one or a hundredth of a limit, that fit; 0 if none do."""
-        low, high = 0, limit
-        while high - low > max(1, limit / 100):
-            middle = (low + high) // 2
-            low, high = (middle, high) if middle and fits(middle) else (low, middle)
-        return low
+    def size_of(self, inputs: Inputs) -> Size:
+        every = {one for layers in self._powers.values() for layer in layers for one in layer}
+        known = [one for one in every if len(one) == len(inputs.sides)]
+        return {(): inputs.elements} | {one: float(math.prod(map(pow, inputs.sides, one))) for one in known}
 
-    def at(self, elements: int) -> tuple[Profile, int]:
-        """The profile of inputs of so many elements, and the bytes that are needed outside of the layers."""
-        last, ratio = self._timed[-1], elements / self.elements
-        other = self._timed[-2] if len(self._timed) > 1 and self._timed[-2].elements < last.elements else None
+    def cover(self, inputs: Inputs) -> None:
+        """Count these inputs to the largest from here on."""
+        now = self.size_of(inputs)
+        self._covered = [*(one for one in self._covered if not is_within(self.size_of(one), now)), inputs]
 
-        def field(name: str, now: object, before: object) -> float:
-            value: float = getattr(now, name)
-            if other is None:
-                return ratio * value
-            grown: float = max(0.0, value - getattr(before, name))
-            return max(0.0, value + grown * (elements - last.elements) / (last.elements - other.elements))
+    @property
+    def largest(self) -> Size:
+        """Of everything that bytes grow with, the most that inputs have had."""
+        sizes = [self.size_of(one) for one in self._covered]
+        return {powers: max(size.get(powers, 0.0) for size in sizes) for size in sizes for powers in size}
 
-        profile, earlier = last.profile, other and other.profile
+    def at(self, size: Size) -> tuple[Profile, int]:
+        """The profile of inputs of this size, and the bytes that are needed outside of the layers."""
+        last = self._timed[-1]
+        known = [layer.regions for layer in last.profile.layers]
+        grown = self._grown(_kind_of(known), known, self.size_of(last.inputs), size)
+        elements_each = [one.inputs.elements for one in self._timed]
         layers = []
-        for number, layer in enumerate(profile.layers):
-            before = earlier and earlier.layers[number]
-            forward_s, backward_s = (field(name, layer, before) for name in ("forward_s", "backward_s"))
-            longer = forward_s / layer.forward_s if layer.forward_s > 0 else ratio
-            regions = self._grown(number, layer.regions, ratio, longer)
-            grown = {name: round(field(name, layer, before)) for name in ("workspace_bytes", "forward_workspace_bytes")}
-            layers.append(LayerProfile.from_regions(regions, forward_s, backward_s, **grown))
-        loss_s, other_s, loss_bytes = (field(name, profile, earlier) for name in ("loss_s", "other_s", "loss_bytes"))
-        missing_bytes = math.ceil(field("missing_bytes", last, other) + self._more_bytes * elements)
-        return Profile(tuple(layers), loss_s, other_s, round(loss_bytes)), missing_bytes
+        for number, regions in enumerate(grown):
+            timed = [one.profile.layers[number] for one in self._timed]
+            # With a byte for each element, for layers without regions.
+            sizes = [_bytes_of(one.regions) + elements for one, elements in zip(timed, elements_each, strict=True)]
+            line = partial(_on_line, sizes, timed, _bytes_of(regions) + size[()])
+            forward_s = line("forward_s")
+            longer = forward_s / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / last.inputs.elements
+            layers.append(
+                LayerProfile.from_regions(
+                    [replace(region, seconds=longer * region.seconds) for region in regions],
+                    forward_s,
+                    line("backward_s"),
+                    workspace_bytes=round(line("workspace_bytes")),
+                    forward_workspace_bytes=round(line("forward_workspace_bytes")),
+                )
+            )
+        line = partial(_on_line, elements_each, [one.profile for one in self._timed], size[()])
+        profile = Profile(tuple(layers), line("loss_s"), line("other_s"), round(line("loss_bytes")))
+        missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
+        return profile, math.ceil(missing_bytes)
 
-    def _grown(self, number: int, layer: Sequence[RegionProfile], ratio: float, longer: float) -> list[RegionProfile]:
-        """The regions of a layer with so many times as many elements, which take so many times as long."""
-        powers = [self._powers.get((number, index), 1) for index in range(len(layer))]
+    def _grown(self, kind: Kind, regions: Regions, then: Size, now: Size) -> list[list[RegionProfile]]:
+        """The regions of inputs of one size as they are with inputs of another."""
+        elsewhere = now[()] / then[()]  # of inputs with another number of sides
+        ratios = {one: now[one] / then[one] if one in now and one in then else elsewhere for one in {**then, **now}}
         return [
-            replace(region, nbytes=round(ratio**power * region.nbytes), seconds=longer * region.seconds)
-            for region, power in zip(layer, powers, strict=True)
+            [replace(one, nbytes=round(ratios.get(power, elsewhere) * one.nbytes)) for one, power in zip(*pair, strict=True)]
+            for pair in zip(regions, self._powers[kind], strict=True)
         ]
 
 
-def elements_of(inputs: Sequence[torch.Tensor]) -> int:
-    """The size of a layer's inputs: of what it computes from, not of masks, whose size is another power of lengths."""
-    return max(1, sum(tensor.numel() for tensor in _computed(inputs)))
+def inputs_of(tensors: Sequence[torch.Tensor]) -> Inputs:
+    """The size of a layer's arguments."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
+    elements = max(1, sum(tensor.numel() for tensor in computed))
+    return Inputs(elements, tuple(max(1, side) for tensor in computed for side in tensor.shape))
 
 
-class LongestSides:
-    """The longest sides of inputs so far: in attention, as many elements need more memory where one side is longer."""
-
-    def __init__(self) -> None:
-        self._sides: tuple[int, ...] = ()
-
-    def grow(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a side is longer than any before."""
-        sides = tuple(side for tensor in _computed(inputs) for side in tensor.shape)
-        before = self._sides if len(self._sides) == len(sides) else (0,) * len(sides)
-        self._sides = tuple(map(max, before, sides))
-        return self._sides != before
+def is_within(one: Size, other: Size) -> bool:
+    """Whether nothing grows beyond another size."""
+    return all(value <= other.get(powers, 0.0) for powers, value in one.items())
 
 
-def _computed(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    floating = [tensor for tensor in inputs if tensor.is_floating_point()]
-    return [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or inputs[:1]
+def _kind_of(regions: Regions) -> Kind:
+    return tuple(tuple(region.name for region in layer) for layer in regions)
+
+
+def _bytes_of(regions: Sequence[RegionProfile]) -> int:
+    return sum(region.nbytes for region in regions)
+
+
+def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
+    """With what regions grow, from their bytes with inputs of several sizes.
+
+    Of powers that agree with all sizes alike, the number of elements is taken, and then the highest powers. A side
+    that never varied has the power 1. Sides that are always the same are one side.
+    """
+    columns = [*zip(*(one.sides for one in samples), strict=True)]
+    choices = [
+        (0,) if column in columns[:place] else (1,) if len({*column}) == 1 else (2, 1, 0)
+        for place, column in enumerate(columns)
+    ]
+    growths: dict[Powers, list[float]] = {(): [math.log(one.elements) for one in samples]}
+    for powers in product(*choices):
+        growths[powers] = [sum(p * math.log(side) for p, side in zip(powers, one.sides, strict=True)) for one in samples]
+
+    @lru_cache(maxsize=None)
+    def best(*sizes: int) -> Powers:
+        """With what bytes grow that were of these sizes."""
+
+        def error(powers: Powers) -> float:
+            logs = [math.log(max(1, nbytes)) - growth for nbytes, growth in zip(sizes, growths[powers], strict=True)]
+            return round(max(logs) - min(logs), 6)
+
+        return min(growths, key=error)
+
+    every = zip(*samples.values(), strict=True)
+    return [[best(*(region.nbytes for region in same)) for same in zip(*layer, strict=True)] for layer in every]
+
+
+def _on_line(sizes: Sequence[float], values: Sequence[object], size: float, name: str) -> float:
+    """A value at a size: on the line through two that were timed; in proportion to the largest if no two are far apart.
+
+    The line never falls.
+    """
+    points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
+    most, last = points[-1]
+    smaller = [one for one in points if LARGER * one[0] <= most]
+    if not smaller:
+        return last * size / most
+    before, first = smaller[-1]
+    return max(0.0, last + max(0.0, last - first) * (size - most) / (most - before))
