@@ -72,6 +72,8 @@ class Way:
         """What happens to what is saved after the operation from which the way depends on data."""
         self.partner: tuple[Sizes, Trace] | None = None
         """A forward with inputs of another size that did the same operations."""
+        self.any_size = False
+        """Whether such a forward is known, so that all of the operations can run again with inputs of any size."""
         self.unproven_sizes = PROVEN_SIZES
         """How many sizes that were not learned are still to be proven."""
         self.sizes: Sizes = ()
@@ -81,13 +83,15 @@ class Way:
 
     def at_size(self, sizes: Sizes) -> Replay | None:
         """The second run for inputs of a size that was not learned; ``None`` where it is not known."""
-        if self.partner is None:
+        if not self.any_size:
             return None
         if sizes not in self._replays:
             if len(self._replays) >= MOST_SIZES:
                 self._replays.clear()
-            place = position(self.sizes, self.partner[0], sizes)
-            self._replays[sizes] = None if place is None else at_size(self.replay, self.partner[1], place)
+            self._replays[sizes] = None if self.replay.hands_over else self.replay
+            place = None if self.partner is None else position(self.sizes, self.partner[0], sizes)
+            if self.replay.hands_over and self.partner is not None and place is not None:
+                self._replays[sizes] = at_size(self.replay, self.partner[1], place)
         found = self._replays[sizes]
         return None if found is None or (found.sized and found.wrong) else found
 
@@ -96,15 +100,17 @@ class Way:
         self._replays[sizes] = None
 
     def pair_with(self, other: Way, sizes: Sizes, policies: RegionPolicies) -> bool:
-        """Take another size's forward as the second one, if it did the same operations."""
-        if self.partner or not differ_in_one(self.sizes, sizes) or not are_alike(self.trace, other.trace):
+        """Take another size's forward as the second one, if it did the same operations, and one number tells them apart."""
+        if self.partner or not are_alike(self.trace, other.trace):
             return False
-        self.partner = sizes, other.trace
+        self.any_size = True
+        if differ_in_one(self.sizes, sizes):
+            self.partner = sizes, other.trace
         if not other.forced <= self.forced or not other.hands_over:
             self.forced |= other.forced
             self.hands_over = self.hands_over and other.hands_over
             self.settle(policies)
-        return True
+        return self.partner is not None
 
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
