@@ -105,8 +105,8 @@ class FollowPlan(WatchedLayers):
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self._inputs = self._timed_inputs = Inputs(1, ())
         """What the first layer was given in the microbatch that began last, and in the one that is timed."""
-        self._learned = [0] * len(layers)
-        """How often each layer had been learned when that microbatch began."""
+        self._learned = self._learned_then = [0] * len(layers)
+        """How often each layer had been learned when those began."""
         self._planned: Size = {}
         """The size of inputs that the plan is for."""
         self._fitting: dict[bool, list[Size]] = {True: [], False: []}
@@ -142,14 +142,16 @@ class FollowPlan(WatchedLayers):
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
 
-    def _time(self, inputs: Inputs) -> None:
-        """Leave the plan, if there is one, and time the layers in the microbatch that begins, with everything recomputed."""
+    def _time(self) -> None:
+        """Time the layers in the microbatch that begins, with everything recomputed."""
         if not self.measures:
-            _logger.info("inputs of %s are larger than those that were timed: this microbatch is timed, too", inputs.sides)
+            line = "inputs of %s are larger than what is known: this microbatch is measured, too"
+            _logger.info(line, " x ".join(map(str, self._inputs.sides)))
             for one in self._policies:
                 one.measure_again()
             self._recompute_all()
-        self._stage, self._timed_inputs, self.plan, self._keeps_all, self._watches = "timing", inputs, None, False, True
+        self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
+        self.plan, self._keeps_all, self._watches = None, False, True
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
 
@@ -162,15 +164,15 @@ class FollowPlan(WatchedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
-        learned = self._learn_costs()
+        self._learn_costs()
         if self._stage == "timing" and self._times.complete:
-            self._end_timing(learned=learned)
+            self._end_timing()
         self._inputs = inputs_of(inputs)
         size = self._costs.size_of(self._inputs)
         proved, self._proves = self._proves, False
         if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
-                self._time(self._inputs)
+                self._time()
             elif not is_within(size, self._planned):
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
@@ -261,21 +263,18 @@ class FollowPlan(WatchedLayers):
             )
         self._watches = not self._peak.costs_time
 
-    def _learn_costs(self) -> bool:
-        """Add what layers have learned in the last microbatch to what is known of their costs; whether any has."""
+    def _learn_costs(self) -> None:
+        """Add what layers have learned in the last microbatch to what is known of their costs."""
         before, self._learned = self._learned, [one.learned for one in self._policies]
-        if before == self._learned:
-            return False
-        # What only some have learned is no microbatch's.
-        if self._stage == "learning" or all(map(operator.ne, before, self._learned)):
+        # What only some have learned is of no one size.
+        if before != self._learned and (self._stage == "learning" or all(map(operator.ne, before, self._learned))):
             self._costs.learn(self._inputs, [one.costs for one in self._policies])
-        return True
 
-    def _end_timing(self, *, learned: bool) -> None:
+    def _end_timing(self) -> None:
         """Add the last microbatch to what is known of the layers' costs, unless layers were learned in it."""
         self._stage = "following"
         self._planned = {}
-        if learned:
+        if self._learned != self._learned_then:
             self._times.pause()  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -100,7 +100,7 @@ class CostsBySize:
         self._more_bytes += nbytes / self.largest[()]
 
     def lack(self, inputs: Inputs) -> bool:
-        """Whether inputs have to be measured: much larger than what was timed, or longer on a side that never varied."""
+        """Whether inputs have to be measured: much larger than what was timed, or longer in what never varied."""
         if not self._timed:
             return True
         sizes, now = [self.size_of(one.inputs) for one in self._timed], self.size_of(inputs)
@@ -163,7 +163,10 @@ class CostsBySize:
         elsewhere = now[()] / then[()]  # of inputs with another number of sides
         ratios = {one: now[one] / then[one] if one in now and one in then else elsewhere for one in {**then, **now}}
         return [
-            [replace(one, nbytes=round(ratios.get(power, elsewhere) * one.nbytes)) for one, power in zip(*pair, strict=True)]
+            [
+                replace(one, nbytes=round(ratios.get(power, elsewhere) * one.nbytes))
+                for one, power in zip(*pair, strict=True)
+            ]
             for pair in zip(regions, self._powers[kind], strict=True)
         ]
 
@@ -202,9 +205,11 @@ def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
     ]
     growths: dict[Powers, list[float]] = {(): [math.log(one.elements) for one in samples]}
     for powers in product(*choices):
-        growths[powers] = [sum(p * math.log(side) for p, side in zip(powers, one.sides, strict=True)) for one in samples]
+        growths[powers] = [
+            sum(p * math.log(side) for p, side in zip(powers, one.sides, strict=True)) for one in samples
+        ]
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(*sizes: int) -> Powers:
         """With what bytes grow that were of these sizes."""
 

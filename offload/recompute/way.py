@@ -100,7 +100,7 @@ class Way:
         self._replays[sizes] = None
 
     def pair_with(self, other: Way, sizes: Sizes, policies: RegionPolicies) -> bool:
-        """Take another size's forward as the second one, if it did the same operations, and one number tells them apart."""
+        """Take another size's forward as the second one, if it did the same operations, and one number tells which."""
         if self.partner or not are_alike(self.trace, other.trace):
             return False
         self.any_size = True
