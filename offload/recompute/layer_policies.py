@@ -87,8 +87,7 @@ class LayerPolicies(RegionPolicies):
         if self._parameters is None:
             self._parameters = list(layer.parameters())
         trained = [parameter.requires_grad for parameter in self._parameters]
-        ones = [side == 1 for side in inputs.sizes]  # such a side is expanded, or needs no copy to be flattened
-        return (*inputs.kind, layer.training, *settings, *trained, *ones), tuple(inputs.sizes)
+        return (*inputs.kind, layer.training, *settings, *trained), tuple(inputs.sizes)
 
     def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""

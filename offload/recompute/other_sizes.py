@@ -93,6 +93,8 @@ def at_size(replay: Replay, other: Trace, place: Fraction) -> Replay | None:
 
     The traces are those for which :func:`are_alike` holds.
     """
+    if not replay.hands_over:
+        return replay
     found = copy.copy(replay)
     found.plan, found.sized = list(replay.plan), True
     for time, (planned, step) in enumerate(zip(replay.plan, other.steps, strict=True)):

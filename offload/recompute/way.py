@@ -88,10 +88,13 @@ class Way:
         if sizes not in self._replays:
             if len(self._replays) >= MOST_SIZES:
                 self._replays.clear()
-            self._replays[sizes] = None if self.replay.hands_over else self.replay
             place = None if self.partner is None else position(self.sizes, self.partner[0], sizes)
-            if self.replay.hands_over and self.partner is not None and place is not None:
+            if self.partner is not None and place is not None:
                 self._replays[sizes] = at_size(self.replay, self.partner[1], place)
+            else:
+                # A side of 1 may be expanded, or need no copy to be flattened: then the operations are others.
+                alike = not self.replay.hands_over and [one == 1 for one in sizes] == [one == 1 for one in self.sizes]
+                self._replays[sizes] = self.replay if alike else None
         found = self._replays[sizes]
         return None if found is None or (found.sized and found.wrong) else found
 
