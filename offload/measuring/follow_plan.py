@@ -33,7 +33,7 @@ from offload.measuring.profile_layers import (
     recompute_all,
     time_second_runs,
 )
-from offload.measuring.sizes import CostsBySize, Inputs, Size, inputs_of, is_within
+from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
 from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
@@ -167,7 +167,7 @@ class FollowPlan(WatchedLayers):
         self._learn_costs()
         if self._stage == "timing" and self._times.complete:
             self._end_timing()
-        self._inputs = inputs_of(inputs)
+        self._inputs = given_to(inputs)
         size = self._costs.size_of(self._inputs)
         proved, self._proves = self._proves, False
         if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):

@@ -42,7 +42,7 @@ Size = dict[Powers, float]
 Regions = Sequence[Sequence[RegionProfile]]
 """Of each layer."""
 
-Kind = tuple[tuple[str, ...], ...]
+RegionNames = tuple[tuple[str, ...], ...]
 """The names of the regions of each layer."""
 
 
@@ -67,9 +67,9 @@ class CostsBySize:
     """The costs of layers by the sizes of the first layer's inputs."""
 
     def __init__(self) -> None:
-        self._learned: dict[Kind, dict[Inputs, Regions]] = {}
+        self._learned: dict[RegionNames, dict[Inputs, Regions]] = {}
         """Of each kind of inputs; the one that was learned last is the last."""
-        self._powers: dict[Kind, list[list[Powers]]] = {}
+        self._powers: dict[RegionNames, list[list[Powers]]] = {}
         """With what the bytes of each region of each layer grow."""
         self._timed: list[Timed] = []
         self._covered: list[Inputs] = []
@@ -79,7 +79,7 @@ class CostsBySize:
 
     def learn(self, inputs: Inputs, regions: Regions) -> None:
         """The regions of a microbatch with these inputs."""
-        kind = _kind_of(regions)
+        kind = _names_in(regions)
         self._learned[kind] = samples = self._learned.pop(kind, {}) | {inputs: regions}
         self._powers[kind] = _powers_of({one: it for one, it in samples.items() if len(one.sides) == len(inputs.sides)})
 
@@ -110,7 +110,7 @@ class CostsBySize:
             if now[powers] > factor ** max(powers, default=1) * most:
                 return True
         last = self._timed[-1]
-        known = [*self._learned.get(_kind_of([layer.regions for layer in last.profile.layers]), ()), last.inputs]
+        known = [*self._learned.get(_names_in([layer.regions for layer in last.profile.layers]), ()), last.inputs]
         sides = [one.sides for one in known if len(one.sides) == len(inputs.sides)]
         return any(len({*seen}) == 1 and one > seen[0] for one, *seen in zip(inputs.sides, *sides, strict=True))
 
@@ -134,7 +134,7 @@ class CostsBySize:
         """The profile of inputs of this size, and the bytes that are needed outside of the layers."""
         last = self._timed[-1]
         known = [layer.regions for layer in last.profile.layers]
-        grown = self._grown(_kind_of(known), known, self.size_of(last.inputs), size)
+        grown = self._grown(_names_in(known), known, self.size_of(last.inputs), size)
         elements_each = [one.inputs.elements for one in self._timed]
         layers = []
         for number, regions in enumerate(grown):
@@ -158,7 +158,7 @@ class CostsBySize:
         missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
         return profile, math.ceil(missing_bytes)
 
-    def _grown(self, kind: Kind, regions: Regions, then: Size, now: Size) -> list[list[RegionProfile]]:
+    def _grown(self, kind: RegionNames, regions: Regions, then: Size, now: Size) -> list[list[RegionProfile]]:
         """The regions of inputs of one size as they are with inputs of another."""
         elsewhere = now[()] / then[()]  # of inputs with another number of sides
         ratios = {one: now[one] / then[one] if one in now and one in then else elsewhere for one in {**then, **now}}
@@ -171,7 +171,7 @@ class CostsBySize:
         ]
 
 
-def inputs_of(tensors: Sequence[torch.Tensor]) -> Inputs:
+def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
     """The size of a layer's arguments."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
@@ -184,7 +184,7 @@ def is_within(one: Size, other: Size) -> bool:
     return all(value <= other.get(powers, 0.0) for powers, value in one.items())
 
 
-def _kind_of(regions: Regions) -> Kind:
+def _names_in(regions: Regions) -> RegionNames:
     return tuple(tuple(region.name for region in layer) for layer in regions)
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from offload.measuring.sizes import CostsBySize, Inputs, inputs_of, is_within
+from offload.measuring.sizes import CostsBySize, Inputs, given_to, is_within
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import RegionProfile
 
@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 64, 4096
 
 
 def inputs(length: int, batch: int = 2) -> Inputs:
-    return inputs_of([torch.empty(batch, length, WIDTH, device="meta")])
+    return given_to([torch.empty(batch, length, WIDTH, device="meta")])
 
 
 def region(name: str, nbytes: int) -> RegionProfile:
