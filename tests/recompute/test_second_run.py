@@ -390,10 +390,11 @@ def test_attributes_are_those_of_the_forward(
         return gradients(leaves, loss.backward)
 
     expected = run(lambda: None)
-    with offloaded(layers, lab):
+    with offloaded(layers, lab) as handle:
         for _ in range(2):
             assert_same(expected, run(lambda: None))
         assert_same(expected, run(lambda: [change(layer) for layer in layers]))
+        assert "recompute" in handle.regions(0).values()
     for layer in layers:
         after = Switched()
         change(after)

@@ -260,11 +260,12 @@ def test_the_weights_of_one_layer_that_a_program_changes_between_forwards(device
     (layer, twin), x = build("gpt", 2, device)
     layer.eval()
     twin.eval().load_state_dict(layer.state_dict())
-    with stream_weights([layer], device):
+    with stream_weights([layer], device) as handle:
         for _ in range(2):  # no backward comes in between, which would let the program change weights
             assert torch.equal(layer(x), twin(x))
             for one in (layer, twin):
                 one.out.weight.data.mul_(2)  # leaves no trace
+        assert handle.stats().loads == 2
 
 
 # Refused layers and programs.

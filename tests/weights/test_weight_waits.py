@@ -317,10 +317,11 @@ def test_the_end_of_an_evaluation_waits_for_loads(lab: Lab) -> None:
     """No backward comes after it, and compute may be late: on a GPU, the host runs ahead of what waits for a load."""
     layers, x = build(Linear, 3, lab.device)
     layers.eval()
-    with stream_weights(layers, lab.device), torch.no_grad():
+    with stream_weights(layers, lab.device) as handle, torch.no_grad():
         lab.drop(WeightWait.LOADED)
         lab.slow(h2d_s=10 * LATE_S)
         forward(layers, x)
+        assert handle.stats().loads == 3
         assert load_is_over(lab), "a load still reads the weights"
 
 
