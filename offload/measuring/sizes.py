@@ -76,12 +76,16 @@ class CostsBySize:
         """The inputs of which :attr:`largest` is the size."""
         self._more_bytes = 0.0
         """For each element, what microbatches needed outside of the layers beyond what was timed."""
+        self._sizes: dict[Inputs, Size] = {}
+        self._lacking: dict[Inputs, bool] = {}
+        """What was found of inputs since something was learned or timed: every microbatch asks."""
 
     def learn(self, inputs: Inputs, regions: Regions) -> None:
         """The regions of a microbatch with these inputs."""
         kind = _names_in(regions)
         self._learned[kind] = samples = self._learned.pop(kind, {}) | {inputs: regions}
         self._powers[kind] = _powers_of({one: it for one, it in samples.items() if len(one.sides) == len(inputs.sides)})
+        self._sizes, self._lacking = {}, {}
 
     def regions_at(self, inputs: Inputs) -> list[list[RegionProfile]]:
         """The regions that were learned last, with the bytes that they have with these inputs."""
@@ -92,7 +96,7 @@ class CostsBySize:
     def add(self, inputs: Inputs, profile: Profile, missing_bytes: int) -> None:
         """What was timed with these inputs."""
         self._timed.append(Timed(inputs, profile, missing_bytes))
-        self._more_bytes = 0.0
+        self._more_bytes, self._lacking = 0.0, {}
         self.cover(inputs)
 
     def need_more(self, nbytes: int) -> None:
@@ -101,6 +105,11 @@ class CostsBySize:
 
     def lack(self, inputs: Inputs) -> bool:
         """Whether inputs have to be measured: much larger than what was timed, or longer in what never varied."""
+        if inputs not in self._lacking:
+            self._lacking[inputs] = self._lack(inputs)
+        return self._lacking[inputs]
+
+    def _lack(self, inputs: Inputs) -> bool:
         if not self._timed:
             return True
         sizes, now = [self.size_of(one.inputs) for one in self._timed], self.size_of(inputs)
@@ -115,9 +124,12 @@ class CostsBySize:
         return any(len({*seen}) == 1 and one > seen[0] for one, *seen in zip(inputs.sides, *sides, strict=True))
 
     def size_of(self, inputs: Inputs) -> Size:
-        every = {one for layers in self._powers.values() for layer in layers for one in layer}
-        known = [one for one in every if len(one) == len(inputs.sides)]
-        return {(): inputs.elements} | {one: float(math.prod(map(pow, inputs.sides, one))) for one in known}
+        """All that bytes grow with, of these inputs."""
+        if inputs not in self._sizes:
+            every = {one for layers in self._powers.values() for layer in layers for one in layer}
+            products = {one: math.prod(map(pow, inputs.sides, one)) for one in every if len(one) == len(inputs.sides)}
+            self._sizes[inputs] = {(): float(inputs.elements)} | products
+        return self._sizes[inputs]
 
     def cover(self, inputs: Inputs) -> None:
         """Count these inputs to the largest from here on."""
