@@ -115,7 +115,7 @@ def _host_bytes(costs: Sequence[LayerCosts]) -> int:
     return sum(map(attrgetter("offloaded_bytes"), costs))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _costs_of(layer: LayerProfile, ways: tuple[LayerPolicy | None, ...], link: Link) -> list[list[LayerCosts]]:
     """The costs of a layer's ways if the layer is not offloaded, and if it is; the same layer is searched for often."""
     return [[layer_costs(layer, way, link, offloads=offloads) for way in ways] for offloads in (False, True)]

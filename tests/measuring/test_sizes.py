@@ -46,11 +46,10 @@ def measured(order: Iterable[tuple[int, bool]]) -> int:
         if not costs.lack(inputs(length)):
             continue
         count += 1
-        learns = len(learned[mask]) < 2 and length not in learned[mask]
-        if learns:
+        if len(learned[mask]) < 2 and length not in learned[mask]:
             learned[mask].add(length)
             costs.learn(inputs(length), regions(length, mask=mask))
-        if not learns:
+        else:
             costs.add(inputs(length), profile(length, mask=mask), 0)
     return count
 
