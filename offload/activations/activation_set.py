@@ -47,8 +47,7 @@ _MOVES = {
     "start_offload_layer": (RESIDENT, OFFLOADING),
     "release_activation_forward_gpu_memory": (OFFLOADING, OFFLOADED),
     "start_reload_layer": (OFFLOADED, OffloadState.RELOADING),
-}
-"""Call of the manual synchronizer → the state that it needs, and the state that it leads to."""
+}  # call of the manual synchronizer → the state that it needs, and the state that it leads to
 _REMEDY = {
     RESIDENT: "call start_offload_layer first",
     OFFLOADING: "call release_activation_forward_gpu_memory next",
@@ -108,15 +107,11 @@ class ActivationSet:
 
     # Attributes that most layers leave as they are cost a forward no time.
     state: OffloadState = RESIDENT
-    _early: tuple[SavedStorage, ...] = ()
-    """Storages that were copied early, which no handle holds yet."""
-    _small = 0
-    """Saved tensors below ``min_bytes``, which are many: they are counted when the layer ends."""
-    in_graph = False
-    """Whether a graph has come to hold ``alive``."""
+    _early: tuple[SavedStorage, ...] = ()  # storages that were copied early, which no handle holds yet
+    _small = 0  # saved tensors below `min_bytes`, which are many: they are counted when the layer ends
+    in_graph = False  # whether a graph has come to hold `alive`
     backward_begun = False
-    has_hooks = False
-    """Whether handles hold what the layer has saved."""
+    has_hooks = False  # whether handles hold what the layer has saved
 
     def __init__(self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool) -> None:
         self.layer = layer

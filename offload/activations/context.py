@@ -45,8 +45,7 @@ class _Closed(NamedTuple):
 
     microbatch: Round
     opened: ActivationSet
-    alive: object | None
-    """What the graph shall hold of a layer whose saved tensors have no handles."""
+    alive: object | None  # what the graph shall hold of a layer whose saved tensors have no handles
 
     def begin_backward(self, _: object) -> None:
         self.microbatch.begin_backward(self.opened.layer)
@@ -82,10 +81,8 @@ class OffloadContext(ContextDecorator):
         backend = get_backend(device)
         self._follow(schedule, policies)
         self.model_layers = model_layers
-        self.microbatch = -1
-        """Number of the round that began last, counted from 0."""
-        self.skipped = False
-        """Whether the context did nothing when it was entered last."""
+        self.microbatch = -1  # number of the round that began last, counted from 0
+        self.skipped = False  # whether the context did nothing when it was entered last
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), most)
@@ -95,8 +92,7 @@ class OffloadContext(ContextDecorator):
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
         self._closed: _Closed | None = None
-        self._thread = threading.current_thread()
-        """The one that has entered the context last."""
+        self._thread = threading.current_thread()  # the one that has entered the context last
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0

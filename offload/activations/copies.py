@@ -26,10 +26,8 @@ WORTH_A_WARNING = 0.5
 """The warning comes when this part of the copied bytes has freed nothing: the first layer's input is often less."""
 NO_HOST_MEMORY = "no host memory"
 """Why a storage that did not fit on the host is kept on the device, in ``stats().skipped``."""
-NAMED = 3
-"""Operations in the warning."""
-MOST_PENDING = 4096
-"""Stalls whose times are not known yet. Later ones are not counted, so that memory is bounded."""
+NAMED = 3  # operations in the warning
+MOST_PENDING = 4096  # stalls whose times are not known yet. Later ones are not counted, so that memory is bounded
 
 
 class CopyBatch:
@@ -37,8 +35,7 @@ class CopyBatch:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.event: Event | None = None
-        """``None`` as long as copies are added."""
+        self.event: Event | None = None  # `None` as long as copies are added
 
 
 class Reload:
@@ -51,8 +48,7 @@ class Reload:
         self.done = done
         self.stream = stream
         self.home = home
-        self.awaited_by: object = None
-        """The stream that has waited for it last, told as ``home`` is."""
+        self.awaited_by: object = None  # the stream that has waited for it last, told as `home` is
 
 
 class Transfers:
@@ -64,15 +60,13 @@ class Transfers:
         self.max_host_bytes = max_host_bytes
         """The most pinned memory that the device's pool may have when this context asks for more."""
         self.d2h_stream, self.h2d_stream = backend.copy_streams
-        self.lock = threading.RLock()
-        """Held while storages are reloaded: several threads may read what was saved."""
+        self.lock = threading.RLock()  # held while storages are reloaded: several threads may read what was saved
         self.offloaded_bytes = self.offloaded_tensors = self.offloaded_storages = self.reloaded_bytes = 0
         self.resident_bytes = self.peak_resident_bytes = self.late_reloads = 0
         self.skipped: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()
         self.stall_s = 0.0
-        self._ready: Event | None = None
-        """What the d2h stream has waited for last."""
+        self._ready: Event | None = None  # what the d2h stream has waited for last
         self._batch: CopyBatch | None = None
         """The copies to the host that were queued last, as long as there may be more."""
         self._batches = 0

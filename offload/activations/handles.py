@@ -118,10 +118,8 @@ class DroppedHandle(SavedHandle):
     def __init__(self, frame: Frame, number: int, kept: SavedHandle | None = None) -> None:
         self.frame = frame
         self.number = number
-        self.kept = kept
-        """What holds it, if it was not dropped."""
-        self.view: torch.Tensor | None = None
-        """The tensor, once it was recomputed."""
+        self.kept = kept  # what holds it, if it was not dropped
+        self.view: torch.Tensor | None = None  # the tensor, once it was recomputed
 
     def unpack(self) -> torch.Tensor:
         if self.kept is not None:

@@ -46,18 +46,14 @@ class RegionSet(ActivationSet):
     """What one layer of one microbatch saved, by the policies of the layer's regions."""
 
     _key: InputKind = (None, ())
-    _sized = False
-    """Whether the inputs have a size that was not learned."""
-    _proves = False
-    """Whether the second run is compared when forward has ended."""
+    _sized = False  # whether the inputs have a size that was not learned
+    _proves = False  # whether the second run is compared when forward has ended
     _way: Way | None = None
     _frame: Frame | None = None
     _learn: Learn | None = None
-    _number = 0
-    """The number of the tensor that is saved next."""
+    _number = 0  # the number of the tensor that is saved next
     _first_node = 0
-    _limit = 0
-    """Forward has gone another way if it has saved fewer tensors."""
+    _limit = 0  # forward has gone another way if it has saved fewer tensors
     _contents: Any = None
     _held: tuple[DroppedHandle, ...] = ()
     """Handles that hold their tensors until the layer has been run again and compared, by number."""

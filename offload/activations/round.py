@@ -36,8 +36,7 @@ class Round:
         self.schedule = schedule
         self.transfers = transfers
         self.sets: dict[int, ActivationSet] = {}
-        self.last_layer = -1
-        """The layer whose forward began last."""
+        self.last_layer = -1  # the layer whose forward began last
         self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()

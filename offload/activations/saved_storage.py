@@ -40,8 +40,7 @@ from offload.base.torch_private import (
 from offload.device.backend import Event, Wait
 from offload.host.buffers import HostBuffer
 
-RESIZED = "resized"
-"""Why a storage that the program has resized is kept on the device, in ``stats().skipped``."""
+RESIZED = "resized"  # why a storage that the program has resized is kept on the device, in `stats().skipped`
 
 
 class SavedStorage:
@@ -50,32 +49,25 @@ class SavedStorage:
     # Defaults of the class: they cost a layer no time, and __del__ finds them even if __init__ has failed.
     memory: torch.UntypedStorage | None = None
     host: HostBuffer | None = None
-    batch: CopyBatch | None = None
-    """The copies to the host that the copy into ``host`` belongs to."""
+    batch: CopyBatch | None = None  # the copies to the host that the copy into `host` belongs to
     reload: Reload | None = None
     """The copies to the device that ``memory`` came with; ``None`` while ``memory`` is the program's own."""
     ready: Event | None = None
     """After it ``memory`` holds the bytes; ``None`` while the operation may write them, and in layers that are kept."""
-    resized = False
-    """Whether the program has resized the memory: then the storage is never copied."""
-    counted = False
-    """Whether ``memory`` is among the resident bytes of offloaded layers."""
+    resized = False  # whether the program has resized the memory: then the storage is never copied
+    counted = False  # whether `memory` is among the resident bytes of offloaded layers
     original: Any = None
     """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
-    tensors = 0
-    """Saved tensors that look into the storage."""
+    tensors = 0  # saved tensors that look into the storage
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
     def __init__(
         self, tensor: torch.Tensor, maker: type, transfers: Transfers, layer: int, *, stays: bool, changes: int
     ) -> None:
         self.transfers = transfers
-        self.maker = maker
-        """The type of the autograd node that made it, or of ``None``."""
-        self.layer = layer
-        """The layer that the storage is offloaded with: the last one that has saved it."""
-        self.stays = stays
-        """Whether that layer is kept."""
+        self.maker = maker  # the type of the autograd node that made it, or of `None`
+        self.layer = layer  # the layer that the storage is offloaded with: the last one that has saved it
+        self.stays = stays  # whether that layer is kept
         self.changes = changes
         """How often wrappers around the tensor were changed in place, which the tensor's own version does not tell."""
         memory = tensor.untyped_storage()

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from offload.base.checks import describe, format_s
 
-Stats = TypeVar("Stats", bound=Any)
-"""One of the frozen snapshots."""
+Stats = TypeVar("Stats", bound=Any)  # one of the frozen snapshots
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
 
 _excluded = _Exclusions()
 
-SMALL = "small"
-"""Why a storage below ``min_bytes`` is kept, in ``stats().skipped``."""
+SMALL = "small"  # why a storage below `min_bytes` is kept, in `stats().skipped`
 
 _Tensor, _strided = torch.Tensor, torch.strided
 """Names of this module are found faster, and every saved tensor is asked, however small."""
@@ -99,12 +98,9 @@ def given_tensors(call: str, given: Iterable[object]) -> Iterator[torch.Tensor]:
 class Rules(NamedTuple):
     """Which saved tensors of a layer may be offloaded."""
 
-    device: torch.device
-    """Tensors elsewhere are left alone."""
-    min_bytes: int
-    """Storages below this size are kept."""
-    only: Container[int] | None = None
-    """If given, storages at other addresses are kept, whatever the reason."""
+    device: torch.device  # tensors elsewhere are left alone
+    min_bytes: int  # storages below this size are kept
+    only: Container[int] | None = None  # if given, storages at other addresses are kept, whatever the reason
 
 
 def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:

@@ -56,8 +56,7 @@ class Counted(NamedTuple):
     profile: Profile
     layers: str
     parameters: int
-    training: TrainingBytes
-    """With no slots for the state of a streamed optimizer."""
+    training: TrainingBytes  # with no slots for the state of a streamed optimizer
 
 
 def read_config(model: str, changes: Iterable[str] = ()) -> Any:
@@ -192,10 +191,8 @@ class _Region:
     nbytes: int
     seconds: float = 0.0
     reads: set[_Region] = field(default_factory=set)
-    first: _Region | None = None
-    """The first result of the same operation, where this is another."""
-    when: int = -1
-    """The operation that has written it last; -1 for an input."""
+    first: _Region | None = None  # the first result of the same operation, where this is another
+    when: int = -1  # the operation that has written it last; -1 for an input
     saved: bool = False
 
 

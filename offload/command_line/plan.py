@@ -18,11 +18,9 @@ from offload.planning.profile import Link
 from offload.planning.recipes import Prediction, TrainingPlan, plan_recipes
 from offload.planning.training_bytes import RECIPES
 
-H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")
-"""On PCIe Gen5 x16, as it was measured."""
+H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")  # on PCIe Gen5 x16, as it was measured
 
-DUPLEX = 1.83
-"""Both directions at once reach so much, in bandwidths of one: an H200's, too."""
+DUPLEX = 1.83  # both directions at once reach so much, in bandwidths of one: an H200's, too
 
 RATES = Rates(630e12, 4e12)
 """Of an H200: 64% of the matrix products and 83% of the memory bandwidth in its datasheet, 989 TFLOP/s in bfloat16 and
@@ -31,8 +29,7 @@ RATES = Rates(630e12, 4e12)
 SIMPLER = 1.05
 """How much longer a step may be with weights, gradients and state on the device, which leaves a training loop free."""
 
-USABLE = 0.92
-"""Share of device memory; the rest is for the driver and for blocks that the allocator cannot split."""
+USABLE = 0.92  # share of device memory; the rest is for the driver and for blocks that the allocator cannot split
 
 
 def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:

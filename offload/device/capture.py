@@ -32,8 +32,7 @@ class Capture(NamedTuple):
     """A capture that is under way."""
 
     id: int
-    graph: int
-    """Address of the ``CUgraph`` under construction."""
+    graph: int  # address of the `CUgraph` under construction
 
 
 def current_capture() -> Capture | None:

@@ -32,8 +32,7 @@ class CpuEvent(threading.Event):
         self.error: BaseException | None = None
         """The first error of the work before the event, whichever the stream. Without its traceback, which would keep
         the tensors of the copy alive as long as the event."""
-        self.reached_s = 0.0
-        """When the event was reached, by ``time.perf_counter``."""
+        self.reached_s = 0.0  # when the event was reached, by `time.perf_counter`
 
     def set(self) -> None:
         self.reached_s = time.perf_counter()
@@ -57,8 +56,7 @@ class CpuStream:
     """A queue of work that a thread of its own runs in order."""
 
     def __init__(self, name: str, backend: CpuBackend) -> None:
-        self.delay_s = 0.0
-        """Extra time before each piece of work, to make races visible in tests."""
+        self.delay_s = 0.0  # extra time before each piece of work, to make races visible in tests
         self._backend = backend
         self._worker = Worker(name)
 

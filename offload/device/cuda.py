@@ -32,8 +32,7 @@ from offload.device.backend import Backend, Event, PageLockError, Stream, Wait
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_HOST = 2
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
-_FORKS = (Wait.READY, Wait.LANDING)
-"""The waits after which a copy leaves compute's line."""
+_FORKS = (Wait.READY, Wait.LANDING)  # the waits after which a copy leaves compute's line
 
 
 class CudaBackend(Backend):

@@ -42,8 +42,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, ranges: Sequence[Range]) -> None:
         self.nbytes = nbytes
-        self.arena: Arena | None = None
-        """Of the graph that copies to and from it, if any."""
+        self.arena: Arena | None = None  # of the graph that copies to and from it, if any
         self.ranges = ranges
         self.events: tuple[Event, ...] = ()
         self.pieces = [piece.slab[piece.start : piece.end] for piece in ranges]
@@ -51,18 +50,15 @@ class HostBuffer:
         self.pieces[-1] = self.pieces[-1][: ranges[-1].nbytes - padding]
 
 
-Ready = defaultdict[int, deque[HostBuffer]]
-"""Buffers to hand out again as they are, by size."""
+Ready = defaultdict[int, deque[HostBuffer]]  # buffers to hand out again as they are, by size
 
 
 class Arena:
     """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
 
     def __init__(self) -> None:
-        self.taken = 0
-        """How many buffers the arena has taken from the pool."""
-        self.ready: Ready = defaultdict(deque)
-        """The buffers that the capture has given back, and may take again."""
+        self.taken = 0  # how many buffers the arena has taken from the pool
+        self.ready: Ready = defaultdict(deque)  # the buffers that the capture has given back, and may take again
         self._lives: dict[int, GraphLife] = {}
 
     def hold(self, capture: Capture) -> None:

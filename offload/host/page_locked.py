@@ -23,12 +23,10 @@ import torch
 from offload.base.checks import format_bytes
 from offload.device.backend import Backend, PageLockError
 
-TOUCH_BYTES = 64 << 20
-"""What one thread touches at a time; smaller mappings are not worth a second thread."""
+TOUCH_BYTES = 64 << 20  # what one thread touches at a time; smaller mappings are not worth a second thread
 TOUCH_THREADS = 8
 
-SPARE = 1 / 32
-"""What many mappings, some of them made at once, leave of the memory that each by itself finds."""
+SPARE = 1 / 32  # what many mappings, some of them made at once, leave of the memory that each by itself finds
 
 # Advice of Linux, most of which Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
 _MADV_HUGEPAGE = 14
@@ -50,8 +48,7 @@ class _Mapping(mmap.mmap):
     That is why this is a finalizer of the mapping itself: weak references call back when the memory is gone.
     """
 
-    locked_by: tuple[Backend, int] | None = None
-    """The backend, and the process in which it did."""
+    locked_by: tuple[Backend, int] | None = None  # the backend, and the process in which it did
 
     @property
     def address(self) -> int:

@@ -35,15 +35,12 @@ from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork
 
 _logger = logging.getLogger(__name__)
 
-PROGRESS_S = 2.0
-"""Seconds between lines of the log while memory is pinned."""
+PROGRESS_S = 2.0  # seconds between lines of the log while memory is pinned
 
 BUFFER_ALIGNMENT_BYTES = 512
 PAGE_BYTES = 4096
-GROWTH = 64
-"""Each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small."""
-RESERVE_BYTES = 1 << 30
-"""What is pinned in advance comes in slabs of this size, so that each can be given back alone."""
+GROWTH = 64  # each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small
+RESERVE_BYTES = 1 << 30  # what is pinned in advance comes in slabs of this size, so that each can be given back alone
 RESERVE_THREADS = 4
 
 
@@ -57,10 +54,8 @@ class HostPool:
         # An append is atomic, so that finalizers and other threads give buffers back without the lock.
         self.ready: Ready = defaultdict(deque)
         self._slabs: list[torch.Tensor] = []
-        self._buffers: list[HostBuffer] = []
-        """All that were made and not taken apart since, wherever they are."""
-        self._free: list[Range] = []
-        """What no buffer covers."""
+        self._buffers: list[HostBuffer] = []  # all that were made and not taken apart since, wherever they are
+        self._free: list[Range] = []  # what no buffer covers
         self._copied: list[tuple[Range, Event]] = []
         """What buffers covered that were taken apart, and after which event it may be written."""
         self._arenas: dict[int, Arena] = {}

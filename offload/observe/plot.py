@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 INK = "#7b7b7b"
 """Text and lines: equally far from white and from a dark page (#131416), contrast 4.2 to both."""
 
+# Okabe and Ito's palette for colour-blind readers, without the colours too pale for white, and their orange darker.
 COLORS: dict[Kind, str] = {
     "forward": "#0072b2",
     "backward": "#cc79a7",
@@ -29,7 +30,6 @@ COLORS: dict[Kind, str] = {
     "offload": "#d55e00",
     "reload": "#009e73",
 }
-"""Okabe and Ito's palette for colour-blind readers, without the colours too pale for white, and their orange darker."""
 
 LANE_NAMES = {"compute": "compute", "d2h": "d2h\ndevice → host", "h2d": "h2d\nhost → device"}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}

@@ -50,11 +50,9 @@ class ChunkParts:
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
-        self._nbytes: dict[int, int] = {}
-        """The address of each storage that was saved → its bytes."""
+        self._nbytes: dict[int, int] = {}  # the address of each storage that was saved → its bytes
         self._saved_bytes = 0
-        self._part = -1
-        """The part whose forward began last."""
+        self._part = -1  # the part whose forward began last
         self._open: ActivationSet | None = None
         self._reached = parts
 
@@ -152,8 +150,7 @@ class StageLayers:
     """
 
     def __init__(self, stages: Iterable[Any], patterns: Mapping[str, Policy]) -> None:
-        self.policies: dict[int, list[LayerPolicies]] = {}
-        """Stage → the policies of each of its layers."""
+        self.policies: dict[int, list[LayerPolicies]] = {}  # stage → the policies of each of its layers
         self.running: LayeredChunk | None = None
         self._attachments: list[Attachment] = []
         try:

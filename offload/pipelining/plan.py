@@ -41,8 +41,7 @@ LONGER_WAITS = 4
 INSTANT_LINK = Link(1e30, 1e30, 2e30)
 """The last resort: each part is released and reloaded at the nearest point, whatever that costs."""
 
-_ROUNDING = 1e-9
-"""How far a fraction of the bytes may be rounded up, relative to the bytes."""
+_ROUNDING = 1e-9  # how far a fraction of the bytes may be rounded up, relative to the bytes
 
 
 @dataclass(frozen=True, repr=False)

@@ -82,14 +82,10 @@ class RankStep:
         cut = {stage: costs.cut(parts) for stage, costs in profile.items()}
         self.layers = [layer for chunk in chunks for layer in cut[chunk.stage]]
         self.nbytes = [layer.saved_bytes for layer in self.layers]
-        self.steps: list[Point | Interlude] = []
-        """Points, and the backwards for the weights between them."""
-        self.order: list[Point] = []
-        """The points alone."""
-        self.start_s = [0.0]
-        """When each point of the order begins, and when the last one has ended."""
-        self.forward_at = [0] * len(self.layers)
-        """Layer → index of its forward in the order."""
+        self.steps: list[Point | Interlude] = []  # points, and the backwards for the weights between them
+        self.order: list[Point] = []  # the points alone
+        self.start_s = [0.0]  # when each point of the order begins, and when the last one has ended
+        self.forward_at = [0] * len(self.layers)  # layer → index of its forward in the order
         self.backward_at = [0] * len(self.layers)
         weights_at: dict[int, int] = {}
         """Number of a chunk whose backward is split → index of the point after its half for the weights."""
