@@ -253,8 +253,6 @@ running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", 
 """The ``DistributedDataParallel`` whose forward runs, if there is one."""
 ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = functools.partial(_take, "_module_parameters")
 """The parameters whose gradients a ``DistributedDataParallel`` reduces."""
-pipeline_microbatches: Callable[[Any], int] = functools.partial(_take, "_n_microbatches")
-"""How many microbatches a schedule of ``torch.distributed.pipelining`` runs in a step."""
 
 
 def ordinary_apply(module: nn.Module) -> MethodType:

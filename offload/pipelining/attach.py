@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -31,14 +30,14 @@ from offload.activations.what_moves import exclude, exclude_parameters
 from offload.base.checks import parse_bytes
 from offload.base.layer_events import Handle, replace_attribute
 from offload.base.tensors import tensors_in
-from offload.base.torch_private import pipeline_microbatches, pipeline_stages
+from offload.base.torch_private import pipeline_stages
 from offload.device.backend import Backend, Event
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import allocated_bytes
 from offload.pipelining.chunk import ChunkParts, LayeredChunk, StageLayers
-from offload.pipelining.order import Action, Chunk, gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.pipelining.order import Action, Chunk, read_actions, without_idle_inputs
 from offload.pipelining.plan import PipelinePlan, check_options, plan_pipeline
 from offload.pipelining.rank_step import StageProfile
 from offload.planning.profile import Link
@@ -290,22 +289,18 @@ class PipelineOffload(Handle):
 def known_order(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: list[Any]
 ) -> tuple[Action, ...] | None:
-    """The order that this rank will run; ``None`` if the schedule does not say.
+    """The order that the schedule lists for this rank; ``None`` if it lists none, or no whole step.
 
-    GPipe and 1F1B list no order, or, on the last rank of 1F1B, another order than they run.
+    PyTorch 2.13 lists no whole step for the last rank of 1F1B, and where there are fewer microbatches than stages.
     """
-    if isinstance(schedule, PipelineScheduleMulti):
-        order = read_actions(schedule.pipeline_order[schedule.rank])
-        for stage in stages:
-            if skips_inputs(stage):
-                order = without_idle_inputs(order, stage.stage_index)
-        return order
-    microbatches = pipeline_microbatches(schedule)
-    if isinstance(schedule, ScheduleGPipe):
-        return gpipe_order(stages[0].stage_index, microbatches)
-    if isinstance(schedule, Schedule1F1B):
-        return one_f_one_b_order(stages[0].stage_index, stages[0].num_stages, microbatches)
-    return None
+    rank = stages[0].stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
+    try:
+        order = read_actions((schedule.pipeline_order or {}).get(rank, ()))
+    except ValueError:
+        return None
+    for stage in filter(skips_inputs, stages):
+        order = without_idle_inputs(order, stage.stage_index)
+    return order or None
 
 
 def skips_inputs(stage: Any) -> bool:

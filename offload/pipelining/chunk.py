@@ -1,48 +1,36 @@
-"""One chunk of a pipeline: its saved tensors, cut into parts, and the points of the schedule that the chunk reaches.
+"""One chunk of a pipeline: its saved tensors, cut into parts, which are the layers of a ``Round``.
 
-The parts are the layers of a :class:`~offload.activations.round.Round`, so that everything below is the same as for the
-layers of a model. A part is an equal share of the chunk's bytes. With policies by hand for the regions of the stage's
-layers, a part is one of these layers, and tensors that the stage saves outside of its layers are kept.
+A part is an equal share of the chunk's bytes. With policies by hand for the regions of the stage's layers, a part is
+one of these layers, and tensors that the stage saves outside of its layers are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import call
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from offload.activations.activation_set import ActivationSet, OffloadStateError
 from offload.activations.handles import SavedHandle
+from offload.activations.module_hooks import OffloadListener
 from offload.activations.round import Round
 from offload.activations.what_moves import offloaded_parts
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, check_layers, listeners_on
+from offload.base.layer_events import Attachment, LayerCall, check_layers
 from offload.base.torch_private import address_of, pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
 
 
-class PackedTensor(NamedTuple):
-    """What the autograd graph of a chunk holds instead of a tensor."""
-
-    chunk: ChunkParts
-    part: int
-    handle: SavedHandle
-
-
-def unpack_part(packed: PackedTensor) -> torch.Tensor:
-    """The unpack hook."""
-    packed.chunk.reach(packed.part)
-    return packed.handle.unpack()
-
-
 class ChunkParts:
-    """A chunk whose parts are equal shares of its bytes. Backward reaches the parts from the last to the first.
+    """A chunk whose parts are equal shares of its bytes; as a context manager it surrounds the chunk's forward.
 
-    As a context manager it surrounds the chunk's forward. The round holds all chunks of this step, which are numbered
-    in the order of forwards. A part begins when the part before has saved ``part_bytes``.
+    A part begins when the part before has saved ``part_bytes``, and backward reaches the parts from the last to the
+    first. The round holds all chunks of this step, numbered in the order of forwards.
     """
 
     def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = math.inf) -> None:
@@ -60,10 +48,11 @@ class ChunkParts:
         """The bytes of each tensor that may be offloaded, in the order of saving, and the bytes that are kept."""
         return tuple(self._nbytes.values()), 0
 
-    def pack(self, tensor: torch.Tensor) -> PackedTensor:
+    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The pack hook; what it returns, the unpack hook calls."""
         if self._open is None:
             raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
-        packed = PackedTensor(self, self._part, (self._open.packing or self._open.pack)(tensor))
+        packed = partial(self._unpack, self._part, (self._open.packing or self._open.pack)(tensor))
         for storage in (one.untyped_storage() for one in offloaded_parts(tensor, self._round.rules)):
             if address_of(storage) not in self._nbytes:
                 self._nbytes[address_of(storage)] = storage.nbytes()
@@ -73,6 +62,10 @@ class ChunkParts:
             self._open = self._begin_part(self._part + 1)
         return packed
 
+    def _unpack(self, part: int, handle: SavedHandle) -> torch.Tensor:
+        self.reach(part)
+        return handle.unpack()
+
     def reach(self, part: int) -> None:
         """Backward asks for a tensor of ``part``, and so is past all later parts."""
         while self._reached > part:
@@ -81,7 +74,7 @@ class ChunkParts:
 
     def __enter__(self) -> Self:
         self._open = self._begin_part(0)
-        push_hooks(self.pack, unpack_part)
+        push_hooks(self.pack, call)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,10 +93,7 @@ class ChunkParts:
 
 
 class LayeredChunk(ChunkParts):
-    """A chunk of which each layer is a part.
-
-    It has more parts than layers if another stage of the rank has more layers; the last parts are empty then.
-    """
+    """A chunk of which each layer is a part; the last parts are empty if another stage of the rank has more layers."""
 
     def __init__(self, microbatch: Round, number: int, layers: StageLayers, stage: int) -> None:
         super().__init__(microbatch, number, layers.parts)
@@ -118,7 +108,7 @@ class LayeredChunk(ChunkParts):
             )
         self._open = self._begin_part(part)
         self._open.enter(inputs)
-        push_hooks(self.pack, unpack_part)
+        push_hooks(self.pack, call)
 
     def end_layer(self, *, failed: bool) -> None:
         opened, self._open = self._open, None
@@ -143,11 +133,7 @@ class LayeredChunk(ChunkParts):
 
 
 class StageLayers:
-    """The layers of all stages of a rank, with the policies of their regions.
-
-    Raises:
-        ValueError: A layer is listed twice or inside another, or is offloaded already.
-    """
+    """The layers of all stages of a rank, with the policies of their regions."""
 
     def __init__(self, stages: Iterable[Any], patterns: Mapping[str, Policy]) -> None:
         self.policies: dict[int, list[LayerPolicies]] = {}  # stage → the policies of each of its layers
@@ -156,10 +142,7 @@ class StageLayers:
         try:
             for stage in stages:
                 layers = largest_list(stage.submod)
-                check_layers(layers, _StageLayer, "offloaded", "cannot have policies of regions")
-                for number, layer in enumerate(layers):
-                    if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
-                        raise ValueError(f"layer {number} is offloaded already; call remove() on the first handle")
+                check_layers(layers, OffloadListener, "offloaded", "cannot have policies of regions")
                 self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
                 listeners = [_StageLayer(self, number) for number in range(len(layers))]
                 self._attachments.append(Attachment(layers, listeners))
@@ -183,10 +166,8 @@ class StageLayers:
             attachment.remove()
 
 
-class _StageLayer(LayerListener):
-    """Tells the chunk that runs that one of its layers begins and ends."""
-
-    turn = Turn.ACTIVATIONS
+class _StageLayer(OffloadListener):
+    """Tells the chunk that runs that one of its layers begins and ends; the chunk knows when backward begins."""
 
     def __init__(self, layers: StageLayers, number: int) -> None:
         self._layers = layers
@@ -199,6 +180,9 @@ class _StageLayer(LayerListener):
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._layers.running is not None and not call.recomputes:
             self._layers.running.end_layer(failed=failed)
+
+    def forward_returned(self, call: LayerCall, output: object) -> None:
+        pass
 
 
 def largest_list(module: nn.Module) -> list[nn.Module]:

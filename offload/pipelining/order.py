@@ -1,8 +1,7 @@
-"""The order of forwards and backwards that one pipeline rank runs, as data.
+"""The order of forwards and backwards that one pipeline rank runs, in the notation of ``torch.distributed.pipelining``.
 
-An action is a forward (``F``) or a backward (``B``) of one chunk, that is of one microbatch on one stage. Schedules
-without bubbles run a backward in two halves, for the inputs (``I``) and for the weights (``W``). The notation is
-that of ``torch.distributed.pipelining``: ``2F0`` is the forward of microbatch 0 on stage 2.
+``2F0`` is the forward of microbatch 0 on stage 2, and ``2B0`` the backward. Schedules without bubbles run a backward in
+two halves, for the inputs (``I``) and for the weights (``W``).
 """
 
 from __future__ import annotations
@@ -42,14 +41,10 @@ class Action(NamedTuple):
 
 
 def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
-    """Read the forwards and backwards of one rank, in order.
+    """The forwards and backwards of one rank, in order, of what :func:`plan_pipeline` takes.
 
-    Args:
-        actions: Texts such as ``"2F0"`` or ``"(0F4;3B1)OVERLAP_F_B"``, or the actions in a PyTorch schedule's
-            ``pipeline_order[rank]``. Communication, and ``None`` for a bubble, are left out.
-
-    Raises:
-        ValueError: A text is no action; or a chunk does not run forward once, and then backward once.
+    Communication, and ``None`` for a bubble, are left out. A ``ValueError`` is raised if a text is no action, or a
+    chunk does not run forward once, and then backward once.
     """
     check_type("actions", actions, Iterable, 'the actions of a rank in order, such as ["0F0", "0F1", "0B0", "0B1"]')
     found = tuple(_read_all(actions))
@@ -63,25 +58,6 @@ def read_actions(actions: Iterable[Any]) -> tuple[Action, ...]:
                 f"got {', '.join(kinds)}; give the actions of one rank in one step"
             )
     return found
-
-
-def gpipe_order(stage: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards: ``0F0 0F1 0F2 0B0 0B1 0B2``."""
-    return tuple(Action(stage, kind, microbatch) for kind in "FB" for microbatch in range(microbatches))
-
-
-def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages from this one on, then one backward and one forward in turn.
-
-    The first of two stages: ``0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3``; the last: ``1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3``.
-    """
-    ahead = min(microbatches, stages - stage)
-    order = [Action(stage, "F", microbatch) for microbatch in range(ahead)]
-    for microbatch in range(microbatches):
-        order.append(Action(stage, "B", microbatch))
-        if microbatch + ahead < microbatches:
-            order.append(Action(stage, "F", microbatch + ahead))
-    return tuple(order)
 
 
 def without_idle_inputs(actions: Sequence[Action], stage: int) -> tuple[Action, ...]:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import offload.pipelining
 from offload.device.select import get_backend
+from offload.pipelining.order import read_actions
 from offload.planning.profile import Link
 
 WIDTH = 32
@@ -19,6 +20,22 @@ ROWS = 16  # per microbatch
 STEPS = 3
 MIN_BYTES = 1024
 FAST_LINK = Link(1e12, 1e12, 2e12)
+
+
+def gpipe_order(stage, microbatches):
+    """All forwards, then all backwards."""
+    return read_actions(f"{stage}{kind}{microbatch}" for kind in "FB" for microbatch in range(microbatches))
+
+
+def one_f_one_b_order(stage, stages, microbatches):
+    """As many forwards as there are stages from this one on, then one backward and one forward in turn."""
+    ahead = min(microbatches, stages - stage)
+    order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
+    for microbatch in range(microbatches):
+        order.append(f"{stage}B{microbatch}")
+        order += [f"{stage}F{microbatch + ahead}"] if microbatch + ahead < microbatches else []
+    return read_actions(order)
+
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")

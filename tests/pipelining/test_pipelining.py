@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab import late_copies
 from models import Product
-from pipeline_worker import FAST_LINK, attach, same
+from pipeline_worker import FAST_LINK, attach, gpipe_order, one_f_one_b_order, same
 from pipeline_worker import one_step as step
 from ranks import group, run_ranks
 from torch import nn
@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _Action
 from offload import OffloadState, Schedule
 from offload.device.backend import Wait
 from offload.device.select import get_backend
-from offload.pipelining.order import gpipe_order, one_f_one_b_order, read_actions, without_idle_inputs
+from offload.pipelining.order import read_actions, without_idle_inputs
 from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
 from offload.pipelining.rank_step import StageProfile
 from offload.planning.profile import Link
@@ -33,13 +33,6 @@ WORKER = Path(pipeline_worker.__file__)
 
 def texts(actions):
     return [repr(action) for action in actions]
-
-
-def test_orders_that_are_loops_of_their_own():
-    assert texts(gpipe_order(1, 2)) == ["1F0", "1F1", "1B0", "1B1"]
-    assert " ".join(texts(one_f_one_b_order(0, 2, 4))) == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
-    assert " ".join(texts(one_f_one_b_order(1, 2, 3))) == "1F0 1B0 1F1 1B1 1F2 1B2"
-    assert " ".join(texts(one_f_one_b_order(0, 4, 2))) == "0F0 0F1 0B0 0B1"
 
 
 def test_reads_what_pytorch_writes():
