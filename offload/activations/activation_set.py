@@ -41,46 +41,25 @@ class OffloadStateError(RuntimeError):
     """A call that the layer's state does not allow; the message says what to call instead."""
 
 
-RESIDENT, OFFLOADING, OFFLOADED = OffloadState.RESIDENT, OffloadState.OFFLOADING, OffloadState.OFFLOADED
+RESIDENT, OFFLOADING, OFFLOADED, RELOADING, RELOADED = OffloadState
 
-_MOVES = {
-    "start_offload_layer": (RESIDENT, OFFLOADING),
-    "release_activation_forward_gpu_memory": (OFFLOADING, OFFLOADED),
-    "start_reload_layer": (OFFLOADED, OffloadState.RELOADING),
-}  # call of the manual synchronizer → the state that it needs, and the state that it leads to
 _REMEDY = {
     RESIDENT: "call start_offload_layer first",
     OFFLOADING: "call release_activation_forward_gpu_memory next",
     OFFLOADED: "call start_reload_layer next, or let backward reload it on demand",
-    OffloadState.RELOADING: "nothing is left to call: backward waits for the reload by itself",
-    OffloadState.RELOADED: "nothing is left to call: its backward has already begun",
+    RELOADING: "nothing is left to call: backward waits for the reload by itself",
+    RELOADED: "nothing is left to call: its backward has already begun",
 }
-
-
-def next_state(call: str, layer: int, state: OffloadState) -> OffloadState:
-    """The state that a call of the manual synchronizer leads to.
-
-    Raises:
-        OffloadStateError: The call is not allowed in ``state``.
-    """
-    needed, reached = _MOVES[call]
-    if state is not needed:
-        raise OffloadStateError(
-            f"{call}({layer}): layer {layer} must be {needed.name}, but it is {state.name}; {_REMEDY[state]}."
-        )
-    return reached
 
 
 class Saved(dict[int, "weakref.ref[SavedStorage]"]):
     """The storages that one microbatch has saved, by address, and those that the operation at work has saved.
 
-    All weakly, as the graph's handles own the storages: a storage that the graph has let go of is not copied any more.
-
-    Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
-    then, without a change of its version. So nothing is copied, and no ready event recorded, while the operation that
-    saved may still have kernels to queue. The operation is over when a later one saves, when the layer's forward ends,
-    or when the program asks. Only the first tensor that a layer saves is copied at once if another operation has
-    computed it.
+    All weakly: a storage that the graph has let go of is not copied any more. Autograd may save a tensor before the
+    kernel has run that writes it: ``rrelu`` saves its noise first and draws it then, without a change of its version.
+    So nothing is copied, and no ready event recorded, until the operation is over: when a later one saves, when the
+    layer's forward ends, or when the program asks. Only the first tensor that a layer saves is copied at once if
+    another operation computed it.
     """
 
     def __init__(self) -> None:
@@ -95,11 +74,11 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
 
 
 class ActivationSet:
-    """Everything that one layer of one microbatch saved for backward.
+    """Everything that one layer of one microbatch saved for backward; a set that ``stays`` is never offloaded.
 
     It holds its storages weakly: the graph's handles own them. A storage that a later layer saves as well moves with
-    that layer's set, which backward needs first; ``layer`` of the storage says with which. ``known`` is what the whole
-    microbatch has saved so far. A set that ``stays`` is never offloaded.
+    that layer's set, which backward needs first; the storage's ``layer`` says with which. ``known`` is the
+    microbatch's.
     """
 
     packing: Callable[[torch.Tensor], Any] | None = None
@@ -144,7 +123,7 @@ class ActivationSet:
     def close(self, *, in_operation: bool = False) -> None:
         """End of the layer's forward: from now on only the graph's handles keep the set alive.
 
-        With ``in_operation``, the operation that saved last may still be at work, and goes on with another set.
+        With ``in_operation``, the operation that saved last may go on, with another set.
         """
         self.alive = None
         self._early = ()
@@ -256,11 +235,19 @@ class ActivationSet:
         if moving is not None and moving.alive is None:
             self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
 
-    # The three verbs; each raises an error where the state does not allow it.
+    # The three verbs, with the names of the manual synchronizer's calls in errors.
+
+    def _reach(self, state: OffloadState, call: str, needed: OffloadState) -> None:
+        if self.state is not needed:
+            raise OffloadStateError(
+                f"{call}({self.layer}): layer {self.layer} must be {needed.name}, but it is {self.state.name}; "
+                f"{_REMEDY[self.state]}."
+            )
+        self.state = state
 
     def start_offload(self) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once."""
-        self.state = next_state("start_offload_layer", self.layer, self.state)
+        self._reach(OFFLOADING, "start_offload_layer", needed=RESIDENT)
         saved = self._live()
         for storage in saved:
             storage.start_offload()  # what is being written follows when its operation is over
@@ -270,7 +257,7 @@ class ActivationSet:
 
     def release(self) -> None:
         """Let the device memory go: the compute stream waits for the copies, then reuses the memory."""
-        self.state = next_state("release_activation_forward_gpu_memory", self.layer, self.state)
+        self._reach(OFFLOADED, "release_activation_forward_gpu_memory", needed=OFFLOADING)
         self._let_go(self._live())
 
     def _let_go(self, storages: list[SavedStorage]) -> None:
@@ -288,7 +275,7 @@ class ActivationSet:
 
     def start_reload(self) -> None:
         """Queue the copies back to the device, last saved first, as backward will ask for them."""
-        self.state = next_state("start_reload_layer", self.layer, self.state)
+        self._reach(RELOADING, "start_reload_layer", needed=OFFLOADED)
         self._reload()
 
     def _reload_late(self, storage: SavedStorage) -> None:
@@ -302,7 +289,7 @@ class ActivationSet:
                 storage.layer = self.layer
             self.transfers.late_reloads += 1
             if self.state is OFFLOADED:
-                self.state = OffloadState.RELOADING
+                self.state = RELOADING
             self._reload()
 
     def _reload(self) -> None:
@@ -338,8 +325,8 @@ class ActivationSet:
             raise
 
     def _mark_read(self) -> None:
-        if self.state is OffloadState.RELOADING:
-            self.state = OffloadState.RELOADED
+        if self.state is RELOADING:
+            self.state = RELOADED
 
     def _live(self) -> list[SavedStorage]:
         """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""

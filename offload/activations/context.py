@@ -1,7 +1,6 @@
 """The offload context: it turns a program's events into points of the schedule.
 
-Entering it means that a layer's forward begins. The sync function marks the layer's output, so
-that the context learns when the layer's backward begins.
+Entering it means that a layer's forward begins; the sync function marks the output, where the backward will begin.
 """
 
 from __future__ import annotations
@@ -54,16 +53,9 @@ class _Closed(NamedTuple):
 class OffloadContext(ContextDecorator):
     """Wraps each layer's forward; what autograd saves inside follows the schedule.
 
-    Made by :func:`get_cpu_offload_context`. Under ``torch.no_grad()``, in inference mode, and when a layer is
-    recomputed during backward, entering it does nothing.
-
-    Args:
-        schedule: What moves when; ``None`` leaves that to the manual synchronizer.
-        model_layers: Number of layers in a round.
-        min_bytes: Storages below this size are kept on the device; bytes, or a text such as ``"1MiB"``.
-        device: The device whose activations move.
-        max_host_bytes: The most pinned host memory to use; bytes, or a text such as ``"40GiB"``. No limit by default.
-        policies: What happens to the regions of each layer; where there is none, the same to all.
+    Made by :func:`get_cpu_offload_context`, whose arguments it has. Without a ``schedule``, the manual synchronizer
+    says what moves; ``policies`` are those of the regions of each layer. Under ``torch.no_grad()``, in inference mode,
+    and when a layer is recomputed during backward, entering it does nothing.
     """
 
     def __init__(
@@ -132,8 +124,8 @@ class OffloadContext(ContextDecorator):
     def begin_layer(self, layer: int | None = None, inputs: object = None) -> None:
         """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
 
-        Its ``inputs`` are the positional arguments and the keyword arguments that it is called with. Where PyTorch
-        allows no hooks on saved tensors, the error leaves the context as it was before.
+        Its ``inputs`` are its positional and its keyword arguments. Where PyTorch allows no hooks on saved tensors, the
+        error leaves the context as it was before.
         """
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if not self.in_this_thread:
@@ -234,14 +226,10 @@ class OffloadContext(ContextDecorator):
 
     @interpreted
     def sync(self, output: LayerOutput) -> LayerOutput:
-        """Mark a layer's output, so that the schedule learns when the layer's backward begins.
+        """Mark a layer's output, so that the schedule learns when the layer's backward begins, and return it.
 
         Args:
             output: Whatever the layer returned: a tensor, or a tuple, list, mapping or dataclass that holds some.
-                Tensors that need no gradient are passed over.
-
-        Returns:
-            ``output``, the same object.
 
         Raises:
             OffloadStateError: Called before the context was entered, or while it is.
@@ -287,10 +275,7 @@ class OffloadContext(ContextDecorator):
         return {number: one.sets[layer] for number, one in sorted(self._rounds.items()) if layer in one.sets}
 
     def reset(self) -> None:
-        """Give up the current round: the next layer is layer 0. Existing graphs remain valid.
-
-        Called inside of a layer's forward, this leaves it.
-        """
+        """Give up the current round, also inside of a layer's forward: the next layer is layer 0. Graphs remain."""
         self.abort()
         self._give_up_round()
 
@@ -366,17 +351,13 @@ class OffloadContext(ContextDecorator):
 
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
-    """Begin the copies of tensors that the running layer will save, as soon as they are computed.
+    """Begin the copies of tensors that the running layer will save, behind what has been computed so far.
 
-    Inside a layer that is offloaded, the copies are queued now, behind what has been computed so far, and not when
-    autograd saves the tensors. Elsewhere this does nothing.
+    Outside of a layer that is offloaded, this does nothing.
 
     Args:
         tensors: Tensors on the context's device; ``None`` is passed over.
         offload_base_tensor: Accepted for compatibility; a view is always offloaded with its whole storage, once.
-
-    Raises:
-        TypeError: An argument is neither a tensor nor ``None``.
     """
     for tensor in given_tensors("start_offload", tensors):
         if selective.opened:

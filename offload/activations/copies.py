@@ -1,8 +1,7 @@
 """What a context copies with, and counts: its streams, its host memory, its stalls.
 
-Compute stalls from the moment when it reaches a wait until the copies that it waits for are done. So each wait
-needs one event more, on the compute stream; the copies' own event is there already. Nobody waits for these events:
-their times are read when both have passed.
+Compute stalls from the moment when it reaches a wait until the copies are done. So each wait records one event more on
+the compute stream. Nobody waits for these events: their times are read when both have passed.
 """
 
 from __future__ import annotations
@@ -127,10 +126,7 @@ class Transfers:
                 self.stall_s += max(0.0, stall_s)
 
     def join(self) -> None:
-        """Let the compute stream wait for both copy streams, if a CUDA graph is being captured.
-
-        Every stream that a capture has forked must be joined before it ends.
-        """
+        """Let the compute stream wait for both copy streams if a CUDA graph is captured: it must join what it forks."""
         for stream in (self.d2h_stream, self.h2d_stream):
             if is_capturing(stream):
                 self.backend.compute_stream().wait_event(stream.record_event())

@@ -1,9 +1,4 @@
-"""The drop-in for Transformer Engine's function of the same name: arguments in, context and sync function out.
-
-For programs that no schedule describes, the manual synchronizer has the three verbs of an activation set. The context
-still decides which tensors belong to which layer; when they move is up to the caller, who may have several microbatches
-in flight.
-"""
+"""The drop-in for Transformer Engine's function of the same name, and three verbs for programs without a schedule."""
 
 from __future__ import annotations
 

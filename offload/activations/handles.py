@@ -1,8 +1,8 @@
 """Handles: what the autograd graph holds instead of tensors.
 
-The handle of an offloaded tensor holds the storage, and how the tensor looks into it: it gives the tensor back over
-whatever device memory holds the bytes by then. When the graph goes, for whatever reason, everything goes with it by
-reference counting: device memory to the allocator, the host buffer to the pool with the event after which it is free.
+The handle of an offloaded tensor holds the storage, and how the tensor looks into it. When the graph goes, for whatever
+reason, everything goes with it by reference counting: device memory to the allocator, the host buffer to the pool with
+the event after which it is free.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from offload.recompute.run_again import Frame
 class Token:
     """Held by every handle of a set, so that a weak reference to it tells whether the graph is gone.
 
-    ``reload_late`` brings a storage back that backward reads before its reload was started; ``mark_read`` is called
-    when it reads something that was reloaded.
+    ``reload_late`` is called when backward reads a storage that is on the host, ``mark_read`` for one that was
+    reloaded.
     """
 
     def __init__(self, layer: int, reload_late: Callable[[SavedStorage], None], mark_read: Callable[[], None]) -> None:

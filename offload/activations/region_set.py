@@ -137,8 +137,8 @@ class RegionSet(ActivationSet):
     def _hold_inputs(self, inputs: LayerInputs, saved: Container[int]) -> list[tuple[Held, bool]]:
         """The inputs, which the second run needs, and whether each requires a gradient.
 
-        An input is offloaded with the set if autograd saves it or a layer computed it. A mask is neither: all layers
-        are given the same.
+        An input is offloaded with the set if autograd saves it or a layer computed it: not a mask, which all layers
+        share.
         """
         held = (self._hold(tensor, saved=number in saved) for number, tensor in enumerate(inputs.tensors))
         return [(one, tensor.requires_grad) for one, tensor in zip(held, inputs.tensors, strict=True)]
@@ -172,10 +172,7 @@ class RegionSet(ActivationSet):
             self._settle(frame, way, held, originals)
 
     def _pack_in_order(self, way: Way, frame: Frame | None) -> Generator[SavedHandle | None, torch.Tensor, None]:
-        """Pack what a learned layer saves; the pack hook is ``send``, as a layer saves many, and a method costs more.
-
-        Each tensor is compared with what was learned under its number.
-        """
+        """Pack what a learned layer saves; the pack hook is ``send``: a layer saves many, and a method costs more."""
         known, first, token = self._known, self._first_node, self._token
         blind, sized, stays = frame is None or frame.blind, self._sized, self._stays
         # Autograd holds the pack hook as long as anything that it has packed: nothing may be left in a variable here.

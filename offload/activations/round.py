@@ -16,12 +16,11 @@ from offload.schedule.schedule import Schedule
 
 
 class Round:
-    """The activation sets of one microbatch, layers 0 to N-1.
+    """The activation sets of one microbatch, layers 0 to N-1. The graph's backward hooks hold it.
 
-    The graph's backward hooks hold the round, so it lives exactly as long as somebody may need it. Without a schedule,
-    the manual synchronizer says what moves when. If the round ``sees_all``, tensors saved by layers that are never
-    offloaded count as if they could be, so that their size is known. ``policies_of`` gives the policies of a
-    layer's regions, or ``None`` if the whole layer has one policy.
+    Without a schedule, the manual synchronizer says what moves when. If the round ``sees_all``, tensors of layers that
+    are never offloaded count as if they could be, so that their size is known. ``policies_of`` gives the policies of a
+    layer's regions, or ``None``.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Round:
     def passes_by(self, layer: int) -> bool:
         """Whether the layer needs no hooks: it is kept, and so are the one before and all later ones.
 
-        The first layer that is kept has hooks still: what it and the one before it both save must not be offloaded.
+        What the first of them saves as well as the one before it must not be offloaded, so that one has hooks.
         """
         return layer > self._first_to_stay
 

@@ -1,19 +1,16 @@
 """A storage that autograd saved, and where its bytes are: each transition is one method.
 
 A storage is copied once, however many saved tensors look into it, as long as none was changed in place in between.
-``memory``, the device memory, and ``host``, the host buffer, say where the bytes are:
-
-- ``memory`` alone: on the device. If there is a ``reload``, once the reload is done.
-- ``memory`` and ``host``: on the device, and on the host once the copies of ``batch`` are done.
-- ``host`` alone: on the host.
+``memory``, on the device, and ``host``, a buffer, say where the bytes are: with both of them, on the host only once the
+copies of ``batch`` are done; with a ``reload``, on the device only once it is done.
 
 Note:
     An interrupt (Ctrl-C) can come between any two lines. Memory that is taken over is assigned last, when all else is
     known about it. Memory that is given away is forgotten first: it can be lost on the way, but never be given twice.
 
-Versions say whether a saved tensor was changed in place since it was saved. PyTorch counts the changes of a tensor and
-of all its views in one counter. Autograd compares the counter in backward, but not for tensors that hooks have taken:
-the library compares it. What holds the counter must not hold the memory.
+PyTorch counts the in-place changes of a tensor and of all its views in one counter, its version. Autograd compares the
+counter in backward, but not for tensors that hooks have taken: the library does. What holds the counter must not hold
+the memory.
 """
 
 from __future__ import annotations
@@ -212,10 +209,10 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a change of one counts as a change of the other.
+    """Whether a change of one counts as a change of the other, as it does for views.
 
-    It does for views. But ``torch.unsafe_chunk``, which the cells of RNNs use, and ``.data`` give tensors over one
-    storage that count for themselves.
+    But ``torch.unsafe_chunk``, which cells of RNNs use, and ``.data`` give tensors over one storage that count for
+    themselves.
     """
     with probing, keep_versions(versions):
         before = tensor._version

@@ -1,7 +1,6 @@
 """Hand what PyTorch's selective activation checkpointing keeps inside of a layer to the layer's activation set.
 
-PyTorch keeps these tensors in a storage of its own, below autograd, where hooks on saved tensors do not see them.
-:func:`patch_pytorch` lets PyTorch keep a handle in place of each tensor.
+PyTorch keeps these tensors below autograd, where hooks on saved tensors do not see them: the patch gives it handles.
 """
 
 from __future__ import annotations

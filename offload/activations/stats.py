@@ -15,8 +15,8 @@ Stats = TypeVar("Stats", bound=Any)  # one of the frozen snapshots
 class OffloadStats:
     """What a context has moved since it was made. Bytes are those of whole storages.
 
-    ``after - before`` is what has moved between two moments. What is held now, and a peak, are not differences: there,
-    ``pinned_bytes`` and ``peak_resident_bytes`` are those of ``after``, and the peak is the one since the beginning.
+    ``after - before`` is what has moved between two moments; ``pinned_bytes`` and ``peak_resident_bytes`` of it are
+    those of ``after``, and the peak is the one since the beginning.
     """
 
     offloaded_bytes: int = 0

@@ -1,14 +1,12 @@
 """Decide whether a saved tensor is offloaded, and name the reason if it is not.
 
-Parameters are kept on the device: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the
-copy that autocast makes of one. So do tensors that the user has marked. Both are remembered by storage, so that every
-other view of the same memory is recognised too. Parameters of layers are known from the start, as a layer may save
-nothing but ``weight.detach()``.
+Parameters are kept: the ``Parameter`` itself, a view of one (``weight.t()`` in every ``Linear``), and the copy that
+autocast makes of one. So are tensors that the user has marked. Both are remembered by storage, so that every other view
+of the same memory is recognised; parameters of layers from the start, as a layer may save only ``weight.detach()``.
 
-Tensor subclasses are offloaded by their inner tensors, each at its own size, where they are traceable wrapper
-subclasses: ``__tensor_flatten__`` names the tensors, and ``__tensor_unflatten__`` makes a new object of them. Quantized
-tensors of Transformer Engine are kept, as their new object would lack what is no tensor; the layers of Transformer
-Engine hand autograd the tensors inside.
+Traceable wrapper subclasses (with ``__tensor_flatten__``) are offloaded by their inner tensors, each at its own size.
+Quantized tensors of Transformer Engine are kept, as their new object would lack what is no tensor; its layers hand
+autograd the tensors inside.
 """
 
 from __future__ import annotations
@@ -76,11 +74,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     """Keep these tensors, and all views of their storages, on the device for as long as they live.
 
     Args:
-        tensors: Tensors that autograd may save; ``None`` is passed over. Of a tensor subclass, the inner tensors
-            are marked.
-
-    Raises:
-        TypeError: An argument is neither a tensor nor ``None``.
+        tensors: Tensors that autograd may save; ``None`` is passed over. Of a subclass, the inner tensors are marked.
     """
     for tensor in given_tensors("mark_not_offload", tensors):
         exclude(tensor, "marked")
@@ -107,9 +101,8 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     """Whether a saved tensor is offloaded.
 
     Returns:
-        The reason why the tensor is kept; the parts of a subclass, each to be decided for itself; or, if the tensor is
-        offloaded, the type of the autograd node that made its memory, which is that of ``None`` where there is no such
-        node. The node itself would hold the tensor.
+        The reason why it is kept; the parts of a subclass, each to be decided for itself; or, if it is offloaded, the
+        type of the autograd node that made its memory, or of ``None``: the node itself would hold the tensor.
     """
     if type(tensor) is not _Tensor or tensor.layout is not _strided:
         return _decide_other(tensor)
