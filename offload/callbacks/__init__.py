@@ -1,5 +1,4 @@
 """Callbacks that offload a model's layers while a trainer trains it: Hugging Face's (and so TRL's), and Lightning's.
 
-May import every other folder. The file of a trainer imports that trainer's package; nothing else in the library does,
-and ``import offload`` does not import this folder. Open ``base.py`` first.
+May import every other folder. The file of a trainer imports that trainer's package. Open ``base.py`` first.
 """

@@ -17,17 +17,14 @@ LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_byte
 
 
 class WhileTraining(Handle):
-    """Offloads the layers of a model from the beginning of its training to the end.
-
-    As a context manager it removes the hooks at the end of the block, however training ends.
+    """Offloads the layers of a model from the beginning of its training to the end, or to the end of a ``with`` block.
 
     Args:
         num_layers: How many layers to offload, as :func:`offload.offload_layers` takes it.
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of a given model. By
             default, the one list of modules that is not inside another.
-        options: Further arguments of :func:`offload.offload_layers`. Which there are, and which exclude each other, is
-            checked at once; their values are checked when training begins.
+        options: Further arguments of :func:`offload.offload_layers`, whose values are checked when training begins.
     """
 
     def __init__(

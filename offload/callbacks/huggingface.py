@@ -18,8 +18,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     """Offloads the layers of the model that a Hugging Face ``Trainer`` trains, while it trains it.
 
     Statistics are logged with the loss, under names that begin with ``offload/``. ``Trainer`` tells a callback when
-    training ends, but not when it raises. ``with`` removes the hooks then, too, and so does the next training with
-    the same callback::
+    training ends, but not when it raises: ``with`` removes the hooks then, too, as the next training does::
 
         with OffloadCallback(num_layers=4) as offloading:
             Trainer(model, args, train_dataset=data, callbacks=[offloading]).train()
@@ -54,10 +53,7 @@ class PrepareCallback(TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
         print(callback.handle.plan)
 
-    Args:
-        memory_budget: All device memory that the training may use.
-        max_host_bytes: All pinned host memory that it may use; no limit by default.
-        options: Further arguments of :func:`offload.prepare`, such as ``layers``.
+    The arguments are those of :func:`offload.prepare` behind the optimizer.
     """
 
     def __init__(self, memory_budget: int | str, max_host_bytes: int | str | None = None, **options: Any) -> None:

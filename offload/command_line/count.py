@@ -97,10 +97,8 @@ def count_model(
     """Count a step with ``batch`` sequences of ``tokens`` tokens each; storages below ``min_bytes`` are not offloaded.
 
     A trained parameter has ``state`` bytes of optimizer state, or AdamW's two numbers of its dtype. Adapters of rank
-    ``lora`` are on all linear layers. The loss may be that of :func:`offload.use_chunked_loss`.
-
-    Raises:
-        ValueError: The step depends on data, or cannot be run with tokens alone; the message names the reason.
+    ``lora`` are on all linear layers. The loss may be that of :func:`offload.use_chunked_loss`. A ``ValueError`` says
+    why a step cannot be counted.
     """
     fake = FakeTensorMode()
     try:

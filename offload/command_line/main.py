@@ -15,8 +15,7 @@ from offload.command_line.plan import RATES, answer_plan
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command with these arguments, or the process's, and write its answer to standard output.
 
-    The exit status is 0 if all is well, 1 if nothing fits, and 2 with one line on standard error for wrong options and
-    what cannot be answered.
+    The exit status is 0, or 1 if nothing fits, or 2 with one line on standard error for what cannot be answered.
     """
     options = read_options(sys.argv[1:] if words is None else words)
     try:

@@ -94,8 +94,7 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
 def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
     """The call to write for the chosen recipe; ``None`` if none fits.
 
-    The budget of :func:`offload.offload_layers` is all that a step adds to weights and optimizer state, that of
-    :func:`offload.prepare` all device memory.
+    A budget of ``offload_layers`` is what a step adds to weights and optimizer state, one of ``prepare`` is all memory.
     """
     if all(one.reason for one in made.recipes):
         return None

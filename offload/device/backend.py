@@ -1,10 +1,7 @@
-"""The streams, events and copies of one device, whichever it is.
+"""The streams, events and copies of one device: those of any accelerator that PyTorch knows.
 
-Everything above this module is the same code on every device. A :class:`Backend` hands out streams (queues of work
-that run beside each other), events (marks in a stream that another stream can wait for) and memory: those of any
-accelerator that PyTorch knows. :mod:`offload.device.cuda` does some of it better. On a machine without an accelerator,
-:mod:`offload.device.cpu` copies for real in worker threads, so that a missing wait gives wrong numbers there as it
-would on a GPU.
+:mod:`offload.device.cuda` does some of it better. On a machine without an accelerator, :mod:`offload.device.cpu` copies
+for real in worker threads, so that a missing wait gives wrong numbers there as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class Stream(Protocol):
 class Wait(Enum):
     """The only places where one stream waits for another, and what would go wrong without the wait.
 
-    The values name the rule in traces; tests drop them one by one and expect wrong gradients.
+    Tests drop them one by one and expect wrong gradients.
     """
 
     READY = "a copy to the host reads a tensor before compute has written it"
@@ -161,10 +158,7 @@ class Backend:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def use_here(self, tensor: torch.Tensor) -> None:
-        """Once ``tensor`` is freed, let its memory wait for the current stream before another stream reuses it.
-
-        Memory belongs to the stream that it was allocated on, whose next work would not wait for this one.
-        """
+        """Once ``tensor`` is freed, let its memory wait for the current stream before another stream reuses it."""
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""

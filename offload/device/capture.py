@@ -1,10 +1,9 @@
 """CUDA graphs under capture: which one the current stream is part of, and when a captured graph is gone.
 
 Note:
-    How to learn that a graph is gone: CUDA lets a graph hold a user object, and calls the object's destructor
-    when the graph and everything instantiated from it have been destroyed. The call comes on a thread of the
-    driver's that must not take Python's lock, because whoever destroys the graph may hold it. So the destructor is
-    ``sem_post`` of the C library, and who wants to know looks at the semaphore.
+    CUDA lets a graph hold a user object, whose destructor is called when the graph and everything instantiated from it
+    are destroyed: on a thread of the driver's that must not take Python's lock, because whoever destroys the graph may
+    hold it. So the destructor is ``sem_post`` of the C library, and who wants to know looks at the semaphore.
     Source: CUDA driver API, "Graph Management", cuUserObjectCreate and cuGraphRetainUserObject.
 """
 

@@ -1,7 +1,7 @@
 """The CPU as a device: each stream is a worker thread with a queue, each event a real event.
 
-Copies are as asynchronous as a GPU's, so code that forgets a wait computes wrong numbers here too. Operations of the
-model itself run in the caller's thread; they are the compute stream, which is why a wait on it blocks the caller.
+Copies are as asynchronous as a GPU's, so code that forgets a wait computes wrong numbers here too. The caller's thread,
+where the model's operations run, is the compute stream, so a wait on it blocks the caller.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """CUDA: copies straight through the runtime, what keeps them fast inside of CUDA graphs, and page-locking.
 
-Queueing a copy with :meth:`torch.Tensor.copy_` on another stream takes the host twice as long as the call of
-the CUDA runtime that it ends in. Hundreds of saved tensors in a step make that worth a few lines.
-
-Page-locking asks the driver, through ``ctypes``, which lets other threads of Python go on. A call of the driver that
-fails leaves nothing behind. One of the CUDA runtime stays its *last error*, and PyTorch would report it after the next
-kernel that it launches.
+Queueing a copy with :meth:`torch.Tensor.copy_` on another stream takes the host twice as long as the call of the CUDA
+runtime that it ends in. Page-locking asks the driver, through ``ctypes``, which lets other threads of Python go on. An
+error of the runtime, unlike one of the driver, stays its *last error*: PyTorch would report it after its next kernel.
 
 Note:
-    CUDA lays a captured graph out over streams of its own, in the order in which operations were captured. Where a
-    copy forks off, it takes compute's place in line, and compute goes on in another stream. Many forks scatter
-    compute over many streams, and those that wait slow the copies to the host: on an H200, from 55 to 49 GB/s. So
-    in a capture each fork is preceded by an *anchor*, a tiny operation that keeps compute's place.
+    CUDA lays a captured graph out over streams of its own, in the order of capture. Where a copy forks off, it takes
+    compute's place in line, and compute goes on in another stream. Many forks scatter compute over many streams, and
+    those that wait slow the copies to the host: on an H200, from 55 to 49 GB/s. So in a capture each fork is preceded
+    by an *anchor*, a tiny operation that keeps compute's place.
 """
 
 from __future__ import annotations

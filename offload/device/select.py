@@ -12,11 +12,7 @@ _backends: dict[torch.device, Backend] = {}
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device with its index; ``None`` is the current accelerator, or the CPU where there is none.
-
-    Raises:
-        ValueError: There is no such device, or it is neither the CPU nor of the accelerator's type.
-    """
+    """The device with its index; ``None`` is the current accelerator, or the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         device = accelerator or torch.device("cpu")

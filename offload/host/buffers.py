@@ -1,7 +1,7 @@
 """Host memory in pieces: ranges of the pool's slabs, buffers made of them, and the arena of a CUDA graph.
 
-A graph copies to and from the addresses that it captured, for as long as it can be replayed. So buffers that a
-capture takes from the pool form an *arena* of that graph, and return to the pool when the graph is gone.
+A graph copies to and from the addresses that it captured for as long as it can be replayed. So buffers that a capture
+takes form an *arena* of that graph, and return to the pool when the graph is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Page-locked host memory of exactly the size that was asked for: mapped, touched, and locked by the backend.
 
-``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Here the pages come from an anonymous
-mapping, are touched by several threads at once (which is much of the time that page-locking takes) and are then locked
-as they are. The system takes them from the NUMA node that the touching threads run on.
+``torch.empty(pin_memory=True)`` rounds up to a power of two: 1.1 GiB take 2 GiB. Touching pages is much of the time
+that page-locking takes, so several threads do it; the pages come from the NUMA node that these run on.
 
 Linux promises more memory than there is, and kills a process that then touches it. So the library asks before how much
 there is: what the machine has, within what the control group may use.
@@ -43,10 +42,7 @@ class HostMemoryError(RuntimeError):
 
 
 class _Mapping(mmap.mmap):
-    """Pages of this process, which are unlocked before the system gets them back.
-
-    That is why this is a finalizer of the mapping itself: weak references call back when the memory is gone.
-    """
+    """Pages of this process, unlocked before the system gets them back: weak references call back when that is over."""
 
     locked_by: tuple[Backend, int] | None = None  # the backend, and the process in which it did
 
@@ -74,11 +70,7 @@ def check_room(nbytes: int, *, spare: float = SPARE) -> None:
 
 
 def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
-    """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage.
-
-    Raises:
-        HostMemoryError: The system has not that much, or refused to lock it.
-    """
+    """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage."""
     if not backend.locks_any_memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     mapping = _touched(nbytes)
@@ -98,8 +90,7 @@ def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
 def forget_on_fork(memory: torch.Tensor) -> torch.Tensor:
     """Let a forked child find zeros in ``memory``, a mapping of its own, and return it.
 
-    Linux copies pages that a device may write to when the process forks, so each worker of a data loader would
-    cost as much memory again.
+    Linux would copy pages that a device may write to for each child, such as a worker of a data loader.
     """
     _advise(memory.data_ptr(), len(memory), _MADV_WIPEONFORK)
     return memory
@@ -149,10 +140,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def memory_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Of each control group around this process that has a limit: the limit, and the bytes in use.
-
-    File cache, which can be dropped, does not count as used.
-    """
+    """The limit of each control group around this process that has one, and the bytes in use without file cache."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,12 +1,10 @@
 """The pool: page-locked host memory for offloaded activations, reused from step to step.
 
-The pool's size follows what is on the host: a request takes a free buffer of its size; else a buffer is carved from
-free ranges, in several pieces where no single range is large enough; only what is missing then is newly pinned. So
-fragmentation never makes the pool grow. Where the system has refused to pin more, it is not asked again until somebody
-reserves or frees memory: asking takes time.
+A request takes a free buffer of its size; else a buffer is carved from free ranges, in several pieces where no single
+range is large enough; only what is missing then is newly pinned. So fragmentation never makes the pool grow. Where the
+system has refused to pin more, it is not asked again until somebody reserves or frees memory: asking takes time.
 
-A buffer that is given back carries the event after which it may be written again. Nobody waits for the event until the
-next copy into the buffer does, on the device.
+A buffer that is given back carries the event after which it may be written again: the next copy waits for the event.
 
 Note:
     An interrupt (Ctrl-C) can come after any call. Whoever gives a buffer back forgets it first. So an interrupt can
@@ -77,9 +75,8 @@ class HostPool:
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.
 
-        Raises:
-            CaptureError: A CUDA graph is being captured and the pool has too little pinned memory.
-            HostMemoryError: The pool would grow beyond ``max_bytes``, or the system refused to pin more.
+        Raises a ``CaptureError`` if memory is missing while a CUDA graph is captured, and a ``HostMemoryError`` if the
+        pool would grow beyond ``max_bytes``, or the system refused to pin more.
         """
         with self._lock:
             self._max_bytes = max_bytes
@@ -109,21 +106,15 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer, *events: Event) -> None:
-        """Take ``buffer`` back, which the caller has forgotten already; it may be written again after ``events``.
-
-        Safe in finalizers and from any thread.
-        """
+        """Take ``buffer`` back, which the caller has forgotten already, also in a finalizer and from any thread."""
         buffer.events = events  # the last copy's, behind which all earlier ones are done
         ready = self.ready if buffer.arena is None else buffer.arena.ready
         ready[buffer.nbytes].append(buffer)
 
     def take_whole(self, sizes: Sequence[int], max_bytes: int | None = None) -> list[HostBuffer]:
-        """Buffers of one piece each, for tensors that the program reads; what is missing is pinned at once.
+        """Buffers of one piece each, for tensors that the program reads; blocks until no copy uses their memory.
 
-        Blocks until no copy reads or writes their memory.
-
-        Raises:
-            CaptureError, HostMemoryError: As :meth:`take`; nothing has been taken then.
+        What is missing is pinned at once. Raises as :meth:`take`; nothing has been taken then.
         """
         with self._lock:
             self._max_bytes = max_bytes
@@ -308,10 +299,8 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
     """Pin host memory now, so that the first step does not have to.
 
     Args:
-        nbytes: How much the device's pool should have in total: bytes, or a text such as ``"40GiB"``. A plan knows
-            its own: ``plan.host_bytes``.
-        device: The device whose activations will move; the current accelerator by default, and the CPU where there
-            is none.
+        nbytes: How much the device's pool should have in total, such as a plan's ``host_bytes``, or ``"40GiB"``.
+        device: The device whose activations move; the current accelerator by default, and the CPU where there is none.
 
     Raises:
         HostMemoryError: The system has not that much left, or refused; what was pinned before remains usable.
@@ -323,12 +312,8 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
 
 
 def empty_host_cache(device: torch.device | str | int | None = None) -> int:
-    """Give pinned memory that holds no activations now back to the system. Waits for copies in flight.
+    """Give pinned memory of a device's pool that holds nothing now back to the system, and return its bytes.
 
-    Args:
-        device: The device whose pool to empty; the current accelerator by default, and the CPU where there is none.
-
-    Returns:
-        The bytes given back.
+    Waits for copies in flight. Without a ``device``, the current accelerator's, and the CPU's where there is none.
     """
     return get_host_pool(get_backend(device)).trim()

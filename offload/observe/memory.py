@@ -25,7 +25,7 @@ class MemoryMeter:
 
 @contextmanager
 def memory_meter(device: torch.device | str | int | None = None) -> Iterator[MemoryMeter]:
-    """Measure the peak of device memory inside the block.
+    """Measure the peak of device memory inside the block; the meter's ``peak_bytes`` is final when the block is left.
 
     On an accelerator the reading is its caching allocator's, whose earlier peaks are reset. On the CPU, the memory of
     tensors that PyTorch operations return inside the block is counted until it is freed; memory that a kernel allocates
@@ -33,9 +33,6 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
 
     Args:
         device: The device to measure; the current accelerator by default, and the CPU where there is none.
-
-    Yields:
-        A meter; its ``peak_bytes`` is final when the block is left.
     """
     resolved, meter = resolve_device(device), MemoryMeter()
     if resolved.type == "cpu":
@@ -58,8 +55,7 @@ def memory_meter(device: torch.device | str | int | None = None) -> Iterator[Mem
 class CpuAllocations(TorchDispatchMode):
     """Counts each storage that an operation returns until the storage is freed, in whatever thread.
 
-    Args:
-        on_change: Called with the bytes alive after each change.
+    ``on_change`` is called with the bytes alive after each change.
     """
 
     supports_higher_order_operators = True  # compiled layers with dropout run some

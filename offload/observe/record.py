@@ -5,11 +5,10 @@ last of the library's marks before the call that launched it. The compute stream
 been launched already, yet started late. On the CPU the source is the backend's own record.
 
 Note:
-    The host allocates memory ahead of the device, for the work that it launches next. Each change of memory is drawn
-    at the device time of that work.
+    The host allocates memory ahead of the device: each change is drawn at the device time of the work launched next.
 
-    A replay of a CUDA graph is one launch without Python and allocations, so it has no marks and no memory curve. Its
-    kernels are of kind ``"other"``, and its copies belong to no layer. Stalls are found as in an eager step.
+    A replay of a CUDA graph is one launch without Python and allocations: its kernels are of kind ``"other"``, its
+    copies belong to no layer, and there is no memory curve.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def record_timeline(
         device: The device to watch; the current accelerator by default, and the CPU where there is none.
         warmup: How often ``step`` runs before it is recorded.
         title: The timeline's title.
-
-    Returns:
-        Streams, stalls and the device memory above what was allocated before the step.
 
     Raises:
         RuntimeError: Nothing was recorded, for example because another profiler runs.

@@ -27,9 +27,6 @@ class Span:
         label: A few words for people.
         layer: Number of its layer; for a stall, of the layer whose copies compute waits for.
         nbytes: Bytes copied.
-
-    Raises:
-        ValueError: An unknown lane or kind, or an end before the start.
     """
 
     lane: Lane

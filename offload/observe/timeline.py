@@ -1,7 +1,4 @@
-"""Timelines: what the compute, d2h and h2d streams did when, and the memory.
-
-A timeline is pure data and imports no torch. The simulator makes one of a schedule, a recording one of a real step.
-"""
+"""Timelines, as data: what the compute, d2h and h2d streams did when, and the memory."""
 
 from __future__ import annotations
 
@@ -81,8 +78,7 @@ class Timeline:
     ) -> Figure:
         """Draw the three streams, labelled by layer, with stalls hatched, and the memory curve below.
 
-        The background is transparent and the colours are readable on light and dark pages. In a
-        notebook the returned figure shows itself; in a script call its ``savefig``.
+        The figure is readable on light and dark pages. In a notebook it shows itself; in a script call its ``savefig``.
 
         Args:
             ax: Draw the streams here, without the memory curve; a new figure if left out.

@@ -1,13 +1,9 @@
 """Offload the activations of a rank's stages under ``torch.distributed.pipelining``, by a derived schedule.
 
-PyTorch runs the pipeline. Every schedule there runs a chunk, one microbatch on one stage, by calling three methods
-of the stage; :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a
-:class:`~offload.pipelining.PipelinePlan`. The extra forward with which PyTorch infers shapes calls the
-stage's module directly and does not count.
-
-The first step runs without offloading and is measured: its order, the seconds of each stage and the bytes that it
-saves. The plan is made from that when the second step begins. With a ``profile``, or with a ``fraction``, offloading
-starts in the first step.
+Every schedule of PyTorch runs a chunk, one microbatch on one stage, by calling three methods of the stage;
+:func:`attach` puts wrappers on the stage's instance that turn these calls into points of a plan. (The extra forward
+that infers shapes calls the stage's module directly.) The first step is measured, without offloading: its order, the
+seconds of each stage and the bytes that it saves. With a ``profile``, or with a ``fraction``, offloading starts then.
 """
 
 from __future__ import annotations
@@ -79,25 +75,19 @@ def attach(
         schedule: A schedule of ``torch.distributed.pipelining``.
         memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
         fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
-        parts: Into how many parts each chunk's activation set is cut; 16, or fewer where the rank has many chunks, if
-            left out.
+        parts: Into how many parts each chunk's activation set is cut; 16, or fewer where there are many chunks.
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
             step on; measured in the first step if left out.
         link: The bandwidth of the link between this rank's device and its host; measured if left out.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; that of the stages by default.
-        policies: What happens to the regions of each layer of the stages: patterns of their names, each with
-            ``"keep"``, ``"offload"`` or ``"recompute"``, as :func:`offload.offload_layers` takes them. A region with
-            ``"offload"`` is offloaded where the plan says so, and else kept. Each layer is a part of its chunks then.
-            The layers are the list of modules with the most parameters in a stage; tensors that the stage saves outside
-            of its layers are kept.
+        policies: What happens to the regions of each layer of the stages, as :func:`offload.offload_layers` takes them.
+            A region with ``"offload"`` is offloaded where the plan says so, and else kept. Each layer is a part of its
+            chunks then. The layers are the list of modules with the most parameters in a stage; tensors that the stage
+            saves outside of its layers are kept.
 
     Returns:
         A handle with ``plan``, ``state``, ``stats()`` and ``remove()``, which is also a context manager.
-
-    Raises:
-        TypeError: ``schedule`` is no pipeline schedule of PyTorch.
-        ValueError: It is attached already, or an option is out of range or excludes another.
     """
     if not isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
         raise TypeError(f"schedule must be one of torch.distributed.pipelining, got {type(schedule).__name__}")
@@ -134,10 +124,7 @@ class _Wrapper(partial[Any]):
 
 
 class PipelineOffload(Handle):
-    """A rank's stages whose activations are offloaded; made by :func:`attach`, undone by :meth:`remove`.
-
-    As a context manager it is undone at the end of the block.
-    """
+    """A rank's stages whose activations are offloaded; made by :func:`attach`, undone by :meth:`remove`."""
 
     again = "call attach"
 

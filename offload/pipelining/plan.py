@@ -1,17 +1,15 @@
 """Which activations of a pipeline rank are offloaded, and when: a schedule derived from the rank's own order.
 
 Each chunk, one microbatch on one stage, saves one activation set, cut into parts of equal size so that memory is freed
-and allocated gradually. The longest-lived parts are offloaded first. A part is released once its copy can be done, and
-its reload starts just early enough for its copy. A part is skipped if that leaves no time on the host: its life is
-shorter than both copies, or the link is busy.
+and allocated gradually. The longest-lived parts are offloaded first, each released once its copy can be done, and
+reloaded just early enough. A part is skipped if that leaves no time on the host.
 
-Where a budget asks for more than the link can copy meanwhile, the derivation is repeated with slower compute, and
-compute waits. Of the schedules that meet the budget, the one with the shortest simulated stalls is taken. Room that
-the peak leaves elsewhere is used as slack: parts are released later and reloaded earlier.
+Where a budget asks for more than the link can copy meanwhile, the derivation is repeated with slower compute, and the
+schedule with the shortest simulated stalls is taken. Memory that the peak leaves elsewhere is used as slack.
 
 Note:
-    A prediction speaks of one rank. It leaves out the other ranks and so the bubbles of the pipeline, a link that
-    several GPUs share, and backward's workspace. Both directions of the link count as always busy.
+    A prediction leaves out the other ranks and so the bubbles of the pipeline, a link that several GPUs share, and
+    backward's workspace. Both directions of the link count as always busy.
 """
 
 from __future__ import annotations
@@ -159,13 +157,9 @@ def plan_pipeline(
         link: How fast copies are; needed with a profile.
         memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``; needs
             a profile. If no schedule meets it, the one that needs least is returned, with a warning.
-        fraction: Fraction of the saved bytes to offload, 0 to 1. Parts that are not long enough on the host for both
-            copies are not offloaded all the same.
+        fraction: Fraction of the saved bytes to offload, 0 to 1. Parts whose life is too short for both copies are not
+            offloaded all the same.
         parts: Into how many parts each chunk's set is cut.
-
-    Raises:
-        ValueError: Arguments out of range or that exclude each other, or actions that are no training step.
-        TypeError: ``actions``, ``profile`` or ``link`` is something else.
     """
     order = read_actions(actions)
     check_options(memory_budget, fraction, parts, profile, link)

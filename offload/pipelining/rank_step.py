@@ -1,7 +1,4 @@
-"""One step of a pipeline rank: its costs, its points in order, when each begins if compute never waits, and the memory.
-
-Bubbles of the pipeline count as no time.
-"""
+"""One step of a pipeline rank: its costs, its points in order, when each begins if compute never waits, its memory."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ Absent = dict[int, tuple[int, int]]
 
 @dataclass(frozen=True)
 class StageProfile:
-    """What one chunk of a stage costs.
-
-    By default, a backward takes two forwards.
+    """What one chunk of a stage costs. By default, a backward takes two forwards.
 
     Args:
         forward_s: Compute seconds of its forward.
@@ -32,12 +27,8 @@ class StageProfile:
         weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
         saved_bytes: Bytes of its activation set that may be offloaded.
         tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
-        weight_bytes: Bytes that the half for the inputs leaves on the device for the half for the weights, beside the
-            set.
-        kept_bytes: Bytes that it keeps on the device until backward, beside the set.
-
-    Raises:
-        ValueError: A value is negative or not finite, or the tensors do not add up to ``saved_bytes``.
+        weight_bytes: Bytes beside the set that the half for the inputs leaves for the half for the weights.
+        kept_bytes: Bytes beside the set that are kept until backward.
     """
 
     forward_s: float = 1.0
@@ -71,10 +62,9 @@ def _shares(nbytes: int, parts: int) -> list[int]:
 
 
 class RankStep:
-    """One step of a rank.
+    """One step of a rank, whose chunks' sets are cut into ``parts``, the layers of an ordinary schedule.
 
-    Each chunk's set is cut into ``parts``, which are the layers of an ordinary schedule: part p of the n-th chunk to
-    run forward is layer ``n * parts + p``.
+    Part p of the n-th chunk to run forward is layer ``n * parts + p``. Bubbles of the pipeline count as no time.
     """
 
     def __init__(self, actions: tuple[Action, ...], profile: Mapping[int, StageProfile], parts: int) -> None:
@@ -171,10 +161,7 @@ class RankStep:
         return absent
 
     def relax(self, absent: Absent, limit_bytes: float) -> Absent:
-        """Release later and reload earlier, as far as ``limit_bytes`` allow: slack for copies that take longer.
-
-        The order in which copies are queued stays.
-        """
+        """Release later and reload earlier, in the same order, as ``limit_bytes`` allow: slack for slower copies."""
         relaxed = dict(absent)
         resident = self._resident_bytes(absent)
 

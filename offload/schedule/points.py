@@ -137,8 +137,7 @@ def _broken(rules: Iterable[_Rule], order: Iterable[Point]) -> list[_Rule]:
 def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
     """An order of the points in which every move keeps its rules: a model's order if possible, else a pipeline's.
 
-    Raises:
-        ValueError: There is no such order; the message names an entry that contradicts those before it.
+    If there is none, the ``ValueError`` names an entry that contradicts those before it.
     """
     model, rules = _model_order(model_layers), _rules(moves)
     if not _broken(rules, model):

@@ -1,11 +1,8 @@
 """Schedules: when each layer's activation set is released and reloaded.
 
-A :class:`Schedule` is pure data and imports no torch. The same object is executed by the library, simulated by the
-planner, printed as a grid and drawn in the docs.
-
-A schedule names two *points* of the program for each offloaded layer, such as "before forward of layer 4" (``F4``) or
-"before backward of layer 0" (``B0``): the point at which the layer's device memory must have been released, and the
-point at which its reload starts. Copies to the host start earlier, when autograd saves each tensor.
+A :class:`Schedule` is pure data. It names two *points* of the program for each offloaded layer, such as "before forward
+of layer 4" (``F4``): the one at which the layer's device memory must have been released, and the one at which its
+reload starts. Copies to the host start earlier, when autograd saves each tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ class Schedule:
             at once when its reload has started.
 
     Raises:
-        ValueError: A layer is out of range or named twice, or no order of forwards and backwards (or not the given one)
-            lets a layer run forward, be released, be reloaded and run backward in this sequence. The message names the
-            entry and the reason.
+        ValueError: A layer is out of range or named twice, or no order (or not the given one) lets a layer run forward,
+            be released, be reloaded and run backward in this sequence. The message names the entry and the reason.
     """
 
     model_layers: int
@@ -62,16 +58,10 @@ class Schedule:
 
     @classmethod
     def default(cls, num_layers: int, model_layers: int) -> Schedule:
-        """Offload the first k = ``num_layers`` of N = ``model_layers`` layers.
+        """Offload the first k = ``num_layers`` of N = ``model_layers`` layers, at most N-1; N-1 leave no overlap.
 
         Layer i is released before layer N-k+i starts forward, and its reload starts when layer N-k+i has finished
         backward, so that at most N-k activation sets are on the device.
-
-        Raises:
-            ValueError: k is negative or larger than N-1.
-
-        Warns:
-            UserWarning: k = N-1, which leaves no layer to overlap the copies with.
         """
         check_int("model_layers", model_layers, least=1)
         check_int("num_layers", num_layers, least=0)
@@ -104,10 +94,6 @@ class Schedule:
             entries: The dictionary. A layer that is not in it is kept on the device.
             model_layers: Number of layers.
             order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, to be checked too.
-
-        Raises:
-            ValueError: As the class; also an entry that is not a tuple of that form.
-            TypeError: ``entries`` is not a mapping, or one of its keys not an int.
         """
         if not isinstance(entries, Mapping):
             raise TypeError(f"synchronization_dict must map layers to their entries, got {type(entries).__name__}")
@@ -148,8 +134,7 @@ class Schedule:
     def __str__(self) -> str:
         """A grid: a column per point in program order, a row per layer.
 
-        ``F`` and ``B`` mark the layer's forward and backward, ``#`` a set that is on the device, ``.`` one that is on
-        the host, ``r`` one whose reload starts at this point.
+        ``F`` and ``B`` are forward and backward, ``#`` is a set on the device, ``.`` one on the host, ``r`` a reload.
         """
         columns = [*map(repr, self.order)]
         width = max(map(len, columns))
