@@ -1,8 +1,7 @@
 """Compute the parts of a model whose memory grows with the sequence in pieces: the loss of its head, and its MLPs.
 
-Logits are the largest tensors of a long sequence, and the MLP's intermediate tensors come next. Both are computed
-token by token, so some tokens can be computed at a time. Results differ in one thing: sums over tokens (the loss,
-gradients of parameters) are made in another order.
+Both compute token by token, so some tokens can be computed at a time: results differ in the order of sums over tokens
+(the loss, gradients of parameters).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Undoable(Handle):
 def use_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Undoable:
     """Let a causal language model of Hugging Face compute its loss by :func:`offload.chunked_cross_entropy`.
 
-    If the model is given ``labels=``, its output has the same ``loss`` and no ``logits``. Without labels nothing
+    If the model is given ``labels=``, its output has the same ``loss`` and no ``logits``; without labels nothing
     changes. Other arguments of the loss, such as the trainer's ``num_items_in_batch``, keep their meaning::
 
         with offload.use_chunked_loss(model):
@@ -51,8 +50,8 @@ def use_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Un
         chunk_tokens: As in :func:`offload.chunked_cross_entropy`.
 
     Raises:
-        TypeError: The model's head is not an ``nn.Linear``, or its loss is not ``ForCausalLMLoss``. A model that
-            changes its logits before the loss, for example by a soft cap, raises it when it is called.
+        TypeError: The model's head is not an ``nn.Linear``, or its loss is not ``ForCausalLMLoss``; or, when it is
+            called, it changes its logits before the loss, for example by a soft cap.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's wrapper has it
     head = getattr(base, "get_output_embeddings", lambda: None)()
@@ -116,10 +115,11 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """The cross entropy of ``hidden @ weight.T`` and ``labels``, with logits for ``chunk_tokens`` tokens at a time.
 
-    The result is ``F.cross_entropy((hidden @ weight.T).float(), labels)`` up to the order of sums. The host never waits
-    for the device. Forward computes the gradients as well, so backward needs no logits and only multiplies. In bfloat16
-    forward takes twelve bytes per logit of one chunk, and six bytes per element for the weight's gradient, which is
-    summed in float32: a sum of many chunks in bfloat16 would lose the last ones. A frozen weight takes none.
+    The result is ``F.cross_entropy((hidden @ weight.T).float(), labels)`` up to the order of sums, float32 or more
+    precise, and differentiable once. The host never waits for the device. Forward computes the gradients as well, so
+    backward only multiplies. In bfloat16 forward takes twelve bytes per logit of one chunk, and six bytes per element
+    for the gradient of a weight that is not frozen: the sum is made in float32, as in bfloat16 it would lose the last
+    of many chunks.
 
     Args:
         hidden: The input of the head, of shape ``(…, width)``.
@@ -130,14 +130,8 @@ def chunked_cross_entropy(
             number is given, CUDA runs its fused kernel where ``hidden`` requires a gradient: faster, with chunks of its
             own, the gradient of logits in their dtype, and two waits for the device.
         ignore_index: The label of tokens that do not count.
-        num_items: The divisor of the sum over tokens, a number or a tensor with one element, as Hugging Face's trainer
-            passes ``num_items_in_batch``. By default the number of tokens that count, which gives their mean.
-
-    Returns:
-        A scalar, float32 or more precise. Its graph is differentiable once.
-
-    Raises:
-        ValueError: Shapes do not match, or ``chunk_tokens`` is less than 1.
+        num_items: The divisor of the sum over tokens, as Hugging Face's trainer passes ``num_items_in_batch``; by
+            default the number of tokens that count, which gives their mean.
     """
     for name, given in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         check_type(name, given, torch.Tensor, "a tensor")
@@ -211,15 +205,14 @@ def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "ml
     """Run each layer's MLP over tiles of at most ``tokens`` tokens, in forward and again in backward.
 
     Forward saves the MLP's input alone. Backward recomputes one tile and its gradients, then the next tile, so no
-    intermediate tensor is longer than a tile. That costs the MLP's forward once more. If the layer is checkpointed and
-    the MLP comes last, it costs nothing, because the layer's recomputation stops at the MLP's input.
+    intermediate tensor is longer than a tile. That costs the MLP's forward once more; nothing if the layer is
+    checkpointed and the MLP comes last, because the layer's recomputation stops at the MLP's input.
 
     Outputs and gradients of inputs have the same bits as without tiles if the kernels of matrix products round alike
     for both sizes. Gradients of parameters are sums over tiles, made in float32 or better, and round in another order.
     A parameter's hooks run once, on the sum. Hooks on the MLP's submodules run for each tile, in forward and in
-    backward. An input of at most ``tokens`` tokens runs as if there were no tiles.
-
-    Backward uses the parameters, flags and random numbers of forward, or raises an error that names what has changed.
+    backward. Backward uses the parameters, flags and random numbers of forward, or raises an error that names what has
+    changed.
 
     Args:
         layers: The layers, as :func:`offload.offload_layers` and :func:`offload.stream_weights` take them.
@@ -227,11 +220,7 @@ def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "ml
         mlp: The name of the MLP in each layer. The MLP must take one tensor of shape ``(batch, tokens, width)`` or
             ``(tokens, width)`` and return another, compute each token by itself, compute with its own parameters alone,
             and change none of its attributes and buffers. Only its output may have a gradient: the loss must not use a
-            router's logits, for example.
-
-    Raises:
-        TypeError: ``layers`` does not hold modules. An MLP that cannot run in tiles raises it when it is called.
-        ValueError: A layer has no such MLP, or its MLP is tiled already.
+            router's logits, for example. An MLP that cannot run in tiles raises a ``TypeError`` when it is called.
     """
     check_int("tokens", tokens, least=1)
     mlps: list[Any] = [getattr(layer, mlp, None) for layer in as_modules(layers)]
@@ -412,7 +401,7 @@ def _gradients(
     """The gradients of ``x``, if needed, and of ``parameters``, from one piece of ``x`` after another.
 
     ``gradients`` are those of the output of ``run`` for each piece, or ``None`` for a scalar that counts as it is.
-    Gradients of parameters are summed in float32 or better; ``None`` for a parameter that was not used.
+    Those of parameters are summed in float32 or better; ``None`` for a parameter that was not used.
     """
     whole = torch.zeros_like(x) if x_needed else None
     sums: list[Any] = [None] * len(parameters)

@@ -91,24 +91,15 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         manual_synchronization: Return a :class:`ManualOffloadSynchronizer` too, and move only what it is told to.
         retain_pinned_cpu_buffers: Accepted for compatibility; host buffers are always kept for the next step.
         offload_stream: Accepted for compatibility; copies run on the device's two copy streams, one per direction.
-        synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``; see
-            :meth:`Schedule.from_synchronization_dict`.
+        synchronization_dict: As :meth:`Schedule.from_synchronization_dict` takes it.
         schedule: A schedule of your own, in place of the default one.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
-        device: The device whose activations move; the current accelerator by default, and the CPU where there is
-            none.
-        max_host_bytes: The most pinned host memory to use, in bytes or as a text such as ``"40GiB"``; no limit by
-            default. Tensors that do not fit are kept on the device, with one warning.
+        device: The device whose activations move; the current accelerator by default, and the CPU where there is none.
+        max_host_bytes: The most pinned host memory to use, such as ``"40GiB"``; no limit by default. Tensors that do
+            not fit are kept on the device, with one warning.
 
     Returns:
         ``(context, sync)``, and with manual synchronization ``(context, sync, synchronizer)``.
-
-    Raises:
-        ValueError: Arguments that contradict each other or the number of layers; the message says which.
-        TypeError: A number of layers or bytes that is no int.
-
-    Warns:
-        UserWarning: ``num_layers`` is ``model_layers - 1``, which leaves nothing to overlap the copies with.
     """
     check_type("enabled", enabled, bool, "True or False")
     if not enabled:
@@ -156,14 +147,10 @@ class ManualOffloadSynchronizer:
     order of the methods below. Backward needs no call: it waits for each reload by itself, and reloads a layer
     that was released and not reloaded when it gets there, which is counted in ``stats().late_reloads``.
 
-    Each call speaks of one layer, ``layer_id``, 0 to ``model_layers - 1``, in one ``microbatch``, that is in one round
-    through the layers, as :attr:`microbatch` counted. Without ``microbatch``, :meth:`start_offload_layer` means the
-    microbatch whose forward began last, and the two others the oldest one in which the layer's state allows the call.
-    Under ``torch.no_grad()`` no round begins and the calls do nothing.
-
-    Raises:
-        OffloadStateError: By each call, in a state that does not allow the call; the message says what to call instead.
-        ValueError: By each call, where there is no such layer or microbatch.
+    Each call speaks of one layer, ``layer_id``, in one ``microbatch``, as :attr:`microbatch` counted. Without it,
+    :meth:`start_offload_layer` means the microbatch whose forward began last, and the two others the oldest one in
+    which the layer's state allows the call. Under ``torch.no_grad()`` no microbatch begins and the calls do nothing. A
+    call that the state does not allow raises an :class:`OffloadStateError`, which says what to call instead.
     """
 
     def __init__(self, context: OffloadContext) -> None:
@@ -175,10 +162,7 @@ class ManualOffloadSynchronizer:
         return self._context.microbatch
 
     def start_offload_layer(self, layer_id: int, *, microbatch: int | None = None) -> None:
-        """Queue the copies to the host of what the layer has saved; inside its forward, also of what it will save.
-
-        Each copy waits until its tensor has been computed. The layer's forward must have begun.
-        """
+        """Queue the copies to the host of what the layer has saved, and in its forward of what it will save."""
         moving = self._find("start_offload_layer", layer_id, microbatch)
         if moving is None:
             return
