@@ -1,0 +1,93 @@
+"""Each benchmark's whole program runs at its small size on the CPU, and all ways that it compares train the same."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from scripts import NO_GPU, as_torchrun, run_scripts
+
+from benchmarks import (
+    faults,
+    long_context,
+    never_slower,
+    optimizer_state,
+    pipeline,
+    recipe,
+    varying_lengths,
+    weight_streaming,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
+
+pytest.importorskip("transformers")
+
+ONE_MODEL = "--only diffusion --turns 1 --shares 0.6"
+BUDGET = "--tokens 64 --budgets 8"
+FEW_STEPS = "--until-settled 4"
+LENGTHS = f"--seconds 0 --rows 256:inputs 256:hand 256:plan 256:recompute 64:equal 1GiB:{long_context.LIMITED[0]}"
+RUNS: dict[str, tuple[ModuleType, str, str]] = {
+    "budgets": (never_slower, ONE_MODEL, "rows"),
+    "long context": (long_context, LENGTHS, "rows"),
+    "optimizer state": (optimizer_state, "", "rows"),
+    "weights": (weight_streaming, "--repeats 1", "loss_curves"),
+    "faults": (faults, "", "faults"),
+    "compiled": (never_slower, f"{ONE_MODEL} --compiled aot_eager", "rows"),
+    "varying lengths": (varying_lengths, "--steps 24", "rows"),
+    "recipes": (recipe, BUDGET, "rows"),
+    "recipes by hand": (recipe, f"{BUDGET} {FEW_STEPS} --by-hand", "by_hand"),
+    "largest": (recipe, f"{BUDGET} {FEW_STEPS} --largest --host 4", "largest"),
+    "longest": (recipe, f"--budgets 3 {FEW_STEPS} --longest --host 8 --seconds 30", "longest"),
+}
+"""A program, its options, and the part of its record that has a row for each way."""
+NIGHTLY = ("compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")
+
+
+def numbers_of(what: Any, name: str) -> Iterator[Any]:
+    """All values of this name in a record."""
+    for key, value in what.items() if isinstance(what, dict) else enumerate(what):
+        if key == name:
+            yield value
+        if isinstance(value, dict | list):
+            yield from numbers_of(value, name)
+
+
+def assert_runs(record: dict[str, Any], rows: str) -> None:
+    assert record[rows]
+    assert not list(numbers_of(record, "error"))
+    assert all(value is None or value > 0 for value in numbers_of(record, "step_s"))
+    assert all(numbers_of(record, "bit_identical"))
+    assert all(numbers_of(record, "same_losses"))
+    assert all(record.get("equal", {}).values())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in RUNS]
+)
+def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, options, rows = RUNS[name]
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--small", "--out", str(path), *options.split()])
+    monkeypatch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
+    module.main()
+    assert_runs(json.loads(path.read_text("utf-8")), rows)
+
+
+def test_ranks_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    root = Path(pipeline.__file__).parent.parent
+    command = [str(root / "benchmarks" / "pipeline.py"), "--small", "--repeats", "1", "--out", str(path)]
+    paths = [str(root), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | NO_GPU | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for done in run_scripts([command] * 2, path.parent, as_torchrun(environment, 2)):
+        assert done.code == 0, done.output
+    record = json.loads(path.read_text("utf-8"))
+    assert_runs(record, "rows")
+    assert {row["rank"] for row in record["rows"] if row.get("offloaded_bytes")} >= {0}
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--show", str(path)])
+    pipeline.main()
