@@ -155,9 +155,6 @@ class _Nursery:
             self._process = None
 
 
-# --- In the nursery ---------------------------------------------------------------------------------------------
-
-
 def _serve(answers: int) -> dict[str, Any]:
     """Fork the scripts of each request; returns in the forks, with what to become."""
     for line in sys.stdin:

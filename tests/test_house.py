@@ -46,9 +46,6 @@ def test_a_room_says_what_it_is_for_and_where_to_begin(room: Path) -> None:
     assert (room / first[1]).is_file()
 
 
-# The map.
-
-
 def named(text: str) -> set[str]:
     """The files and folders that a page names."""
     return set(re.findall(r"`([\w./]+(?:\.\w+|/))`", text))
@@ -65,8 +62,6 @@ def test_every_folder_is_on_the_map() -> None:
     names = named(MAP.read_text("utf-8"))
     assert not [room.name for room in ROOMS if f"{room.name}/" not in names]
 
-
-# PyTorch's private names, and what is changed in PyTorch.
 
 UNCHANGED = """
 import os, sys, torch, torch.utils.checkpoint as checkpoint
@@ -162,8 +157,6 @@ def test_a_missing_private_name_is_an_error_that_names_the_version(monkeypatch: 
     with pytest.raises(RuntimeError, match=r"Module\._forward_pre_hooks, which torch 3\.0\.0 does not have"):
         offload.get_cpu_offload_context(True, 1, 3)
 
-
-# Names.
 
 SAME = {"OffloadCallback", "_logger"}  # one callback for each trainer, and each file's logger
 

@@ -143,9 +143,6 @@ def test_schedules_of_ones_own(lab: Lab) -> None:
         assert context.stats().late_reloads == 0
 
 
-# Misuse
-
-
 def test_entering_inside_a_layer() -> None:
     context, _ = make()
     with context:
@@ -188,9 +185,6 @@ def test_sync_that_is_left_out_costs_time_only(lab: Lab) -> None:
     with pytest.warns(UserWarning, match="must be passed to the sync function"):
         assert_same(step_gradients(layers, x), step_gradients(layers, x, offloaded))
     assert offloaded.stats.late_reloads == 3
-
-
-# Use
 
 
 def test_sync_twice_and_late(lab: Lab) -> None:
@@ -252,9 +246,6 @@ def test_repr() -> None:
     assert repr(make(manual_synchronization=True)[0]) == "OffloadContext(manual, device='cpu')"
 
 
-# A round that moved nothing
-
-
 def run_round(context: Any, sync: Any, x: torch.Tensor, layers: int = 3) -> None:
     for _ in range(layers):
         with context:
@@ -289,9 +280,6 @@ def test_no_warning_where_nothing_was_to_move() -> None:
     context.begin_layer(2)  # the round's last layer: the others were skipped
     context.end_layer(failed=False)
     run_round(*make(), x)
-
-
-# The sync function is forgotten
 
 
 def without_sync(offloaded: Offloading, layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
@@ -350,9 +338,6 @@ def test_one_warning_if_outputs_are_not_passed_to_sync(
         assert message.endswith("write `output = sync(output)` after the block of each layer.")
 
 
-# Layers that stay
-
-
 def test_layers_after_the_first_that_stays_are_left_to_autograd(lab: Lab) -> None:
     layers, x = build("decoder", 4, lab.device)
     running: list[int] = []
@@ -378,9 +363,6 @@ def test_a_forward_that_ends_among_layers_that_stay_does_not_shift_the_next(lab:
     assert [offloaded.context.sets_of(layer).get(1) is not None for layer in range(5)] == [True] * 5
     loss.backward()
     assert offloaded.stats.late_reloads == 0
-
-
-# Warnings
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,6 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
         assert handle.stats().reloaded_bytes > 0
 
 
-# Recomputation
-
-
 class Checkpointed(nn.Module):
     """Recomputes its own body in backward."""
 
@@ -231,9 +228,6 @@ def test_hugging_face_llama(
     assert handle.stats() == stats
 
 
-# Failures
-
-
 class Fails(nn.Module):
     """Raises in its forward while ``error`` is set."""
 
@@ -298,9 +292,6 @@ def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:
         assert handle.stats().late_reloads == 0
 
 
-# Layers that are skipped
-
-
 def test_layers_dropped_at_random(device: torch.device) -> None:
     layers, x = build("decoder", 6, device)
     chance = random.Random(0)
@@ -348,9 +339,6 @@ def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.
     assert moved
 
 
-# The model itself stays as it is
-
-
 def test_state_dict_is_unchanged(device: torch.device) -> None:
     layers, _ = build("decoder", LAYERS, device)
     before = layers.state_dict()
@@ -379,18 +367,6 @@ def test_copies_are_not_offloaded(duplicate: Callable[[nn.Module], nn.Module], d
         assert handle.stats().offloaded_bytes == 0
         assert_same(expected, step_gradients(layers, x))
     assert_same(expected, step_gradients(copied, x))
-
-
-@pytest.mark.slow
-def test_copies_of_a_checkpointed_llama(transformers: Any, device: torch.device) -> None:
-    model = llama(transformers, device)
-    tokens = torch.arange(24, device=device).view(2, 12) % 64
-    enable_checkpointing(model, reentrant=False)
-    with handle_for(model.model.layers, moves=False) as handle:
-        copied = copy.deepcopy(model)
-        before = handle.stats()
-        copied(input_ids=tokens, labels=tokens).loss.backward()
-        assert handle.stats() == before
 
 
 def test_remove(device: torch.device) -> None:
@@ -453,9 +429,6 @@ def test_device_is_that_of_the_layers() -> None:
     assert offload_layers(layers, 1)._hooks.context._transfers.backend.device == torch.device("cpu")
 
 
-# Refusals
-
-
 def test_refuses_to_be_applied_twice(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
     expected = step_gradients(layers, x)
@@ -513,9 +486,6 @@ def test_a_size_in_place_of_a_number_of_layers_has_a_hint() -> None:
 def test_the_default_fits_the_number_of_layers(model_layers: int, offloaded: int) -> None:
     with offload_layers([nn.Tanh() for _ in range(model_layers)]) as handle:
         assert handle.schedule == Schedule.default(offloaded, model_layers)
-
-
-# Threads
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])

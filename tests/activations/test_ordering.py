@@ -172,9 +172,6 @@ def test_release_waits_for_a_copy_that_began_late(lab: Lab) -> None:
     assert sorted(found) == [3.0, 3.0, 5.0]
 
 
-# Copies run beside compute.
-
-
 def test_forward_goes_on_during_the_copies_until_the_release(lab: Lab) -> None:
     layers, x = build("decoder", 4, lab.device)
     offloaded = offloading(1, 4, lab.device)

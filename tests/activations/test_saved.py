@@ -119,9 +119,6 @@ def test_host_buffer_in_several_pieces(lab: Lab, x: torch.Tensor) -> None:
     assert taken
 
 
-# One storage is offloaded once.
-
-
 def test_views_of_one_storage_in_one_layer(lab: Lab, x: torch.Tensor) -> None:
     def make() -> tuple[torch.Tensor, ...]:
         base = normal(8, 12).to(lab.device)
@@ -232,9 +229,6 @@ def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:
         output.sum().backward()
         assert_identical(expected, received.pop())
     assert offloaded.stats.offloaded_storages == 2
-
-
-# What is not offloaded.
 
 
 def linear(width: int, device: torch.device) -> nn.Linear:
@@ -355,9 +349,6 @@ def test_tensors_of_another_device_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert offloaded.stats.skipped == {"device": 1}
 
 
-# start_offload
-
-
 @pytest.mark.parametrize("base", [False, True])
 def test_start_offload_begins_the_copy_before_the_save(base: bool, lab: Lab, x: torch.Tensor) -> None:
     started = []
@@ -425,9 +416,6 @@ def test_start_offload_elsewhere_does_nothing(lab: Lab, x: torch.Tensor) -> None
     offloaded = offloading(1, 3, lab.device)
     run(offloaded, x, [nothing, make, make])
     assert offloaded.stats.offloaded_storages == 0
-
-
-# In-place changes
 
 
 def test_change_before_saving_is_allowed(lab: Lab) -> None:

@@ -34,9 +34,6 @@ def test_shown_with_units() -> None:
     assert lines["stall_s"] == "12.3 ms"
 
 
-# What was copied for nothing.
-
-
 def test_operations_are_named_as_users_know_them() -> None:
     x = torch.ones(2, 3, 4, requires_grad=True)
     named = {
@@ -101,9 +98,6 @@ def test_less_than_half_is_no_reason_to_warn(lab: Lab) -> None:
     assert hoard(lab, lambda exponential, _: kept.append(exponential), rounds=3).wasted_bytes > 0
     assert hoard(lab, lambda *tensors: kept.extend(tensors)).wasted_bytes > 0  # more than half, in the first round
     assert hoard(lab, lambda *_: None, rounds=3).wasted == {}
-
-
-# How long compute waited.
 
 
 def step_that_saves(lab: Lab, receive: Callable[[Any], object], in_between: Callable[[], object]) -> OffloadStats:
@@ -228,9 +222,6 @@ def test_a_captured_step_is_not_measured(lab: Lab) -> None:
         after = handle.stats()
     assert after.offloaded_bytes > before.offloaded_bytes
     assert after.stall_s == before.stall_s
-
-
-# Two moments
 
 
 def test_what_was_counted_between_two_moments(lab: Lab) -> None:

@@ -104,9 +104,6 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     return innermost(tensor.inner) if isinstance(tensor, Boxed) else tensor
 
 
-# PyTorch's protocol
-
-
 def test_subclass_is_offloaded_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -> None:
     found, offloaded = round_trip(lambda: scaled(lab.device), x)
     assert isinstance(found, Scaled)
@@ -210,9 +207,6 @@ def test_start_offload_takes_subclasses(lab: Lab, x: torch.Tensor) -> None:
     assert seen == [offloaded.stats.offloaded_bytes] == [8 * 12 * 4]
 
 
-# Parameters
-
-
 LOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "itself": lambda weight: weight,
     "view": lambda weight: weight.t()[1:],
@@ -232,9 +226,6 @@ def test_activations_that_are_subclasses_are_no_parameters() -> None:
     activation = Boxed(torch.ones(4, 4, requires_grad=False)).requires_grad_().exp()
     for seen in (activation, activation.t(), activation.to(torch.bfloat16)):
         assert isinstance(decide(seen, RULES), Parts)
-
-
-# In-place changes
 
 
 @pytest.mark.parametrize("wrap", [lambda tensor: tensor, lambda tensor: Boxed(Boxed(tensor))], ids=["plain", "boxed"])
@@ -299,9 +290,6 @@ def test_torch_functions_of_a_subclass_do_not_matter(lab: Lab, x: torch.Tensor) 
 
     found, _ = round_trip(lambda: Refusing(normal(8, 12).to(lab.device)), x)
     assert_identical(normal(8, 12).to(lab.device), innermost(found))
-
-
-# Transformer Engine's quantized tensors
 
 
 class Quantizer:
@@ -454,9 +442,6 @@ def test_device_memory_is_free_after_the_release(lab: Lab, x: torch.Tensor) -> N
     assert memory[1].expired()
 
 
-# torchao's Float8 training
-
-
 class SwiGlu(nn.Module):
     """Its input is cast to float8 for both of its readers at once, or by each of them for itself."""
 
@@ -502,9 +487,6 @@ def test_float8_training(lab: Lab) -> None:
     assert as_bfloat16 - as_float8 == 16 * 32 - scale_bytes
 
 
-# Nested tensors
-
-
 def jagged(values: torch.Tensor, *, holes: bool = False) -> torch.Tensor:
     offsets = torch.tensor([0, 3, 8], device=values.device)
     lengths = torch.tensor([2, 5], device=values.device) if holes else None
@@ -544,9 +526,6 @@ def test_gradients_of_jagged_tensors(lab: Lab) -> None:
     assert_same(step(NOTHING), step(offloaded))
     assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4  # the input and what tanh returns
     assert offloaded.stats.skipped == {"parameter": 1}
-
-
-# DTensor
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -631,9 +610,6 @@ def test_local_tensors_of_activations_are_offloaded(mesh: Any) -> None:
     activation = distribute_tensor(normal(8, 12).to(mesh.device_type), mesh, [Replicate()]).requires_grad_()
     for seen in (activation.to_local(), activation.exp().to_local().t(), weight.exp().to_local().t()):
         assert isinstance(decide(seen, Rules(seen.device, 0)), type)
-
-
-# Two processes
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])

@@ -69,9 +69,6 @@ def case(request: pytest.FixtureRequest, device: torch.device, lab: Lab) -> Case
     return Case(request.param, device)
 
 
-# Recorded: the graph is that of the layers without offloading
-
-
 def by_jit_trace(model: nn.Module, x: torch.Tensor) -> Any:
     return torch.jit.trace(model, x)
 
@@ -107,9 +104,6 @@ def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor],
     assert torch.equal(found(case.x), case.plain(case.x))
     assert case.stats.offloaded_bytes == 0
     case.assert_unharmed()
-
-
-# Refused
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["fullgraph", "strict export"])
@@ -183,9 +177,6 @@ def test_without_hooks_in_the_midst_of_a_round(device: torch.device) -> None:
         assert context._open.layer == 1
         y = case.model.layers[1](y)
     assert context.microbatch == 0
-
-
-# Run in modes of their own
 
 
 def jvp(model: Model, x: torch.Tensor) -> list[torch.Tensor]:

@@ -166,9 +166,6 @@ def test_the_second_time_nothing_is_pinned(trace: Trace) -> None:
     assert len(source.sizes) == pinned
 
 
-# What the traces rest on
-
-
 def test_same_size_gets_the_same_buffer_back(pool: HostPool, source: Source) -> None:
     first, second = pool.take(3000), pool.take(3000)
     event = FakeEvent()
@@ -201,9 +198,6 @@ def test_nothing_at_all_is_a_buffer_too(pool: HostPool) -> None:
     assert pool.used_bytes == 0
     pool.give(empty[0], REACHED)
     assert pool.take(0) is empty[0]
-
-
-# Trim and reserve
 
 
 def test_reserve_pins_what_is_missing(pool: HostPool, source: Source) -> None:
@@ -313,9 +307,6 @@ def test_what_dies_as_garbage_is_given_back_once(pool: HostPool) -> None:
     gc.collect()
     taken.append(pool.take(8 * KIB))
     assert not set(blocks(taken[0])) & set(blocks(taken[1]))
-
-
-# Threads and finalizers
 
 
 def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:

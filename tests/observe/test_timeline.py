@@ -5,12 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
-from offload.observe.plot import COLORS, INK, text_color
 from offload.observe.spans import LANES, Span
 from offload.observe.timeline import Timeline
-from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.simulate import simulate
-from offload.schedule.schedule import Schedule
 
 
 @pytest.fixture
@@ -27,11 +23,6 @@ def timeline() -> Timeline:
         ((0.0, 0), (1.0, 400), (6.0, 0), (7.0, 300)),
         "one of one",
     )
-
-
-def busy_timeline(num_layers: int = 3, model_layers: int = 5, other_s: float = 0.0) -> Timeline:
-    profile = Profile((LayerProfile(0.01, 0.02, 1 << 30),) * model_layers, loss_s=0.005, other_s=other_s)
-    return simulate(Schedule.default(num_layers, model_layers), profile, Link(60e9, 60e9, 110e9))
 
 
 class TestFigures:
@@ -97,25 +88,6 @@ def test_table(timeline):
     assert repr(timeline) == "<Timeline 'one of one': 10.0 s, stalled 2.00 s, overlap 67%, peak 400 B>"
 
 
-def contrast(a: str, b: str) -> float:
-    """Contrast of two colours, 1 to 21, as WCAG 2 defines it."""
-    darker, lighter = sorted((luminance(a), luminance(b)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def luminance(color: str) -> float:
-    channels = (int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
-    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def test_colours_are_readable_on_light_and_dark_and_labels_on_their_boxes():
-    for page in ("#ffffff", "#131416"):
-        assert all(contrast(color, page) >= 3 for color in COLORS.values())
-        assert contrast(INK, page) >= 4.2
-    assert all(contrast(text_color(color), color) >= 4.5 for color in COLORS.values())
-
-
 @pytest.mark.slow
 class TestPlot:
     @pytest.fixture(autouse=True)
@@ -131,27 +103,6 @@ class TestPlot:
         assert figure.get_facecolor()[3] == 0
         assert all(ax.get_facecolor()[3] == 0 for ax in figure.axes)
 
-    def test_stalls_are_hatched(self):
-        timeline = busy_timeline()
-        hatched = [patch for patch in timeline.plot().axes[0].patches if patch.get_hatch()]
-        stalls = [span for span in timeline.spans if span.kind == "stall"]
-        assert [patch.get_x() for patch in hatched] == pytest.approx([1e3 * span.start_s for span in stalls])
-
-    def test_boxes_of_one_layer_have_labels_of_one_kind(self):
-        """A label that fits into some boxes only is given up for all."""
-        texts = [text.get_text() for text in busy_timeline(4, 20).plot().axes[0].texts]
-        backwards = [text for text in texts if text[0] == "B"]
-        assert len(backwards) in (0, 20)
-
-    @pytest.mark.parametrize("rest_s", [0.01, 0.02, 0.5])
-    def test_no_label_is_higher_than_its_box(self, rest_s):
-        figure = busy_timeline(2, 20, rest_s).plot()
-        streams = figure.axes[0]
-        figure.draw_without_rendering()
-        high = max(box.get_window_extent().height for box in streams.patches)
-        assert [text.get_text() for text in streams.texts if text.get_window_extent().height > high] == []
-        assert any(text.get_text() == "rest of the step" for text in streams.texts) is (rest_s == 0.5)
-
     def test_draws_into_given_axes(self, timeline):
         import matplotlib.pyplot as plt
 
@@ -161,12 +112,6 @@ class TestPlot:
         assert not axes[0].patches
         assert axes[1].get_title(loc="left") == "mine"
         plt.close(figure)
-
-    def test_recording_that_does_not_start_at_zero(self, timeline):
-        later = Timeline(
-            tuple(Span(s.lane, s.kind, s.start_s + 1e3, s.end_s + 1e3, s.label, s.layer) for s in timeline.spans)
-        )
-        assert later.plot().axes[0].get_xlim() == (0.0, 10.0)
 
 
 def test_units():

@@ -400,20 +400,3 @@ def test_master_weights(options: dict[str, Any], device: torch.device) -> None:
         assert torch.equal(entry["exp_avg"].cpu(), expected.state[master]["exp_avg"].cpu())
     handle.remove()
     assert "master_remainder" not in optimizer.state[parameter]
-
-
-@pytest.mark.parametrize("resident_bytes", [40 << 10, 1 << 30])
-def test_a_part_that_is_resident(resident_bytes: int, device: torch.device) -> None:
-    found = []
-    for options in ({}, {"resident_bytes": resident_bytes}):
-        model = build(device, torch.bfloat16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        handle = stream(optimizer, state_dtype=torch.float32, **options)
-        plain_steps(model, optimizer, range(5))
-        found.append(values(model, optimizer))
-    assert_same(*found)
-    stats = handle.stats()
-    everything = sum(8 * parameter.numel() for parameter in model.parameters())
-    assert stats.resident_bytes + stats.host_bytes == everything
-    assert stats.loaded_bytes == 4 * stats.host_bytes
-    assert (stats.host_bytes == 0) == (resident_bytes > everything)

@@ -156,9 +156,6 @@ def test_copies_run_beside_each_other(lab: Lab) -> None:
     assert order[:5] == ["load", "load", "load", "step", "load"]
 
 
-# Memory.
-
-
 @pytest.mark.parametrize("make", [adamw, momentum], ids=["AdamW", "SGD"])
 def test_no_step_has_all_state_on_the_device(make: Callable[..., torch.optim.Optimizer], lab: Lab) -> None:
     """Neither the first, which makes the state, nor the later ones."""

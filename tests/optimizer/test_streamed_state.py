@@ -169,9 +169,6 @@ def test_an_interrupted_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     assert_same(resident(lab.device, range(4)), run.values)
 
 
-# What is refused.
-
-
 class Normalized(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 

@@ -9,12 +9,6 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
-@pytest.fixture
-def browser_names() -> tuple[str, ...]:
-    """The programs that are looked for."""
-    return NAMES
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     """A headless one of the machine; where there is none, what needs it is skipped.

@@ -157,47 +157,6 @@ def test_code_and_its_output_are_shown_whole(page):
     assert not [line for line in lines if len(line) > WIDEST]
 
 
-def test_reads_blocks_at_any_depth():
-    page = """
-````{tab} One
-- item
-  ```python
-  x = 1
-  print(x)
-  ```
-
-  ```output
-  1
-  ```
-````
-
-<!-- not run: needs two GPUs -->
-```python
-y
-```
-"""
-    assert read_blocks(page) == [
-        Block(5, "x = 1\nprint(x)\n", run=True, output="1\n"),
-        Block(16, "y\n", run=False, output=None),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("```py\nx\n```", "not as 'py'"),
-        ("```{code-block} python\nx\n```", "not as '{code-block} python'"),
-        ("<!-- not run: -->\n```python\nx\n```", "expected '<!-- not run: REASON -->'"),
-        ("```output\nx\n```", "must follow the python block"),
-        ("```python\nx\n```\ntext\n```output\nx\n```", "must follow the python block"),
-        ("```python\nx\n```\n```output any\nx\n```", "expected one of output, output timed, output measured, got"),
-    ],
-)
-def test_refuses_what_it_would_pass_over(page, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_blocks(page)
-
-
 def test_compares_output(tmp_path):
     assert [block for page in PAGES_WITH_CODE for block in read_blocks(page.read_text()) if block.run]
     page = tmp_path / "page.md"

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 
 import pytest
 
@@ -11,7 +10,6 @@ pytest.importorskip("matplotlib")
 import drawing
 import page_text
 import recipe_results
-import varying_results
 
 import results
 from benchmarks.recipe import MOST_PINNED
@@ -83,97 +81,6 @@ def test_refuses_blocks_that_it_would_not_fill():
     for text in ("<!-- table: nothing -->\n<!-- /table -->", begins, begins + "<!-- /picture -->"):
         with pytest.raises(ValueError, match=r"blocks must be closed, and be among '(table|picture): "):
             results.filled(text, results.ROOT / "README.md")
-
-
-@pytest.mark.slow
-def test_check_names_what_is_out_of_date(tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
-    page.write_text("a\n<!-- table: link -->\nold\n<!-- /table -->\nz\n", "utf-8")
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    [picture] = [path for path in results.PICTURES if path.stem == "tradeoff"]
-    monkeypatch.setattr(results, "PICTURES", {picture: results.PICTURES[picture]})
-    monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
-    pictures = r"docs/_static/results/tradeoff\.svg, docs/_static/results/tradeoff_narrow\.svg"
-    with pytest.raises(SystemExit, match=rf"^out of date: README\.md, {pictures}; run"):
-        results.main()
-    monkeypatch.setattr(sys, "argv", ["results.py"])
-    results.main()
-    lines = page.read_text("utf-8").splitlines()
-    assert (lines[:2], lines[-2:]) == (["a", "<!-- table: link -->"], ["<!-- /table -->", "z"])
-    assert "55.2 GB/s" in lines[4]
-    assert not results.changed_pages()
-
-
-def whole_training(budget_gib, **found):
-    return {"tokens": 16384, "budget_bytes": budget_gib << 30, **found}
-
-
-MADE = {
-    "date": "2026-11-24T12:00:00+00:00",
-    "commit": "0123456789",
-    "hardware": {"gpu": "NVIDIA H200"},
-    "versions": {"torch": "2.11.0+cu130"},
-    "rows": [
-        whole_training(0, step_s=2.0, peak_bytes=98 << 30, pinned_bytes=1),
-        whole_training(24, error="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-        whole_training(
-            32,
-            step_s=2.1,
-            peak_bytes=30 << 30,
-            pinned_bytes=70 << 30,
-            recipe="weights resident, gradients consumed, optimizer streamed",
-            predicted_s=2.058,
-            predicted_peak_bytes=round(30.3 * 2**30),
-        ),
-    ],
-}
-
-
-def test_a_record_of_whole_trainings_is_said_in_a_line_and_a_table():
-    line = recipe_results.line_of(MADE)
-    assert "16,384 tokens: **98 → 30 GiB** of GPU memory, step **+5.0%** against" in line
-    assert "with 70 GiB of host memory. The call chose to free each gradient" in line
-    assert "stepped and to hold the optimizer state in host memory. NVIDIA" in line
-    text = recipe_results.table_of(MADE)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"]
-    assert "2026-11-24" in text
-    assert rows[0][:4] == ["budget", "longer by", "peak, GiB", "step, s"]
-    assert rows[2][:5] == ["none", "", "98.0", "2.00", "0.0"]
-    assert rows[3][:4] == ["24 GiB", "", "", "out of memory"]
-    assert rows[4][:5] == ["32 GiB", "+5.0%", "30.0", "2.10", "70.0"]
-    assert rows[4][5:] == ["−2.0%, +1.0%", "gradients consumed, optimizer streamed"]
-
-
-def test_without_a_record_of_whole_trainings_the_pages_say_so(tmp_path):
-    assert recipe_results.record_of(tmp_path / "recipe.json") is None
-    assert "No run of the whole on a GPU is recorded yet" in recipe_results.line_of(None)
-    failed = MADE | {"rows": MADE["rows"][:2]}
-    assert recipe_results.line_of(failed) == recipe_results.line_of(None)
-    assert "benchmarks.recipe" in recipe_results.table_of(None)
-
-
-def test_a_table_of_several_runs_says_when_each_row_was_measured():
-    older = MADE["rows"][2] | {"date": "2026-11-23T12:00:00+00:00", "commit": "fedcba9876"}
-    text = recipe_results.table_of(MADE | {"rows": [*MADE["rows"][:2], older]})
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0:1] == "|"]
-    assert "2 runs (last column), 2026-11-23 and 2026-11-24." in text
-    assert [row[-1] for row in rows[2:]] == ["2026-11-24, 0123456", "2026-11-24, 0123456", "2026-11-23, fedcba9"]
-    assert "measured |" not in recipe_results.table_of(MADE)
-
-
-def test_a_record_of_varying_lengths_is_said_in_a_table():
-    ways = {"memory_budget": 1.04, "plan by hand": 1.0}
-    rows = [
-        {"what": what, "ratio": ratio, "train_s": 100 * ratio, "peak_bytes": 8 << 30, "same_losses": True}
-        | {"over_budget": [{"step": 3, "tokens": 9, "bytes": 1 << 27}], "measuring": [0, 1]}
-        for what, ratio in ways.items()
-    ]
-    record = MADE | {"steps": 500, "budget_bytes": 8 << 30, "most_bytes": 16 << 30, "rows": rows}
-    text = varying_results.told(record)
-    assert "500 steps within 8.00 GiB, where the longest batch adds 16.00 GiB. The largest excess" in text
-    assert "is 1.6%. Losses are identical in all ways." in text
-    assert re.search(r"\| `memory_budget` +\| +\+4.0% \| +8.00 \| +104 \| +1 \| +2 \|", text)
-    assert varying_results.told(None) == "No run on a GPU is recorded yet.\n"
 
 
 def test_the_call_of_the_start_page_is_the_one_that_was_measured():

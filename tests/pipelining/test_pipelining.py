@@ -28,9 +28,6 @@ from offload.planning.profile import Link
 WORKER = Path(pipeline_worker.__file__)
 
 
-# --- The order of a rank ---------------------------------------------------------------------------------------
-
-
 def texts(actions):
     return [repr(action) for action in actions]
 
@@ -64,9 +61,6 @@ def test_the_first_stage_runs_its_backward_in_the_half_for_the_weights():
 def test_what_is_no_step_is_refused(actions, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_actions(actions)
-
-
-# --- The derivation --------------------------------------------------------------------------------------------
 
 
 def stage_that_needs(share, stages=2):
@@ -260,9 +254,6 @@ def test_a_plan_shows_itself():
     assert repr(plan) == "<PipelinePlan: 8 chunks in 8 parts, 100% of their bytes offloaded>"
     assert str(plan).splitlines()[1] == "0F0    6.98 GiB    100%"
     assert str(plan).splitlines()[-1] == "compute 2.40 s, stalls 0 s"
-
-
-# --- One process, one stage ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -495,9 +486,6 @@ def test_refuses():
         attach(schedule, profile={1: StageProfile()}, policies={"*": "recompute"})
     with attach(schedule), pytest.raises(ValueError, match="stage 0 is attached already; call remove"):
         attach(schedule)
-
-
-# --- Several processes -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(

@@ -426,50 +426,6 @@ class TestPlan:
         assert {one.kept for one in found.policies if one is not None} == {frozenset({0, 3})}
         assert 0 < found.recompute_s < 8 * 0.0001
 
-    def small(self) -> Plan:
-        """Three layers of one kind and one without regions, with the policies that a table can show."""
-        layer = LayerProfile.from_regions(
-            [
-                region("input", 64, 0, recomputable=False),
-                region("up", 256, 5, 0),
-                region("mask", 8, 0.01, 1, saved=False),
-                region("act", 256, 1, 1, 2),
-            ],
-            0.010,
-            0.020,
-        )
-        profile = Profile((layer, layer, layer, LayerProfile(0.01, 0.02, 64 * MIB)), other_s=0.005)
-        policies = (
-            policy(layer, frozenset({0, 1}), offloads=True),
-            policy(layer, frozenset(), offloads=True),
-            policy(layer, frozenset({0, 1, 3})),
-            None,
-        )
-        return Plan(default(2, 4), profile, PCIE, GIB, policies, GIB // 2)
-
-    def test_table(self):
-        assert str(self.small()).splitlines() == [
-            "region        size   compute  offloaded 0-1           resident 2",
-            "input    64.00 MiB         -  offload                 keep",
-            "up       256.0 MiB   5.00 ms  offload 1, recompute 1  keep",
-            "mask      8.00 MiB   10.0 µs  recompute               -",
-            "act      256.0 MiB   1.00 ms  recompute               keep",
-            "region             size   compute  resident 3",
-            "whole layer   64.00 MiB   10.0 ms  keep",
-            "step 132.0 ms, of which 7.02 ms recomputing and 0 s waiting for copies; 125.0 ms if all is kept",
-            "peak 904.0 MiB of 1.00 GiB, 1.75 GiB if all is kept; host memory 384.0 MiB of 512.0 MiB",
-        ]
-
-    def test_table_leaves_out_what_nobody_wants(self):
-        kept = replace(self.small(), policies=())
-        assert "input" in str(kept)
-        assert "mask" not in str(kept)
-
-    def test_repr(self):
-        assert repr(self.small()) == (
-            "<Plan: offload 2 of 4 layers, recompute 7.02 ms, step 132.0 ms, peak 904.0 MiB of 1.00 GiB>"
-        )
-
     def test_infeasible(self):
         with pytest.raises(ValueError) as caught:
             make_plan(REFERENCE, "512MiB", PCIE, max_host_bytes=0)

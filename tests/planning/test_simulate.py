@@ -164,12 +164,6 @@ def test_takes_a_plan():
     assert simulate(plan, uniform(5), PCIE) == simulate(plan.schedule, uniform(5), PCIE)
 
 
-def test_title():
-    schedule = Schedule.default(2, 5)
-    assert simulate(schedule, uniform(5), PCIE).title == "2 of 5 layers offloaded"
-    assert simulate(schedule, uniform(5), PCIE, title="mine").title == "mine"
-
-
 def test_profile_of_another_model():
     with pytest.raises(ValueError, match=r"^profile must have as many layers as the schedule, 5, got 4; profile the "):
         simulate(Schedule.default(2, 5), uniform(4), PCIE)
@@ -199,13 +193,6 @@ class TestProfile:
     def test_tensors_may_be_a_list(self):
         profile = Profile((LayerProfile(1.0, 2.0, 10, [4, 6]),) * 3)
         assert simulate(Schedule.default(1, 3), profile, PCIE).copied_bytes("d2h") == 10
-
-    def test_table(self):
-        assert str(Profile((LayerProfile(0.01, 0.02, 3 << 29, (1 << 29, 1 << 30)),), other_s=0.005)) == (
-            "layer    forward   backward       saved  tensors\n"
-            "    0    10.0 ms    20.0 ms    1.50 GiB        2\n"
-            "step 35.0 ms, saved 1.50 GiB"
-        )
 
 
 def test_pure_parts_import_no_torch():

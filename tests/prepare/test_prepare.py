@@ -363,9 +363,6 @@ def _out_of_range() -> torch.Tensor:
     raise IndexError  # on a GPU, the kernel would end the process
 
 
-# A part of the state on the device.
-
-
 def test_the_device_has_the_state_that_the_host_cannot_hold(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED,))
     most = weight_bytes()

@@ -115,8 +115,6 @@ def test_activations_get_what_the_state_leaves_of_the_link() -> None:
     assert made.chosen.step_s >= 32 * 0.016 + max(backward_s, state_s)
 
 
-# How much of the state is resident.
-
 PARTS = replace(
     LLAMA,
     parameter_state=(4 * GIB, *LLAMA.layer_state, 4 * GIB),
@@ -210,8 +208,6 @@ def test_the_recipe_in_place_is_the_chosen_one() -> None:
     assert made.chosen.recipe == RESIDENT
     assert replace(made, in_place=STREAMED).chosen.recipe == STREAMED
 
-
-# One simulated link.
 
 EVEN = TrainingBytes(
     weights=4 * GIB,

@@ -62,9 +62,6 @@ class Way:
         self.now = 1 - self.now
 
 
-# The order of operations, and where what is handed over arrives.
-
-
 def _other_order(x: torch.Tensor, way: int) -> torch.Tensor:
     if way:
         read, unread = x * 2, x + 1
@@ -195,9 +192,6 @@ def test_a_second_run_that_saves_more_raises(lab: Lab) -> None:
             step(layers, x, way.turn)
 
 
-# State that changes between forward and backward.
-
-
 CONSTANT = [torch.zeros(())]
 
 
@@ -306,9 +300,6 @@ def test_a_function_that_saves_other_tensors_under_a_mode(lab: Lab) -> None:
 
 def _modes() -> int:
     return len(_get_current_dispatch_mode_stack())
-
-
-# Ranks wait for each other.
 
 
 def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
@@ -528,9 +519,6 @@ def test_a_write_that_changes_nothing_while_it_is_learned(policies: dict[str, st
         assert "recompute" in handle.regions(0).values()
 
 
-# PyTorch's settings.
-
-
 def _settings() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cpu"),
@@ -632,9 +620,6 @@ def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: L
         for _ in range(3):
             assert_same(expected, gradients(leaves_of(layers, x), run))
         assert "recompute" in handle.regions(0).values()
-
-
-# Random numbers.
 
 
 def _given_generator(generator: torch.Generator) -> Callable[..., torch.Tensor]:
@@ -739,8 +724,6 @@ def test_what_draws_and_is_kept_runs_again_before_what_draws(
             assert_same(step(functions(function, lab)[0], x), step(layers, x))
         assert handle.regions(0)["tanh"] == "recompute"
 
-
-# Learning.
 
 _COUNT = [0]
 
@@ -1172,9 +1155,6 @@ def test_a_saved_tensor_that_is_read_again(lab: Lab) -> None:
         assert handle.regions(0)["tanh"] == "recompute"
 
 
-# Exceptions, and memory.
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_the_second_run(error: type[BaseException], lab: Lab) -> None:
     raises = [False]
@@ -1311,9 +1291,6 @@ def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
                 assert [one.expired() for one in made] == [True] * len(made)
     finally:
         gc.enable()
-
-
-# Kernels that nobody sees.
 
 
 FACTOR = [0.0]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -121,9 +120,6 @@ def test_backward_of_a_step_that_was_overtaken(device: torch.device) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation: the weights of layer 3"):
             loss.backward()
-
-
-# Memory.
 
 
 def test_gradients_that_are_kept_are_not_overwritten(device: torch.device) -> None:
@@ -266,9 +262,6 @@ def test_the_weights_of_one_layer_that_a_program_changes_between_forwards(device
             for one in (layer, twin):
                 one.out.weight.data.mul_(2)  # leaves no trace
         assert handle.stats().loads == 2
-
-
-# Refused layers and programs.
 
 
 class Shared(nn.Module):
@@ -468,9 +461,6 @@ def test_host_memory_for_parameters_that_are_on_the_device(device: torch.device)
     assert missing_bytes(list(layers)) == one_layer * (2 if device.type == "cpu" else 1 + LAYERS)
 
 
-# One thread at a time.
-
-
 def begin_and_wait(layers: nn.ModuleList, x: torch.Tensor, where: str) -> tuple[threading.Thread, threading.Event]:
     """A thread of its own that stops in the middle of forward or backward until the event is set."""
     there, go_on = threading.Event(), threading.Event()
@@ -540,33 +530,4 @@ def test_threads_one_after_another(device: torch.device) -> None:
         in_thread(lambda: loss_of(forward(layers, x)))
         in_thread(lambda: backward(layers, x))
         assert_same(expected, gradients(layers, x, forward_here_and_backward_there))
-        assert_as_before(handle, layers, x, expected)
-
-
-def test_threads_whose_backwards_meet(device: torch.device) -> None:
-    layers, x = build("gpt", LAYERS, device)
-    layers.eval()
-    xs = [(x * scale).detach().requires_grad_() for scale in (1, 2, 3)]
-    wanted = [torch.autograd.grad(loss_of(forward(layers, x)), x)[0] for x in xs]
-    expected = gradients(layers, x)
-    outcomes: set[str] = set()
-
-    def work(number: int) -> None:
-        for _ in range(20):
-            try:
-                (found,) = torch.autograd.grad(loss_of(forward(layers, xs[number])), xs[number])
-                outcomes.add("right" if torch.equal(found, wanted[number]) else "wrong")
-            except RuntimeError as error:
-                outcomes.add("refused" if "must be used by one thread at a time" in str(error) else str(error))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    with stream_weights(layers, device) as handle:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
-        assert outcomes <= {"right", "refused"}
         assert_as_before(handle, layers, x, expected)

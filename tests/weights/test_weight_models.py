@@ -95,9 +95,6 @@ def test_a_plan_for_the_activations(device: torch.device) -> None:
             assert offloaded.stats().offloaded_bytes > 0
 
 
-# Models that move: the streamed layers remain where they are.
-
-
 class Model(nn.Module):
     """Layers, and a module outside of them."""
 

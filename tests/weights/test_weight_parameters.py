@@ -28,9 +28,6 @@ def device(device: torch.device, lab: Lab) -> torch.device:
     return device
 
 
-# By the loss itself.
-
-
 def penalty(layers: nn.ModuleList) -> torch.Tensor:
     return sum((parameter.square().sum().to("cpu") for parameter in layers.parameters()), torch.zeros(()))
 
@@ -63,16 +60,10 @@ def penalised_checkpoints(layers: nn.ModuleList, x: torch.Tensor, use_reentrant:
     (loss_of(x).cpu() + extra).backward()
 
 
-# By autograd's other ways in.
-
-
 def some_inputs(layers: nn.ModuleList, x: torch.Tensor) -> None:
     some = list(layers.parameters())[1::3]
     loss_of(forward(layers, x)).backward(inputs=some)
     loss_of(forward(layers, x)).backward(inputs=[*layers[1].parameters(), x])
-
-
-# Frozen while graphs are in flight.
 
 
 def frozen_for_a_second_forward(layers: nn.ModuleList, x: torch.Tensor, order: str) -> None:
@@ -131,9 +122,6 @@ def test_gradients_that_stay_the_same_tensor(device: torch.device) -> None:
         before = [parameter.grad for parameter in layers.parameters()]
         penalised_first(layers, x)
         assert all(one is parameter.grad for one, parameter in zip(before, layers.parameters(), strict=True))
-
-
-# By hooks.
 
 
 def hooked(kind: str, layers: nn.ModuleList) -> tuple[list[Any], list[Any]]:

@@ -137,9 +137,6 @@ def test_layers_without_parameters(device: torch.device) -> None:
     assert check(mixed, x).stats().late_loads == 2
 
 
-# Recomputation and activation offload.
-
-
 class InnerCheckpoint(GptBlock):
     """Recomputes a part of itself, where no module hook of the layer runs."""
 
@@ -200,9 +197,6 @@ def test_compiled_layers(device: torch.device) -> None:
     check(layers, x, microbatches=2)
 
 
-# Which gradients there are.
-
-
 class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,9 +223,6 @@ class TiedInside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(torch.tanh(self.one(x)))
-
-
-# How layers are called.
 
 
 class Passing(nn.Module):
@@ -344,9 +335,6 @@ def in_inference_mode(layers: nn.ModuleList, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("step", [together, in_flight, retained, in_inference_mode])
 def test_every_way_to_call_backward(step: Step, device: torch.device) -> None:
     check_step(*build("gpt", LAYERS, device), step)
-
-
-# Evaluation, buffers, and graphs.
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
