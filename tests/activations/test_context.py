@@ -177,7 +177,6 @@ def assert_usable(context: Any) -> None:
 
 
 def test_sync_that_is_left_out_costs_time_only(lab: Lab) -> None:
-    """Backward asks for each layer itself; the stats tell."""
     lab.adverse()
     layers, x = build("decoder", 5, lab.device)
     offloaded = offloading(3, 5, lab.device)

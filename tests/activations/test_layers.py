@@ -490,7 +490,6 @@ def test_the_default_fits_the_number_of_layers(model_layers: int, offloaded: int
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])
 def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.device) -> None:
-    """The thread that came first goes on, with the right gradients, and both may run one after the other."""
     layers, x = build("decoder", LAYERS, device)
     expected = step_gradients(layers, x)
     refused: list[str] = []

@@ -118,7 +118,6 @@ def test_device_memory_is_freed_at_the_release_points(k: int, lab: Lab) -> None:
 
 
 def test_buffers_are_freed_one_by_one_during_backward(lab: Lab) -> None:
-    """What backward has consumed goes at once, not at the end of its layer."""
     pieces = 4
     chain = Chain(lab.device, pieces)
     offloaded = offloading(2, 4, lab.device)
@@ -224,7 +223,6 @@ def test_exception_in_backward(lab: Lab) -> None:
 
 
 def test_no_reference_cycles(lab: Lab) -> None:
-    """After a step, an abandoned graph and a failure, the collector finds nothing of ours."""
     layers, x = build("decoder", LAYERS, lab.device)
 
     def use() -> list[weakref.ref[Any]]:

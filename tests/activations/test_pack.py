@@ -21,7 +21,6 @@ def in_library(frame: FrameType | None) -> bool:
 
 
 def test_a_saved_tensor_takes_few_calls_and_files() -> None:
-    """To pack and to unpack it, at the median of a step."""
     layers, x = build("decoder", 4, torch.device("cpu"))
     policies = {"*dot_product*": "offload", "*mm*": "keep", "*": "recompute"}
     taken: defaultdict[int, list[str]] = defaultdict(list)

@@ -495,7 +495,6 @@ def jagged(values: torch.Tensor, *, holes: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize("holes", [False, True])
 def test_jagged_tensor_keeps_its_ragged_size(holes: bool, lab: Lab, x: torch.Tensor) -> None:
-    """The size is known by the object that holds the offsets, which therefore stays."""
     seen: list[Any] = []
 
     def make() -> torch.Tensor:

@@ -163,7 +163,6 @@ def test_without_hooks_on_saved_tensors(name: str, case: Case) -> None:
 
 
 def test_without_hooks_in_the_midst_of_a_round(device: torch.device) -> None:
-    """The layer can be run without the context, and the round goes on."""
     case = Case("context", device)
     context, x = case.model.offloading.context, case.x
     y = case.model.offloading.layer(case.model.layers[0], x)

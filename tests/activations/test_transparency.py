@@ -224,7 +224,6 @@ def test_each_layer_has_a_loss_of_its_own(device: torch.device) -> None:
 
 
 def test_frozen_layers(device: torch.device) -> None:
-    """The first layers need no gradient at all: nothing is saved there, and nothing breaks."""
     layers, x = build("decoder", LAYERS, device)
     layers[:2].requires_grad_(False)
     x = x.detach()

@@ -12,7 +12,6 @@ from offload.command_line.main import main
 
 @pytest.mark.slow
 def test_has_a_script_and_a_version(capsys):
-    """Also as a module."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["scripts"] == {"offload": "offload.command_line.main:main"}
     with pytest.raises(SystemExit) as exit_:

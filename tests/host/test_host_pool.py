@@ -155,7 +155,6 @@ def test_any_trace(trace: Trace) -> None:
 @settings(deadline=None, max_examples=100)
 @given(trace=st.lists(st.one_of(TAKE, SAME, GIVE), min_size=10, max_size=40))
 def test_the_second_time_nothing_is_pinned(trace: Trace) -> None:
-    """In steady state no memory is pinned, however the sizes are mixed."""
     source = Source()
     replay = Replay(HostPool(source))
     replay.run(trace)
@@ -273,7 +272,6 @@ def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypa
 
 
 def test_limit(pool: HostPool) -> None:
-    """A request that the limit refuses leaves the pool as it was."""
     buffer = pool.take(8 * KIB, max_bytes=16 * KIB)
     with pytest.raises(HostMemoryError, match="max_host_bytes is"):
         pool.take(12 * KIB, max_bytes=16 * KIB)
@@ -350,7 +348,6 @@ def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
 
 
 def test_many_threads(pool: HostPool) -> None:
-    """Buffers that are out at the same time are disjoint, whoever takes and whoever gives."""
     failures: list[Any] = []
     start = threading.Barrier(4)
 

@@ -203,7 +203,6 @@ def test_hooks_of_a_weight_run_once_on_the_sum() -> None:
 
 
 def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a function of Liger's signature in place of the kernel, which needs a GPU."""
     asked: list[Any] = []
 
     def fused(

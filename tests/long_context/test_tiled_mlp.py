@@ -210,7 +210,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     ],
 )
 def test_together_with_what_moves(ways: list[str], checkpointing: bool, first: bool) -> None:
-    """Beside tiles alone no bit changes, whoever came first."""
     model, step = model_and_step()
     step()
     whole = gradients(model)

@@ -230,7 +230,6 @@ class Noisy(DecoderBlock):
 
 
 def test_random_numbers_that_would_be_others_are_found(lab: Lab, log: pytest.LogCaptureFixture) -> None:
-    """Backward of the compiled layer would draw them anew."""
     layers, x = built(Noisy, lab)
     expected = seeded(layers, x)
     with budgeted(layers, "1MiB", compile=EAGER, max_host_bytes=0):
@@ -281,7 +280,6 @@ def test_through_prepare(lab: Lab) -> None:
 
 @pytest.mark.nightly  # the compiler takes half a minute for it
 def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFixture) -> None:
-    """Inductor fuses what it recomputes with other operations."""
     layers, x = built("mlp", lab)
     layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16).requires_grad_()
     layers = nn.ModuleList(torch.compile(layer) for layer in layers)

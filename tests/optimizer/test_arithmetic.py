@@ -9,6 +9,7 @@ from torch import nn
 from training import assert_same, build, plain_steps, values
 
 from offload.optimizer.arithmetic import seconds_per_element
+from offload.optimizer.remainder import join, split
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon])
@@ -33,3 +34,44 @@ def test_where_nothing_is_trained() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.AdamW(frozen.parameters())
     assert seconds_per_element(optimizer, None, torch.device("cpu"), 1 << 14) == 0
+
+
+def numbers(count: int = 1 << 20) -> torch.Tensor:
+    """Of all magnitudes, with those that are halfway between two bfloat16 numbers, and the special ones."""
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64)
+    halfway = (bits[: count // 2] & ~0xFFFF) | 0x8000
+    halfway -= (halfway >= 2**31).to(torch.int64) << 32
+    ends = torch.tensor([0, -(2**31), 0x7F7FFFFF, 0x7F800000, 0x00000001, -(2**31) + 1, 0x7F7F8000, 0x7F7F7FFF])
+    return torch.cat([bits, halfway, ends]).to(torch.int32).view(torch.float32)
+
+
+def test_every_number_is_joined_again() -> None:
+    given = numbers()
+    given = given[given.isfinite()]
+    nearest = torch.empty_like(given, dtype=torch.bfloat16)
+    remainder = split(given, nearest)
+    assert remainder.dtype is torch.int16
+    assert torch.equal(join(nearest, remainder).view(torch.int32), given.view(torch.int32))
+
+
+def test_the_number_is_the_nearest() -> None:
+    given = numbers()
+    given = given[given.isfinite()]
+    nearest = torch.empty_like(given, dtype=torch.bfloat16)
+    split(given, nearest)
+    even = given.to(torch.bfloat16)
+    apart = (nearest.view(torch.int16) != even.view(torch.int16)) & (nearest != even)
+    ties = given.view(torch.int32) & 0xFFFF == 0x8000
+    assert bool((apart <= ties).all())
+    assert bool((nearest[apart].float().abs() > given[apart].abs()).all())
+
+
+def test_what_is_not_finite_remains_so() -> None:
+    given = numbers()
+    given = torch.cat([given[given.isnan()], torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
+    assert len(given) > 1000
+    nearest = torch.empty_like(given, dtype=torch.bfloat16)
+    remainder = split(given, nearest)
+    assert bool(nearest.isnan().all())
+    assert bool(join(nearest, remainder).isnan().all())

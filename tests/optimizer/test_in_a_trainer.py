@@ -39,7 +39,6 @@ def make_trainer(folder: Path, *, streamed: bool, steps: int) -> Any:
 
 
 def test_a_run_that_is_resumed_by_the_other_kind(tmp_path: Path) -> None:
-    """Two steps are saved, and two more are made by an optimizer of the other kind."""
     expected = make_trainer(tmp_path / "whole", streamed=False, steps=4)
     expected.train()
     for first in (False, True):

@@ -13,7 +13,6 @@ TIMES = 40
 @pytest.mark.nightly
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_interrupts(in_backward: bool, lab: Lab) -> None:
-    """The third step is interrupted. It is repeated at first, and then from a checkpoint."""
     device = torch.device("cpu")
     once, twice, reloaded = (resident(device, steps) for steps in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3]))
     told, places = 0, 1

@@ -143,7 +143,6 @@ def test_a_step_blocks_nothing_and_allocates_nothing(lab: Lab, monkeypatch: pyte
 
 
 def test_copies_run_beside_each_other(lab: Lab) -> None:
-    """With slow copies both ways, a step takes as long as one way, and not as long as both."""
     run = Training(lab.device, chunk_bytes="64KiB")
     run.steps(range(2))
     order: list[str] = []

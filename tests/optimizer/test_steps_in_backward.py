@@ -141,7 +141,6 @@ def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: 
 
 
 def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
-    """The last layers have made the step, and the first have not: a checkpoint mends it."""
     run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
     run.steps(range(2))
     saved = run.checkpoint

@@ -48,7 +48,6 @@ def held(lab: Lab) -> dict[str, int]:
 
 
 def test_nothing_grows(lab: Lab) -> None:
-    """Steps in the context, with hooks and with streamed weights take turns."""
     draw, samples = random.Random(0), list[dict[str, int]]()
     models = [build("gpt", LAYERS, lab.device if number < 2 else torch.device("cpu"))[0] for number in range(3)]
     optimizers = [torch.optim.SGD(layers.parameters(), lr=1e-4) for layers in models]

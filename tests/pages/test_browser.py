@@ -246,7 +246,6 @@ def test_page(reader, axe, name):
 
 
 def test_a_fault_is_seen(reader, axe):
-    """A page made worse: what the checks above look for, they find."""
     reader.widen(390)
     reader.open("index.html")
     reader.page.evaluate("""() => {

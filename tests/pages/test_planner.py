@@ -173,7 +173,6 @@ def answered(profile, link, budgets, host):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_plans_are_equal(seed):
-    """Plans, whole and free layers, checkpointing, and the times of each, for random layers, links and budgets."""
     draw = random.Random(seed)
     cases = []
     for counts in [(1, 2, 3, 4, 6, 9, 14)] * 150 + [(20, 27, 40)] * 6:
@@ -231,7 +230,6 @@ def counted_on_page(asked, found):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_ways_to_train_are_those_of_the_library(seed):
-    """What the library says of the page's layers, for 50 random models and machines."""
     draw = random.Random(seed)
     cases = [random_question(draw) for _ in range(50)]
     for asked, found in zip(cases, asked_of_the_page([["command", asked] for asked in cases]), strict=True):

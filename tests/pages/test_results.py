@@ -45,7 +45,6 @@ def test_all_drawings_are_committed_and_no_other():
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
 def test_drawings_are_small_and_transparent(path):
-    """That a phone shows their text large enough, the browser's tests find."""
     text = (results.ROOT / path).read_text("utf-8")
     assert len(text) < 80_000
     assert "<dc:date>" not in text
@@ -93,7 +92,6 @@ def test_the_call_of_the_start_page_is_the_one_that_was_measured():
 
 
 def test_the_readme_begins_like_the_start_page():
-    """The same in the same order; only the start page has buttons."""
     readme = (results.ROOT / "README.md").read_text("utf-8").partition("## Install")[0]
     start = (results.ROOT / "index.md").read_text("utf-8").partition("```{toctree}")[0]
     assert re.sub(r"::::\{grid\}.*?\n::::\n\n", "", start, flags=re.DOTALL) == readme

@@ -132,7 +132,6 @@ def test_all_fits(lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, True])
 def test_state_on_the_host(clip: bool, lab: Lab) -> None:
-    """The budget holds weights and gradients, and not the state."""
     budget = 3 * weight_bytes()
     found, recipes = train(lab, budget, clip=clip, accumulate=2)
     # Where it begins with gradients on the host, a GPU sums norms otherwise.
@@ -291,8 +290,6 @@ def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_state_that_is_there_already(lab: Lab) -> None:
-    """As when training goes on from a checkpoint: from the CPU to where the recipe has it."""
-
     def resumed(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = adamw(model)
         for parameter in model.parameters():
@@ -401,7 +398,6 @@ def test_what_neither_side_can_hold_is_refused() -> None:
 def test_another_part_of_the_state_is_resident(
     recipe: Recipe, before: int, after: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of it, that of the layers, or all."""
     parts = (0, 2 * (weight_bytes() - 2 * WORDS * WIDTH * 4), 2 * weight_bytes())
 
     def with_part(*given: Any) -> offload.TrainingPlan:

@@ -131,7 +131,6 @@ def _plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
 
 
 def test_the_least_that_the_host_cannot_hold_is_resident() -> None:
-    """Whole parameters."""
     layer = 52 * GIB // 32
     by_recipe = {one.recipe: one for one in without_activations(PARTS, 80 * GIB, 50 * GIB).recipes}
     consumed, all_consumed = by_recipe[CONSUMED], by_recipe[ALL_CONSUMED]

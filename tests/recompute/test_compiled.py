@@ -176,7 +176,6 @@ def test_a_mode_in_one_pass_alone(seen: str, lab: Lab) -> None:
 
 
 def test_what_the_layer_is_called_with(lab: Lab) -> None:
-    """Arguments by name, nested, one tensor twice, none, and those that need no gradient."""
     layers, x = compiled(
         lambda: Counts(lambda x, y, z, pair, mask=None: ((x + y) * z.sigmoid() + pair[0] * pair[1]).tanh() * mask),
         compiled_wrapped,

@@ -14,8 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
+from offload.activations.activation_set import ActivationSet
+from offload.activations.context import OffloadContext
 from offload.activations.copies import Transfers
+from offload.activations.module_hooks import HookedLayers
+from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.operations import OPAQUE, known_operation
+from offload.recompute.policies import Policy
 
 LAYERS = 4
 
@@ -436,3 +441,125 @@ def test_bad_policies(policies: Any, error: type[Exception], words: str) -> None
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     with pytest.raises(error, match=words):
         offload.offload_layers(layers, 0, policies=policies)
+
+
+MORE = 5
+SCHEDULES = {
+    "default": offload.Schedule.default(3, MORE),
+    "released in forward, back in backward": offload.Schedule.from_synchronization_dict(
+        {0: (True, 2, False, 2), 1: (True, 4, False, 3)}, MORE
+    ),
+    "released in backward": offload.Schedule.from_synchronization_dict(
+        {1: (False, 4, False, 2), 2: (True, 4, False, 3)}, MORE
+    ),
+    "back before the last forward": offload.Schedule.from_synchronization_dict({1: (True, 3, True, 4)}, MORE),
+}
+SCHEDULED = {
+    "products offloaded": {"*mm": "offload", "*": "recompute"},
+    "products kept": {"*mm": "keep", "*": "recompute"},
+    "some": {"*norm*": "recompute", "gelu": "recompute", "*softmax": "recompute", "*": "offload"},
+}
+ORDERS = ["F0 B0 F1 B1", "F0 F1 B0 F2 B1 B2", "F0 F1 F2 B1 B0 B2"]
+PAIRS = [
+    (schedule, list(SCHEDULED)[(i + j) % len(SCHEDULED)], order)
+    for i, schedule in enumerate(SCHEDULES)
+    for j, order in enumerate(ORDERS)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "policies", "order"), PAIRS)
+def test_gradients(schedule: str, policies: str, order: str, lab: Lab) -> None:
+    layers, x = build("gpt", MORE, lab.device)
+    actions = order.split()
+    inputs = [x.detach().roll(i, 1).requires_grad_() for i in range(len(actions) // 2)]
+
+    def step() -> None:
+        losses: dict[str, torch.Tensor] = {}
+        for phase, number in actions:
+            if phase == "F":
+                y = through(layers, inputs[int(number)])
+                losses[number] = loss_of(y)
+            else:
+                losses.pop(number).backward()
+
+    leaves = leaves_of(layers, *inputs)
+    expected = gradients(leaves, step)
+    lab.adverse()
+    plan = {"schedule": SCHEDULES[schedule], "policies": SCHEDULED[policies]}
+    with offload.offload_layers(layers, min_bytes=1, device=lab.device, **plan) as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.stats().reloaded_bytes > 0
+        assert not handle.stats().late_reloads
+        assert "recompute" in handle.regions(MORE - 1).values()
+
+
+def test_layers_behind_the_last_one_with_policies_have_no_hooks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the next one: what it saves of the last one's output must not be dropped."""
+    layers, x = build("gpt", MORE, lab.device)
+    policies = [LayerPolicies({"*mm": Policy.OFFLOAD, "*": Policy.RECOMPUTE}, layer) for layer in layers[:2]]
+    schedule = offload.Schedule.default(1, MORE)
+    context = OffloadContext(schedule, MORE, min_bytes=1, device=lab.device, policies=[*policies, *[None] * (MORE - 2)])
+    entered = []
+    enter = ActivationSet.enter
+    monkeypatch.setattr(ActivationSet, "enter", lambda one, inputs=None: (entered.append(one.layer), enter(one))[1])
+    expected = step_gradients(layers, x)
+    entered.clear()
+    lab.adverse()
+    with HookedLayers(list(layers), context):
+        for _ in range(3):
+            entered.clear()
+            assert_same(expected, step_gradients(layers, x))
+            assert entered == [0, 1, 2]
+
+
+@pytest.fixture
+def captures(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Begins the capture when it is told to."""
+    if lab.device.type != "cpu":
+        pytest.skip("test_graph_policies.py captures graphs")
+    return monkeypatch
+
+
+def begin(captures: pytest.MonkeyPatch, lab: Lab) -> None:
+    captures.setattr(type(lab.backend), "capturing", True)
+    captures.setattr(torch.cuda, "is_available", lambda: True)
+    captures.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_capture_without_warm_up_is_refused(lab: Lab, captures: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab):
+        with captures.context() as capture:
+            begin(capture, lab)
+            with pytest.raises(offload.CaptureError, match="warm up with two steps before the capture"):
+                layers[0](x)
+        expected = step_gradients(build("decoder", LAYERS, lab.device)[0], x)
+        assert_same(expected, step_gradients(layers, x))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytest.MonkeyPatch) -> None:
+    """What draws them is kept, and what is computed from it recomputed; a compiled layer is kept as a whole."""
+    layers, x = build("gpt", LAYERS, lab.device)
+    if compiled:
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+    expected = step_gradients(layers, x)
+    with offloaded(layers, lab, num_layers=2) as handle:
+        for _ in range(2):
+            before = handle.stats()
+            assert_same(expected, step_gradients(layers, x))
+        warm_up = handle.stats() - before
+        begin(captures, lab)
+        before = handle.stats()
+        assert_same(expected, step_gradients(layers, x))
+        captured = handle.stats() - before
+        assert captured.offloaded_bytes <= warm_up.offloaded_bytes  # no more host memory than the warm-up has pinned
+        y = through(layers, x)
+        with Seen() as seen:
+            loss_of(y).backward()
+        assert not seen.times["bernoulli_"]
+        assert compiled or seen.times["gelu"] == LAYERS

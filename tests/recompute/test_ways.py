@@ -177,8 +177,6 @@ def test_an_input_that_the_layer_changes_in_place_is_not_recomputed_from(lab: La
 
 
 def test_a_dropped_tensor_that_is_changed_afterwards(lab: Lab) -> None:
-    """It is recomputed as it was when autograd saved it."""
-
     def function(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
         y = (x @ w).tanh()
         z = y * x

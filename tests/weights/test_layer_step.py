@@ -268,7 +268,6 @@ def test_layers_that_are_recomputed(reentrant: bool, group: int, lab: Lab) -> No
 
 @pytest.mark.parametrize("policies", [{"*": "recompute"}, {"*": "offload"}, {"*linear*": "keep", "*": "recompute"}])
 def test_activations_that_are_recomputed_or_offloaded(policies: dict[str, str], lab: Lab) -> None:
-    """The library's own recomputation reads the weights before the layer is left."""
     calls = 0
 
     def count(*_: object) -> None:
@@ -363,8 +362,6 @@ def test_other_ways_through_the_layers(run: Callable[[Loop], None], shared: bool
 
 
 def test_parameters_of_other_optimizers(lab: Lab) -> None:
-    """The gates have an optimizer of their own, which steps on the host as it always did."""
-
     def run(loop: Loop) -> None:
         gates = torch.optim.SGD([layer.gate for layer in loop.layers], lr=0.125)
         for number in range(4):
@@ -467,7 +464,6 @@ def test_a_second_backward_of_the_same_forward_is_refused(lab: Lab) -> None:
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: Lab) -> None:
-    """The last layers have made the step, and the first have not: a checkpoint mends it."""
     plain, loop = Loop(lab.device, streamed=False), Loop(lab.device)
     train(plain, 2)
     train(loop, 2)
@@ -546,7 +542,6 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_interrupts(lab: Lab) -> None:
-    """Ctrl-C anywhere in the library: the step is made, or it is not, or the next use says so."""
     numbers = ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3])
     expected = []
     for steps in numbers:
@@ -618,7 +613,6 @@ def test_what_cannot_be_stepped_in_backward_is_refused_before_anything_is_change
 
 
 def test_weights_that_are_read_after_backward_are_the_new_ones(lab: Lab) -> None:
-    """By the program, by ``state_dict()`` and by an evaluation."""
     loop, plain = Loop(lab.device), Loop(lab.device, streamed=False)
     plain.step(plain.loss(0))
     expected = plain.layers.state_dict().values()

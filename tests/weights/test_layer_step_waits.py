@@ -222,7 +222,6 @@ def test_the_waits_beside_compute_are_needed(wait: Enum, scenario: Scenario, lab
 def test_nothing_blocks_the_host_before_the_end_of_backward_and_nothing_is_allocated(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second step on, neither slots nor pinned memory."""
     layers, x = built()
     x = x.to(lab.device).requires_grad_()
     with stream_weights(layers, lab.device) as weights:

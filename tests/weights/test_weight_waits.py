@@ -241,7 +241,6 @@ def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.Mon
 
 
 def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first microbatch's host waits, in order: all of them after the last layer's backward."""
     layers, x = build(Linear, LAYERS, lab.device)
     with stream_weights(layers, lab.device) as handle:
         gradients(layers, x)
