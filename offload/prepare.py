@@ -39,9 +39,7 @@ from offload.weights.streamed import StreamedWeights, WeightStats, stream_weight
 
 _logger = logging.getLogger(__name__)
 
-FIRST_SHARE = 0.6
-"""A first recipe leaves the rest of the budget to activations that nobody has measured yet."""
-
+FIRST_SHARE = 0.6  # a first recipe leaves the rest of the budget to activations that nobody has measured yet
 _ALL = 1 << 60
 
 
@@ -70,19 +68,16 @@ class PreparedTraining(Handle):
         self._device = device
         self._state_dtype = state_dtype
         self._chunk_bytes = chunk_bytes
-        self._follow = follow
-        """How a plan of the activations is followed."""
+        self._follow = follow  # how a plan of the activations is followed
         self._plan = plan
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
         self._activations: FollowPlan | None = None
         self._decided = self._removed = False
-        self._prediction: Prediction | None = None
-        """Of steps, from what was measured."""
+        self._prediction: Prediction | None = None  # of steps, from what was measured
         self._predicted: tuple[Plan, float] | None = None
         """The plan of the activations that is followed, and the predicted seconds of its step."""
-        self._link_left: Link | None = None
-        """For activations, beside the copies of the chosen recipe."""
+        self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         recipe = _first_recipe(plan)
         self._put_in_place(next(one for one in plan.recipes if one.recipe == recipe))
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -181,10 +176,8 @@ class PreparedTraining(Handle):
     # Putting a recipe in place, and taking it away: between two steps.
 
     def _put_in_place(self, planned: RecipePlan) -> None:
-        recipe = self.recipe = planned.recipe
-        """Where weights, gradients and optimizer state are now."""
-        self.resident_bytes = planned.resident_bytes
-        """Optimizer state that is on the device by the recipe."""
+        recipe = self.recipe = planned.recipe  # where weights, gradients and optimizer state are now
+        self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
         if recipe.weights == "streamed" and self._weights is None:
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)

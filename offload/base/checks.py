@@ -13,8 +13,7 @@ _UNITS: dict[str, int] = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_MOST_BYTES = 1 << 50
-"""More than any device has."""
+_MOST_BYTES = 1 << 50  # more than any device has
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 

@@ -61,14 +61,11 @@ class LayerCall:
 
     def __init__(self, *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
-        self.recomputes = in_backward()
-        """Whether backward runs the forward, to recompute what was not saved."""
-        self.first_node = next_node()
-        """The number of the first node that autograd makes in it."""
+        self.recomputes = in_backward()  # whether backward runs the forward, to recompute what was not saved
+        self.first_node = next_node()  # the number of the first node that autograd makes in it
         self.in_checkpoint = in_checkpoint
         """Whether the forward runs in a checkpoint of the layer's whole call, whose hooks then tell nothing."""
-        self.told: list[LayerListener] = []
-        """The listeners that know of the beginning, and so have to know of the end."""
+        self.told: list[LayerListener] = []  # the listeners that know of the beginning, and so have to know of the end
         self.error_around: BaseException | None = sys.exception()
         """The error that the program handles while it runs the layer, if any: no error of the layer's."""
 
@@ -84,8 +81,7 @@ def without_listeners() -> AbstractContextManager[None]:
 class Handle(ABC):
     """What the program holds of a part of the library that was put on layers; a context manager that undoes it."""
 
-    again: ClassVar[str]
-    """What the user does for another one, if the handle has a ``state``."""
+    again: ClassVar[str]  # what the user does for another one, if the handle has a ``state``
 
     @abstractmethod
     def remove(self) -> None:
@@ -126,10 +122,8 @@ class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 
     turn: ClassVar[Turn]
-    handle: Handle | None = None
-    """What the user calls ``remove()`` on."""
-    device: torch.device | None = None
-    """Where the layer computes, if the listener moves the layer's weights there."""
+    handle: Handle | None = None  # what the user calls ``remove()`` on
+    device: torch.device | None = None  # where the layer computes, if the listener moves the layer's weights there
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         """The forward begins; the one before may have been cut off without an end."""
@@ -197,8 +191,7 @@ class _LayerEvents:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.listeners: list[LayerListener] = []
-        """In the order of :class:`Turn`."""
+        self.listeners: list[LayerListener] = []  # in the order of :class:`Turn`
         self._running: dict[tuple[int, bool], LayerCall] = {}
         """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.

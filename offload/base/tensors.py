@@ -12,8 +12,7 @@ import torch
 
 from offload.base.torch_private import negated
 
-ALIGNMENT_BYTES = 256
-"""Where a tensor may start in flat memory: what CUDA's own allocator guarantees, at least."""
+ALIGNMENT_BYTES = 256  # where a tensor may start in flat memory: what CUDA's own allocator guarantees, at least
 
 Geometry = tuple[torch.dtype, "int | torch.SymInt", torch.Size, tuple[int, ...], bool, bool]
 """How a tensor views its storage: dtype, offset, sizes, strides, whether conjugated, whether negated."""

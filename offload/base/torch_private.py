@@ -93,8 +93,7 @@ keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the backward that runs was called with ``retain_graph=True``."""
 keep_versions = _find("autograd._unsafe_preserve_version_counter")
 """A context that undoes changes of a tensor's version."""
-CAST_NODE = _constant("_C._functions.ToCopyBackward0")
-"""The node of ``Tensor.to``, which autocast calls on a parameter."""
+CAST_NODE = _constant("_C._functions.ToCopyBackward0")  # the node of ``Tensor.to``, which autocast calls on a parameter
 RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")
 """The node that gives a matrix product's result its shape."""
 
@@ -161,10 +160,8 @@ def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
 
 # Tracing, transforms and dispatch.
 
-profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-"""Whether a profiler runs."""
-function_modes = _find("_C._len_torch_function_stack")
-"""How many modes see calls of PyTorch's functions."""
+profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")  # whether a profiler runs
+function_modes = _find("_C._len_torch_function_stack")  # how many modes see calls of PyTorch's functions
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 
@@ -233,10 +230,8 @@ address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 # What StorageWeakRef of torch.multiprocessing does in three times as long, as each saved storage needs one.
 weak_storage, is_expired = _find("UntypedStorage._weak_ref"), _find("UntypedStorage._expired")
 free_weak_storage = _find("UntypedStorage._free_weak_ref")
-negated = _find("_neg_view")
-"""A view whose elements are read with the other sign."""
-raw_stream = _find("_C._cuda_getCurrentRawStream")
-"""The handle of the current stream of a device, given by its index."""
+negated = _find("_neg_view")  # a view whose elements are read with the other sign
+raw_stream = _find("_C._cuda_getCurrentRawStream")  # the handle of the current stream of a device, given by its index
 
 
 def owners_of(storage: torch.UntypedStorage) -> int:
@@ -246,8 +241,7 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 
 # Modules, DistributedDataParallel, pipelines.
 
-APPLY = "_apply"
-"""The method of a module that ``to``, ``cuda``, ``half`` and others call."""
+APPLY = "_apply"  # the method of a module that ``to``, ``cuda``, ``half`` and others call
 forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
 running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)
 """The ``DistributedDataParallel`` whose forward runs, if there is one."""

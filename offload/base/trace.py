@@ -23,8 +23,7 @@ PREFIX = "offload::"
 class Mark(NamedTuple):
     """Something that begins."""
 
-    what: str
-    """``forward``, ``backward``, ``other``, ``wait``, ``d2h`` or ``h2d``."""
+    what: str  # ``forward``, ``backward``, ``other``, ``wait``, ``d2h`` or ``h2d``
     layer: int | None
 
     @property
@@ -44,8 +43,7 @@ class Recorder:
     marks: list[tuple[float, Mark]] = field(default_factory=list)
     copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)
     """Start, end, mark and bytes of each copy."""
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end of each wait of the compute stream."""
+    waits: list[tuple[float, float]] = field(default_factory=list)  # start and end of each wait of the compute stream
 
     @property
     def last_mark(self) -> Mark:

@@ -26,8 +26,7 @@ class Worker:
     def restart(self) -> None:
         """Start a new thread for the next job: a forked child has no other threads."""
         self._starting = threading.Lock()
-        self._jobs: _Jobs | None = None
-        """``None`` as long as there is no thread."""
+        self._jobs: _Jobs | None = None  # ``None`` as long as there is no thread
 
     def submit(self, job: Callable[[], object], errors: _Errors) -> None:
         """Queue ``job``; what it raises is appended to ``errors``, and the thread goes on."""

@@ -31,8 +31,7 @@ from offload.recompute.layer_policies import LayerPolicies
 
 _logger = logging.getLogger(__name__)
 
-MOST_TIMED = 4
-"""So many layers of a kind are timed at each level; others are only proven."""
+MOST_TIMED = 4  # so many layers of a kind are timed at each level; others are only proven
 
 
 class FollowCompiledPlan(FollowPlan):
@@ -51,8 +50,7 @@ class FollowCompiledPlan(FollowPlan):
         self._options = options
         self._forwards: list[CompiledForward | None] = []
         """Of each layer, what runs it at a level; ``None`` for a layer that has no levels."""
-        self._whole: list[CompiledForward] = []
-        """What runs layers that have no levels, and are compiled as a whole."""
+        self._whole: list[CompiledForward] = []  # what runs layers that have no levels, and are compiled as a whole
         self._logged: set[str] = set()
         self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
         """What layers of each kind that were timed take at each level."""

@@ -26,8 +26,7 @@ from offload.planning.profile import LayerProfile
 class Marks:
     """The marks of one microbatch in one layer."""
 
-    ends_with_input: bool
-    """Whether backward ends once the gradient of the layer's first input is known."""
+    ends_with_input: bool  # whether backward ends once the gradient of the layer's first input is known
     forward_start: Any = None
     forward_end: Any = None
     backward_start: Any = None
@@ -44,17 +43,13 @@ class LayerTimes(Attachment):
         self.backend = backend
         self.rules = Rules(backend.device, min_bytes)
         self.layers = [MeasuredLayer(self, number, module) for number, module in enumerate(layers)]
-        self.hooks = ExitStack()
-        """Takes the hooks on inputs and parameters off."""
-        self.running: MeasuredLayer | None = None
-        """The layer whose first forward since :meth:`start` runs now."""
-        self.memory: MemoryPeak | None = None
-        """Tells what is allocated, if that is asked for."""
+        self.hooks = ExitStack()  # takes the hooks on inputs and parameters off
+        self.running: MeasuredLayer | None = None  # the layer whose first forward since :meth:`start` runs now
+        self.memory: MemoryPeak | None = None  # tells what is allocated, if that is asked for
         self.between_bytes = 0
         """The most that was allocated between the last forward and its backward, above that at the step's start."""
         self._most_bytes = 0
-        self.paused = False
-        """Whether layers run that are not to be timed."""
+        self.paused = False  # whether layers run that are not to be timed
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -163,10 +158,8 @@ class MeasuredLayer(LayerListener):
 
     def __init__(self, recorder: LayerTimes, number: int, module: torch.nn.Module) -> None:
         self.number = number
-        self.rounds: list[Marks] = []
-        """One for each microbatch."""
-        self.tensors: dict[int, int] = {}
-        """The bytes of each storage that it saves, by the storage's address, in order."""
+        self.rounds: list[Marks] = []  # one for each microbatch
+        self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
         self.peaks = {"forward": 0, "backward": 0}
         """The most device memory while it ran, above that at the step's start."""
         self._recorder = recorder

@@ -26,9 +26,7 @@ import torch
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import RegionProfile
 
-LARGER = 1.5
-"""From this factor on, larger inputs than those of the only timing are timed, too."""
-
+LARGER = 1.5  # from this factor on, larger inputs than those of the only timing are timed, too
 MUCH_LARGER = 6.6
 """The same, once two shapes were timed. A fourth timing needs inputs 1.5 × 6.6 × 6.6 > 64 times as large as the first.
 """
@@ -36,22 +34,18 @@ MUCH_LARGER = 6.6
 Powers = tuple[int, ...]
 """Of each side, the power with which bytes grow; empty if bytes grow with the number of elements."""
 
-Size = dict[Powers, float]
-"""All that bytes grow with: the number of elements, and the products of the powers of sides."""
+Size = dict[Powers, float]  # all that bytes grow with: the number of elements, and the products of the powers of sides
 
-Regions = Sequence[Sequence[RegionProfile]]
-"""Of each layer."""
+Regions = Sequence[Sequence[RegionProfile]]  # of each layer
 
-RegionNames = tuple[tuple[str, ...], ...]
-"""The names of the regions of each layer."""
+RegionNames = tuple[tuple[str, ...], ...]  # the names of the regions of each layer
 
 
 class Inputs(NamedTuple):
     """What the first layer computes from in one microbatch: no masks, whose size is another power of lengths."""
 
     elements: int
-    sides: tuple[int, ...]
-    """Of all tensors, in order."""
+    sides: tuple[int, ...]  # of all tensors, in order
 
 
 class Timed(NamedTuple):
@@ -59,8 +53,7 @@ class Timed(NamedTuple):
 
     inputs: Inputs
     profile: Profile
-    missing_bytes: int
-    """What the microbatch needed outside of the layers."""
+    missing_bytes: int  # what the microbatch needed outside of the layers
 
 
 class CostsBySize:
@@ -72,10 +65,8 @@ class CostsBySize:
         self._powers: dict[RegionNames, list[list[Powers]]] = {}
         """With what the bytes of each region of each layer grow."""
         self._timed: list[Timed] = []
-        self._covered: list[Inputs] = []
-        """The inputs of which :attr:`largest` is the size."""
-        self._more_bytes = 0.0
-        """For each element, what microbatches needed outside of the layers beyond what was timed."""
+        self._covered: list[Inputs] = []  # the inputs of which :attr:`largest` is the size
+        self._more_bytes = 0.0  # for each element, what microbatches needed outside of the layers beyond what was timed
         self._sizes: dict[Inputs, Size] = {}
         self._lacking: dict[Inputs, bool] = {}
         """What was found of inputs since something was learned or timed: every microbatch asks."""

@@ -25,9 +25,7 @@ from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
 from offload.recompute.state import LayerState, drawn_again, states_of
 
-TIMES = 2
-"""So many runs at each level are timed, of which the shortest counts, behind one that compiles."""
-
+TIMES = 2  # so many runs at each level are timed, of which the shortest counts, behind one that compiles
 ROUNDED = 0.75
 """Two gradients differ by rounding if the distance, in parts of their length, is below the dtype's step to this power:
 3% in bfloat16, 7e-6 in float32. Other random numbers make it 30% and more."""
@@ -54,12 +52,9 @@ class NotCompiledError(Exception):
 class Levels(NamedTuple):
     """What a layer's trial has found."""
 
-    levels: list[Level]
-    """Those that may be chosen, the one that saves the fewest bytes first."""
-    costs: tuple[RegionProfile, ...]
-    """The layer's inputs, and what each level keeps beside the one before."""
-    seconds: Mapping[Level, float]
-    """Of each level that was tried."""
+    levels: list[Level]  # those that may be chosen, the one that saves the fewest bytes first
+    costs: tuple[RegionProfile, ...]  # the layer's inputs, and what each level keeps beside the one before
+    seconds: Mapping[Level, float]  # of each level that was tried
     said: list[str]
 
 
@@ -67,8 +62,7 @@ class _LevelRun(NamedTuple):
     gradients: list[torch.Tensor | None]
     saved_bytes: int
     marks: tuple[Any, Any]
-    states: list[torch.Tensor]
-    """Of the generators, after forward and after backward."""
+    states: list[torch.Tensor]  # of the generators, after forward and after backward
 
 
 class _Trial:

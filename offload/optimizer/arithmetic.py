@@ -16,8 +16,7 @@ from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import stand_in_for, with_groups
 
 TIMED_STEPS = 3
-STATE_BYTES = 8
-"""Of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more."""
+STATE_BYTES = 8  # of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more
 FILLING = 64
 """Copies that keep an accelerator busy until the host has queued the step: its kernels are timed, and no gaps."""
 

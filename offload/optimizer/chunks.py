@@ -32,8 +32,7 @@ from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhook
 from offload.optimizer.state import TOTAL, WEIGHTS, ParameterState, StateStore, local
 
 NUM_SLOTS = 3
-PIECE_ELEMENTS = 1024
-"""Pieces begin at multiples of this: vectors of kernels, and the alignment of copies."""
+PIECE_ELEMENTS = 1024  # pieces begin at multiples of this: vectors of kernels, and the alignment of copies
 
 
 class StepWait(Enum):
@@ -104,14 +103,12 @@ class ChunkStepper:
         this = weakref.ref(self)
         self.store = StateStore(backend, settle=lambda: None if (one := this()) is None else one.settle(), **options)
         self.counters: Counter[str] = self.store.counters
-        self.torn = ""
-        """What was cut off in the middle of a step: parameters and state belong to different steps since."""
+        self.torn = ""  # what was cut off in the middle of a step: parameters and state belong to different steps since
         self.chunk_bytes = chunk_bytes
         self._d2h_stream, self._h2d_stream = backend.copy_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
-        self.last_copy: Event | None = None
-        """Of all that were queued to the host; ``None`` if it is known to be over."""
+        self.last_copy: Event | None = None  # of all that were queued to the host; ``None`` if it is known to be over
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     @property

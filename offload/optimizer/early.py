@@ -40,12 +40,9 @@ class LayerGradient(NamedTuple):
     """The gradient of a parameter whose weights are on the host."""
 
     parameter: torch.Tensor
-    gradient: torch.Tensor
-    """On the device."""
-    total: torch.Tensor | None
-    """On the host: what earlier microbatches have left, to which the gradient is added."""
-    weights: torch.Tensor | None
-    """On the device, where they are updated; ``None`` if they have to be loaded."""
+    gradient: torch.Tensor  # on the device
+    total: torch.Tensor | None  # on the host: what earlier microbatches have left, to which the gradient is added
+    weights: torch.Tensor | None  # on the device, where they are updated; ``None`` if they have to be loaded
 
 
 class BackwardSteps:

@@ -18,8 +18,7 @@ import torch
 class WeightHolder(ABC):
     """Holds the weights of some parameters on the host, and loads the weights when their layer computes."""
 
-    device: torch.device
-    """Where the layers compute."""
+    device: torch.device  # where the layers compute
     parameters: AbstractSet[torch.Tensor]
 
     @abstractmethod

@@ -24,23 +24,20 @@ for optimizers that hold the state of large parameters in 8 bits."""
 SPLIT = 64  # elements: kernels of the CPU compute the last few, behind the last whole vector, by other instructions
 RATE = 1e-2  # in place of the learning rate, which may still be 0 while a scheduler warms up
 
-Layout = Mapping[str, torch.dtype]
-"""The state tensors that have the parameter's shape, by name."""
+Layout = Mapping[str, torch.dtype]  # the state tensors that have the parameter's shape, by name
 
 
 class Proof(NamedTuple):
     """How an optimizer may be split."""
 
     elementwise: bool
-    layouts: Mapping[torch.Tensor, Layout]
-    """Of each parameter."""
+    layouts: Mapping[torch.Tensor, Layout]  # of each parameter
 
 
 class _Tried(NamedTuple):
     """One small parameter, and what is done to it."""
 
-    parameters: list[torch.Tensor]
-    """The parameters of the same kind."""
+    parameters: list[torch.Tensor]  # the parameters of the same kind
     options: dict[str, Any]
     value: torch.Tensor
     gradients: list[torch.Tensor]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-REMAINDER = "master_remainder"
-"""The name of the remainders in the state of a parameter."""
+REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
 _TIE = 1 << 15
 
 

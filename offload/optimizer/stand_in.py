@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-Group = dict[str, Any]
-"""A parameter group: options, and ``params``."""
+Group = dict[str, Any]  # a parameter group: options, and ``params``
 
 
-OWN = {"param_groups", "state"}
-"""The attributes, beside hooks, that a stand-in has of its own."""
+OWN = {"param_groups", "state"}  # the attributes, beside hooks, that a stand-in has of its own
 
 
 def with_groups(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor]]:

@@ -89,8 +89,7 @@ class ParameterState:
         """The weights on the device, where a layer that was in backward has left them there."""
         self.total: torch.Tensor | None = None
         """Of weights on the host: the gradient there, to which :attr:`gradient` is added if there is one."""
-        self.written: Event | None = None
-        """After it, the copies that were queued to the homes are over."""
+        self.written: Event | None = None  # after it, the copies that were queued to the homes are over
 
     def sources(self) -> dict[str, torch.Tensor]:
         """What a step needs on the device beside state and :attr:`gradient`."""
@@ -289,8 +288,7 @@ class StateStore:
             self.counters["host_bytes"] += like.nbytes
 
 
-_pooled: set[int] = set()
-"""Where homes begin that are in a pool."""
+_pooled: set[int] = set()  # where homes begin that are in a pool
 
 
 def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:

@@ -24,10 +24,8 @@ from offload.optimizer.proof import prove
 from offload.optimizer.stand_in import with_groups, without_parameters
 from offload.optimizer.state import local, spread
 
-CHUNK_BYTES = 512 << 20
-"""Of state: AdamW's for 64 Mi parameters, in float32."""
-MIN_CHUNKS = 8
-"""In which the state is streamed, if it is less than so many times the size of a chunk."""
+CHUNK_BYTES = 512 << 20  # of state: AdamW's for 64 Mi parameters, in float32
+MIN_CHUNKS = 8  # in which the state is streamed, if it is less than so many times the size of a chunk
 
 _streamed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 

@@ -32,8 +32,7 @@ class RegionCosts(NamedTuple):
 
     kept: frozenset[int]
     """The regions that are kept or offloaded until backward: saved ones, and the layer's inputs if any is dropped."""
-    dropped: frozenset[int]
-    """The saved regions that backward recomputes."""
+    dropped: frozenset[int]  # the saved regions that backward recomputes
     rerun: tuple[int, ...]
     """The regions whose operations run again, in the order of forward: the dropped ones, and those they depend on."""
     kept_bytes: int
@@ -123,8 +122,7 @@ class Piece(NamedTuple):
     seconds: float
     taken_bytes: int = 0
     freed_bytes: int = 0
-    offloads: bool = False
-    """In forward: whether ``taken_bytes`` are copied to the host once the piece has ended."""
+    offloads: bool = False  # in forward: whether ``taken_bytes`` are copied to the host once the piece has ended
     awaits: int | None = None
     """In backward: the number of the layer's offloaded tensor that is waited for; later ones are reloaded before it."""
 
@@ -133,10 +131,8 @@ class LayerPieces(NamedTuple):
     """Forward and backward of one layer."""
 
     forward: list[Piece]
-    backward: list[Piece]
-    """Recomputation first, if anything was dropped; then the last operation of forward first."""
-    offloaded: list[int]
-    """The bytes of each offloaded tensor, in the order of saving."""
+    backward: list[Piece]  # recomputation first, if anything was dropped; then the last operation of forward first
+    offloaded: list[int]  # the bytes of each offloaded tensor, in the order of saving
 
 
 class LayerCosts(NamedTuple):
@@ -147,24 +143,16 @@ class LayerCosts(NamedTuple):
     """
 
     forward_s: float
-    backward_s: float
-    """With recomputation."""
+    backward_s: float  # with recomputation
     recompute_s: float
-    offload_s: float
-    """Seconds of the copies to the host, one after the other."""
-    offloaded_after_s: float
-    """The last copy to the host ends no sooner than so long after forward's start."""
-    reload_s: float
-    """Seconds of the reload's copies."""
-    backward_after_s: float
-    """Backward ends no sooner than so long after the reload's start."""
-    held_bytes: int
-    """On the device after forward, before anything is released."""
+    offload_s: float  # seconds of the copies to the host, one after the other
+    offloaded_after_s: float  # the last copy to the host ends no sooner than so long after forward's start
+    reload_s: float  # seconds of the reload's copies
+    backward_after_s: float  # backward ends no sooner than so long after the reload's start
+    held_bytes: int  # on the device after forward, before anything is released
     offloaded_bytes: int
-    forward_peak_bytes: int
-    """The most that forward has on the device."""
-    backward_peak_bytes: int
-    """The most that backward has on the device, with what forward has left or was reloaded."""
+    forward_peak_bytes: int  # the most that forward has on the device
+    backward_peak_bytes: int  # the most that backward has on the device, with what forward has left or was reloaded
 
 
 @lru_cache(maxsize=4096)
@@ -280,8 +268,7 @@ class Peaks(NamedTuple):
 
     forward: list[int]
     between: int
-    backward: list[int]
-    """By the layers' numbers."""
+    backward: list[int]  # by the layers' numbers
 
 
 def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
@@ -315,8 +302,7 @@ def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -
     """Seconds from the first forward to the end of the last backward, with ``loss_s`` of compute between the two."""
     resident = len(layers) - num_layers
     now_s = copied_s = 0.0
-    offloaded_s: list[float] = []
-    """When each layer and those before it are on the host."""
+    offloaded_s: list[float] = []  # when each layer and those before it are on the host
     for number, layer in enumerate(layers):
         if number >= resident:
             now_s = max(now_s, offloaded_s[number - resident])
@@ -324,8 +310,7 @@ def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -
         offloaded_s.append(copied_s)
         now_s += layer.forward_s
     now_s += loss_s
-    reloads_s = [0.0] * len(layers)
-    """When the reload of each layer starts."""
+    reloads_s = [0.0] * len(layers)  # when the reload of each layer starts
     for number in reversed(range(len(layers))):
         reloaded = number - resident + 1
         if 0 <= reloaded < num_layers:

@@ -27,11 +27,8 @@ from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
 
-FREE = 1e-3
-"""By what part of it a step may be longer that counts as equally long."""
-
-MORE = 1.25
-"""How much more of something :meth:`Plan.helps` asks for."""
+FREE = 1e-3  # by what part of it a step may be longer that counts as equally long
+MORE = 1.25  # how much more of something :meth:`Plan.helps` asks for
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,9 +16,7 @@ from typing import Self
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
 from offload.recompute.costs import RegionProfile
 
-UNLISTED_PIECES = 8
-"""Into how many equal tensors the bytes of a layer are divided that does not list them."""
-
+UNLISTED_PIECES = 8  # into how many equal tensors the bytes of a layer are divided that does not list them
 VERSION = 1
 """Of a profile's text. A later version of the library may write texts of a higher version, which are refused."""
 

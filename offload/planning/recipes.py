@@ -23,23 +23,16 @@ from offload.planning.simulate import Interlude, simulate_steps
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.schedule.points import Point
 
-LEAST_SHARE = 0.05
-"""Of the link, for activations beside copies that need all of it: a plan needs some speed."""
-
-MORE_SHARE = 1.5
-"""How much more than its rest is tried of a link, too."""
-
+LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all of it: a plan needs some speed
+MORE_SHARE = 1.5  # how much more than its rest is tried of a link, too
 SHARES = (1 / 3, 2 / 3, 1.0)
 """Of the state that can be resident at most, what is tried where the copies of the rest make the step longer."""
 
-WORTH = 0.005
-"""By what part of the step more resident state must be able to shorten it, so that it is planned for."""
-
+WORTH = 0.005  # by what part of the step more resident state must be able to shorten it, so that it is planned for
 LEAST_GAIN = 1e-3
 """By what part of the step state must shorten it that is resident because the activations do not need the memory."""
 
-MARGIN = 0.02
-"""Of the budget, what such state leaves free."""
+MARGIN = 0.02  # of the budget, what such state leaves free
 
 
 @dataclass(frozen=True)

@@ -36,26 +36,17 @@ from offload.planning.layer_costs import (
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
 
-FEW = 2000
-"""So many choices of a small model are all tried."""
-
-STEPS = 4
-"""In how many steps of the grid the offloaded layers go from one level to the next."""
-
+FEW = 2000  # so many choices of a small model are all tried
+STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
 COUNTS = 16
 """Up to so many numbers of offloaded layers are tried; of deeper models each second one, or third, and so on."""
 
-SWEPT = 96
-"""How many layers have, in all, the choices of which single layers are given other policies."""
-
-SWEEPS = 3
-"""How often each of those layers is tried with each other policy."""
-
+SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
+SWEEPS = 3  # how often each of those layers is tried with each other policy
 SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")
 """Of a layer's costs, those that add up to a step in which nothing waits."""
 
-ROUNDING = 1e-8
-"""By what part of it two steps may differ that are as long as each other."""
+ROUNDING = 1e-8  # by what part of it two steps may differ that are as long as each other
 
 
 class Among(Enum):
@@ -80,8 +71,7 @@ class Choice(NamedTuple):
 class Score(NamedTuple):
     """What a choice comes to; the least is the best."""
 
-    step_s: float
-    """Rounded, so that of equally fast choices that is best which offloads the fewest bytes."""
+    step_s: float  # rounded, so that of equally fast choices that is best which offloads the fewest bytes
     host_bytes: int
     peak_bytes: int
 
@@ -136,8 +126,7 @@ class Search:
         self.most_bytes = most_bytes
         self.most_host_bytes = most_host_bytes
         self.count = len(profile.layers)
-        self.counts = range(1 if among is Among.CHECKPOINTS else self.count)
-        """How many layers may be offloaded."""
+        self.counts = range(1 if among is Among.CHECKPOINTS else self.count)  # how many layers may be offloaded
         self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
         and regions need not be told apart. For a layer without regions it is the only one."""
@@ -159,8 +148,7 @@ class Search:
             for number in numbers:
                 level[number] = max(level[number], way)  # rounding may exchange two of equal gain
             self.levels.append(tuple(level))
-        self.highest = (len(self.levels) - 1) * self.count
-        """The position at which all layers are on the highest level."""
+        self.highest = (len(self.levels) - 1) * self.count  # the position at which all layers are on the highest level
         by_layer = [_costs_of(*layer, link) for layer in zip(profile.layers, map(tuple, self.ways), strict=True)]
         self._kept, self._offloaded = map(list, zip(*by_layer, strict=True))
         """Of each layer, the costs of each of its ways if it is not offloaded, and if it is."""

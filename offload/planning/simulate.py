@@ -31,14 +31,11 @@ class Interlude(NamedTuple):
 
     label: str
     duration_s: float
-    nbytes: int = 0
-    """Device memory that it needs while it runs."""
+    nbytes: int = 0  # device memory that it needs while it runs
     loaded_bytes: int = 0
     """Copied to the device from its start on; compute waits for the copy where an interlude ``awaits`` it."""
-    sent_bytes: int = 0
-    """Copied to the host after that."""
-    awaits: str = ""
-    """The label of the interlude whose load is over before it starts."""
+    sent_bytes: int = 0  # copied to the host after that
+    awaits: str = ""  # the label of the interlude whose load is over before it starts
 
 
 def simulate(
@@ -104,8 +101,7 @@ class _Task:
     amount: float
     label: str = ""
     layer: int | None = None
-    after: _Task | None = None
-    """A task of another stream, over before this one starts."""
+    after: _Task | None = None  # a task of another stream, over before this one starts
     taken_bytes: int = 0
     """Device memory that is allocated when the task starts, or freed if negative; ``freed_bytes`` are when it ends."""
     freed_bytes: int = 0
@@ -153,8 +149,7 @@ def _tasks(
     ]
     copies: defaultdict[int, list[_Task]] = defaultdict(list)
     """By layer, the copies of its tensors in the order of saving: to the host, later back."""
-    loads: dict[str, _Task] = {}
-    """Of interludes, by their labels."""
+    loads: dict[str, _Task] = {}  # of interludes, by their labels
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:
         """From here on so many more (or fewer) bytes are on the device; compute waits for ``after`` before that."""

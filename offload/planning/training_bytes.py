@@ -14,11 +14,8 @@ CPU_ELEMENTS_PER_S = 6e9
 """Parameters per second that ``torch.optim.AdamW(fused=True)`` steps on 16 cores, in bfloat16: measured beside an H200.
 Only the order of recipes depends on it, and stepping on the CPU comes last anyway."""
 
-LAYERS_IN_FLIGHT = 2
-"""Layers whose weights, or whose gradients, are on the device at once where they are streamed."""
-
-GAP_BYTES = 1 << 10
-"""Between two tensors in flat host memory there is no more than this."""
+LAYERS_IN_FLIGHT = 2  # layers whose weights, or whose gradients, are on the device at once where they are streamed
+GAP_BYTES = 1 << 10  # between two tensors in flat host memory there is no more than this
 
 
 class Recipe(NamedTuple):
@@ -48,10 +45,8 @@ RECIPES = (
 class RecipeSeconds(NamedTuple):
     """What a recipe adds to a step beside the activations, and beside copies that forward and backward can hide."""
 
-    tail: float
-    """Backward ends so much later: nothing is left to hide the loads of what it comes to last."""
-    step: float
-    """After backward."""
+    tail: float  # backward ends so much later: nothing is left to hide the loads of what it comes to last
+    step: float  # after backward
     beside: float
     """Of the optimizer's arithmetic, what runs in backward, where it takes the device's time from the layers."""
 

@@ -36,12 +36,9 @@ class LayerSteps:
         self._steps: weakref.ref[BackwardSteps] | None = None
         self._left: dict[WeightLayer, dict[HostParameter, list[torch.Tensor]]] = {}
         """Layers that backward has left with gradients, and that are not stepped yet."""
-        self._stepped: set[WeightLayer] = set()
-        """Layers that this backward has stepped."""
-        self._updated: Event | None = None
-        """After it, all weights that this backward has stepped are on the host."""
-        self._totals: list[torch.Tensor] = []
-        """Sums on the host that are being loaded."""
+        self._stepped: set[WeightLayer] = set()  # layers that this backward has stepped
+        self._updated: Event | None = None  # after it, all weights that this backward has stepped are on the host
+        self._totals: list[torch.Tensor] = []  # sums on the host that are being loaded
 
     @property
     def steps(self) -> BackwardSteps | None:
