@@ -134,11 +134,8 @@ class LayerListener:
     def forward_returned(self, call: LayerCall, output: object) -> None:
         """The forward has not failed, and every listener knows: the output can be marked, in turn."""
 
-    def before_state_dict(self) -> None:
-        """The layer's parameters are about to be read."""
-
-    def before_load(self) -> None:
-        """The layer's parameters are about to be changed by ``load_state_dict``."""
+    def before_access(self) -> None:
+        """``state_dict`` is about to read the layer's parameters, or ``load_state_dict`` to change them."""
 
 
 class Attachment(Handle):
@@ -199,8 +196,8 @@ class _LayerEvents:
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
             layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True, prepend=inside),
-            layer.register_state_dict_pre_hook(_Hook(self, partial(self._tell, "before_state_dict"))),
-            layer.register_load_state_dict_pre_hook(_Hook(self, partial(self._tell, "before_load"))),
+            layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
+            layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
         _wrap_checkpoint(layer, self)
         forget_compiled()
@@ -251,9 +248,9 @@ class _LayerEvents:
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         self.end(output, training=module.training)
 
-    def _tell(self, event: str, *_: object) -> None:
+    def _before_access(self, *_: object) -> None:
         for listener in self.listeners:
-            getattr(listener, event)()
+            listener.before_access()
 
     @property
     def running(self) -> LayerCall | None:

@@ -42,23 +42,20 @@ def _take(name: str, one: Any = torch) -> Any:
         ) from None
 
 
-def _find(name: str) -> Any:
-    """The function ``torch.name``; where PyTorch lacks it, a function that raises."""
-    try:
-        return _take(name)
-    except RuntimeError:
-        return lambda *_, **__: _take(name)
-
-
 _lacking: list[str] = []
 
 
-def _constant(name: str) -> Any:
-    """The same for what is no function: the first layer that is offloaded raises."""
+def _find(name: str, *, called: bool = True) -> Any:
+    """What PyTorch has under ``torch.name``; where PyTorch lacks it, a function that raises when it is called."""
     try:
         return _take(name)
     except RuntimeError:
-        _lacking.append(name)
+        if not called:
+            _lacking.append(name)
+        return lambda *_, **__: _take(name)
+
+
+_constant = functools.partial(_find, called=False)  # where PyTorch lacks it, the first layer that is offloaded raises
 
 
 _top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
@@ -67,13 +64,12 @@ _executes = _find("_C._will_engine_execute_node")
 _proxy_mode, _count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
-dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")
-"""The dispatch modes that this thread has entered, the outermost first."""
+dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")  # the outermost first
 _pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils._python_dispatch._push_mode")
 _exclude, _set_excluded = _find("_C._ExcludeDispatchKeyGuard"), _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _constant("_C.DispatchKey.ADInplaceOrView")
 _uses, _set_eval_frame = _find("_C._storage_Use_Count"), _find("_C._dynamo.eval_frame.set_eval_frame")
-_RULES, _HIGHEST_NODE = "torch._dynamo.trace_rules", 2**64 - 1
+_RULES = "torch._dynamo.trace_rules"
 _HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
 COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
 _patching = threading.Lock()
@@ -83,19 +79,15 @@ tree_leaves, FakeTensorMode = _find("utils._pytree.tree_leaves"), _find("_subcla
 
 # Autograd.
 
-push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")
-"""Let autograd hand what it saves to ``pack``, until :func:`pop_hooks`."""
+push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")  # lets autograd hand what it saves to ``pack``
 why_no_hooks = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
 """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
-next_node = _find("_C._autograd._get_sequence_nr")
-"""The number of the node that autograd makes next in this thread; those made earlier have lower ones."""
+next_node = _find("_C._autograd._get_sequence_nr")  # its number; nodes made earlier in this thread have lower ones
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the backward that runs was called with ``retain_graph=True``."""
-keep_versions = _find("autograd._unsafe_preserve_version_counter")
-"""A context that undoes changes of a tensor's version."""
+keep_versions = _find("autograd._unsafe_preserve_version_counter")  # a context that undoes changes of a version
 CAST_NODE = _constant("_C._functions.ToCopyBackward0")  # the node of ``Tensor.to``, which autocast calls on a parameter
-RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")
-"""The node that gives a matrix product's result its shape."""
+RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")  # it gives a matrix product's result its shape
 
 
 def in_backward() -> bool:
@@ -139,9 +131,23 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     _take("autograd.Variable._execution_engine").queue_callback(call)
 
 
+class EndOfBackward:
+    """For :func:`when_backward_ends`: calls ``end`` also for a backward that fails, when autograd frees this object."""
+
+    def __init__(self, end: Callable[..., None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end(failed=False)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._end(failed=True)
+
+
 def run_first(node: Any) -> None:
     """Let backward run a node as soon as its gradient is there, as a leaf's: the highest number runs first."""
-    node._set_sequence_nr(_HIGHEST_NODE)
+    node._set_sequence_nr(2**64 - 1)
 
 
 def is_captured(node: Any) -> bool:
@@ -310,7 +316,7 @@ def compiles() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's whole forward is compiled: by ``module.compile()``, ``torch.compile(module)``, or in place."""
+    """Whether a module's forward is compiled: by ``module.compile()``, ``torch.compile(module)``, or in place."""
     return any((getattr(module, COMPILED_CALL), ORIGINAL in module._modules, hasattr(module.forward, "is_compiled")))
 
 
@@ -319,8 +325,9 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     compiled: Any = module if ORIGINAL in module._modules else getattr(module, COMPILED_CALL)
     config = getattr(compiled, "get_compiler_config", None)
     if config is None or (config() or {}).get("triton.cudagraphs"):
-        return None
-    # PyTorch tells the settings, and nothing that compiles with them again but what this function closes over.
+        return (
+            None  # PyTorch tells the settings; what compiles with them again is in the closure of this function alone
+        )
     return next(filter(callable, (cell.cell_contents for cell in config.__closure__ or ())), None)
 
 
@@ -347,17 +354,15 @@ class _WhenRulesAreImported:
         if name != _RULES:
             return None
         sys.meta_path.remove(self)  # the finder that is asked next is the real one
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            load = loader.exec_module
+        spec: Any = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
 
-            def exec_module(rules: Any) -> None:
-                load(rules)
-                rules.add("offload")
+        def exec_module(rules: Any) -> None:
+            load(rules)
+            rules.add("offload")
 
-            loader.exec_module = exec_module
-        return spec
+        spec.loader.exec_module = exec_module
+        return spec  # type: ignore[no-any-return]
 
 
 # Changes to PyTorch.

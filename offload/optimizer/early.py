@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from offload.base.torch_private import ddp_parameters, this_backward, when_backward_ends
+from offload.base.torch_private import EndOfBackward, ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
 from offload.optimizer.host_weights import WeightHolder, holders_of
@@ -132,7 +133,9 @@ class BackwardSteps:
         if not self.enabled:
             return
         if (run := this_backward()) not in self._runs:
-            when_backward_ends(_Run(self, run))  # first: an interrupt leaves no run that nothing ends
+            when_backward_ends(
+                EndOfBackward(partial(self.end_run, run))
+            )  # first: an interrupt leaves no run that nothing ends
             self.begin_run(run)
         self._check_first(parameter)
         if parameter not in self._groups:
@@ -264,23 +267,6 @@ class BackwardSteps:
             while self._flights:
                 self._land()
             self._stepper.torn = ""
-
-
-class _Run:
-    """One run of autograd's engine, which owns this object: called at its end, and gone without a call if it failed."""
-
-    def __init__(self, steps: BackwardSteps, number: int) -> None:
-        self._steps: BackwardSteps | None = steps
-        self._number = number
-
-    def __call__(self, *, failed: bool = False) -> None:
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.end_run(self._number, failed=failed)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self(failed=True)
 
 
 def _scaler_steps() -> bool:

@@ -34,25 +34,15 @@ class WeightHolder(ABC):
         """Give nothing to an optimizer any more."""
 
 
-_holders: weakref.WeakSet[WeightHolder] = weakref.WeakSet()
-
-
-def hold(holder: WeightHolder) -> None:
-    """From now on, ``holder`` has the weights of its parameters."""
-    _holders.add(holder)
-
-
-def release(holder: WeightHolder) -> None:
-    """The parameters are ordinary ones again."""
-    _holders.discard(holder)
+holders: weakref.WeakSet[WeightHolder] = weakref.WeakSet()  # all that hold the weights of their parameters now
 
 
 def holder_of(parameter: torch.Tensor) -> WeightHolder | None:
     """What holds the weights of ``parameter`` on the host, if anything does."""
-    return next((one for one in _holders if parameter in one.parameters), None)
+    return next((one for one in holders if parameter in one.parameters), None)
 
 
 def holders_of(parameters: Iterable[torch.Tensor]) -> list[WeightHolder]:
     """What holds the weights of some of these parameters."""
     some = set(parameters)
-    return [one for one in _holders if not some.isdisjoint(one.parameters)]
+    return [one for one in holders if not some.isdisjoint(one.parameters)]

@@ -12,7 +12,6 @@ Gradients go to the host as without steps in backward, and ``optimizer.step()`` 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -20,18 +19,25 @@ import torch
 from offload.base.torch_private import has_gradient_hooks
 from offload.device.backend import Backend, Event
 from offload.optimizer.early import BackwardSteps, LayerGradient
+from offload.optimizer.host_weights import WeightHolder
+from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import HostParameter
 
 
-class LayerSteps:
-    """Gives the gradients of layers to an optimizer that steps in backward, from :meth:`begin` to :meth:`end`."""
+class LayerSteps(WeightHolder):
+    """Gives the gradients of layers to an optimizer that steps in backward."""
 
-    def __init__(self, backend: Backend, layers: list[WeightLayer], most_flights: int, counters: Counter[str]) -> None:
+    def __init__(
+        self, backend: Backend, layers: list[WeightLayer], most_flights: int, writer: GradientWriter, *, averaged: bool
+    ) -> None:
+        self.device = backend.device
         self._backend = backend
         self._hosts = list(dict.fromkeys(host for layer in layers for host in layer.parameters))
         self._most_flights = most_flights
-        self._counters = counters
+        self._writer = writer
+        self._averaged = averaged
+        self.parameters = {host.parameter for host in self._hosts}
         # Weak: the optimizer goes when the program drops it, with what its hooks hold.
         self._steps: weakref.ref[BackwardSteps] | None = None
         self._left: dict[WeightLayer, dict[HostParameter, list[torch.Tensor]]] = {}
@@ -44,8 +50,12 @@ class LayerSteps:
     def steps(self) -> BackwardSteps | None:
         return None if self._steps is None else self._steps()
 
-    def check(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise if these parameters cannot be stepped in backward."""
+    def check_steps(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._averaged:
+            raise ValueError(
+                "in_backward must be False if the layers' gradients are averaged over a process_group, got True; leave "
+                "it out: the step after backward is streamed as well."
+            )
         if self.steps is not None:
             raise ValueError(
                 "in_backward must be True for one optimizer of streamed layers, but another one steps these layers in "
@@ -59,16 +69,17 @@ class LayerSteps:
                 f"{hooked} has one; remove the hook, or leave in_backward out."
             )
 
-    def begin(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on, these parameters are stepped in backward, by ``steps``."""
+    def begin_steps(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
+        if self.steps is not steps:
+            self._writer.free_memory()
         this = weakref.ref(self)
-        self._steps = weakref.ref(steps, lambda _: None if (one := this()) is None else one.end())
+        self._steps = weakref.ref(steps, lambda _: None if (one := this()) is None else one.end_steps())
         some = set(parameters)
         for host in self._hosts:
             if host.parameter in some and not host.refusals:
                 host.refuse_outside()
 
-    def end(self) -> None:
+    def end_steps(self) -> None:
         self._steps = None
         for host in self._hosts:
             while host.refusals:
@@ -132,7 +143,7 @@ class LayerSteps:
             host.drop_gradient()
         if in_slot and self._updated is not None:
             layer.slot.used = layer.slot.updated = self._updated  # the updated weights are copied out of it
-        self._counters["early_steps"] += 1
+        self._writer.counters["early_steps"] += 1
 
     def finish(self, *, failed: bool) -> None:
         """Backward has ended: when this returns, all weights that it has stepped are on the host."""

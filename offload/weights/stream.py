@@ -12,10 +12,8 @@ thread is refused while one is in a layer's forward or in a backward.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -25,10 +23,9 @@ from torch.distributed import ProcessGroup
 from offload.base import trace
 from offload.base.layer_events import LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
-from offload.base.torch_private import address_of, before_backward, in_backward, when_backward_ends
+from offload.base.torch_private import EndOfBackward, address_of, before_backward, in_backward, when_backward_ends
 from offload.device.backend import Backend
-from offload.optimizer.early import BackwardSteps
-from offload.optimizer.host_weights import WeightHolder, hold, release
+from offload.optimizer.host_weights import holders
 from offload.optimizer.stream import streams_any_of
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
@@ -110,13 +107,11 @@ class StreamedLayer(LayerListener):
         begin = partial(stream.begin_backward, layer, layer.version(), thread)
         before_backward(tensors, call.first_node, begin)
 
-    def before_state_dict(self) -> None:
+    def before_access(self) -> None:
         self._stream.settle()
 
-    before_load = before_state_dict
 
-
-class WeightStream(WeightHolder):
+class WeightStream:
     """The layer that computes, the backward that runs, and the work at the end of each."""
 
     def __init__(
@@ -150,11 +145,11 @@ class WeightStream(WeightHolder):
         self.reducer: GradientReducer | None = None
         if group is not None and group.size() > 1:
             self.reducer = GradientReducer(backend, layers, group, self._writer)
-        self.steps = LayerSteps(backend, layers, num_slots - 1, self.counters)
+        self.steps = LayerSteps(backend, layers, num_slots - 1, self._writer, averaged=self.reducer is not None)
         self._layer_only = [] if self.reducer is None else list(hosts)
         for host in self._layer_only:
             host.refuse_outside()
-        hold(self)
+        holders.add(self.steps)
 
     def close(self) -> None:
         """Let gradients come from anywhere."""
@@ -164,26 +159,10 @@ class WeightStream(WeightHolder):
                 "the layers is still streamed; call its remove() first."
             )
         self.settle()
-        release(self)
+        holders.discard(self.steps)
         for host in self._layer_only:
             while host.refusals:
                 host.refusals.pop().remove()
-
-    def check_steps(self, parameters: Iterable[torch.Tensor]) -> None:
-        if self.reducer is not None:
-            raise ValueError(
-                "in_backward must be False if the layers' gradients are averaged over a process_group, got True; leave "
-                "it out: the step after backward is streamed as well."
-            )
-        self.steps.check(parameters)
-
-    def begin_steps(self, steps: BackwardSteps, parameters: Iterable[torch.Tensor]) -> None:
-        if self.steps.steps is not steps:
-            self._writer.free_memory()
-        self.steps.begin(steps, parameters)
-
-    def end_steps(self) -> None:
-        self.steps.end()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread alone use the layers, to do ``what``, until :attr:`thread` is ``None`` again."""
@@ -248,7 +227,7 @@ class WeightStream(WeightHolder):
         if self.backward is None:
             self.leave()  # a forward that was cut off before its end
             key = object()
-            when_backward_ends(_Backward(self, key))
+            when_backward_ends(EndOfBackward(partial(self.end_run, key)))
             self.backward = key
         left = None
         if self.computes is not layer:
@@ -282,6 +261,15 @@ class WeightStream(WeightHolder):
         if self.reducer is not None:
             self.reducer.reset()
         self.backward = None
+
+    def end_run(self, backward: object, *, failed: bool) -> None:
+        """Autograd has finished this backward, or freed it without an end as it had failed."""
+        if failed:
+            ended = self.drop_backward(backward)
+        elif ended := backward is self.backward:
+            self.end_backward()
+        if ended:
+            self.thread = None
 
     def drop_backward(self, backward: object) -> bool:
         """Drop what a failed backward left undone, and return whether it was there. Safe from any thread."""
@@ -323,20 +311,3 @@ class WeightStream(WeightHolder):
         """Step the layers that backward has left for good, ``left`` among them, whose weights are in its slot."""
         for layer in self.steps.complete(entered, left):
             self._writer.write_back(layer)
-
-
-class _Backward:
-    """One run of autograd's engine, which owns this object: called at its end, and gone without a call if it failed."""
-
-    def __init__(self, stream: WeightStream, key: object) -> None:
-        self._stream = stream
-        self._key = key
-
-    def __call__(self) -> None:
-        if self._stream.backward is self._key:
-            self._stream.end_backward()
-            self._stream.thread = None
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and self._stream.drop_backward(self._key):
-            self._stream.thread = None

@@ -96,7 +96,7 @@ def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None
 
         def fail(_: torch.Tensor) -> None:
             # As a GPU's autograd thread does, for a moment.
-            held.extend(each for each in gc.get_objects() if type(each).__name__ == "_Backward")
+            held.extend(each for each in gc.get_objects() if type(each).__name__ == "EndOfBackward")
             raise ValueError("stop")
 
         y = layers[1](layers[0](x))
