@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -43,56 +43,45 @@ FIRST_SHARE = 0.6  # a first recipe leaves the rest of the budget to activations
 _ALL = 1 << 60
 
 
+@dataclass(eq=False, repr=False)
 class PreparedTraining(Handle):
     """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
 
     again = "call prepare"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: list[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        training: TrainingBytes,
-        plan: TrainingPlan,
-        device: torch.device,
-        state_dtype: torch.dtype | None,
-        chunk_bytes: int,
-        follow: Mapping[str, Any],
-    ) -> None:
-        self._model = model
-        self._usable_bytes = usable_bytes(plan.memory_budget, device)
-        self._layers = layers
-        self._optimizer = optimizer
-        self._training = training
-        self._device = device
-        self._state_dtype = state_dtype
-        self._chunk_bytes = chunk_bytes
-        self._follow = follow  # how a plan of the activations is followed
-        self._plan = plan
+    _model: nn.Module
+    _layers: list[nn.Module]
+    _optimizer: torch.optim.Optimizer
+    _training: TrainingBytes
+    _plan: TrainingPlan
+    _device: torch.device
+    _state_dtype: torch.dtype | None
+    _chunk_bytes: int
+    _follow: Mapping[str, Any]  # how a plan of the activations is followed
+
+    def __post_init__(self) -> None:
+        self._usable_bytes = usable_bytes(self._plan.memory_budget, self._device)
         self._weights: StreamedWeights | None = None
         self._state: StreamedOptimizer | None = None
         self._activations: FollowPlan | None = None
-        self._decided = self._removed = False
-        self._prediction: Prediction | None = None  # of steps, from what was measured
-        self._predicted: tuple[Plan, float] | None = None
-        """The plan of the activations that is followed, and the predicted seconds of its step."""
+        self._removed = False
+        self._prediction: Prediction | None = None  # of steps, once there is a profile
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
-        recipe = _first_recipe(plan)
-        self._put_in_place(next(one for one in plan.recipes if one.recipe == recipe))
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        recipe = _first_recipe(self._plan)
+        self._put_in_place(next(one for one in self._plan.recipes if one.recipe == recipe))
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
         """Whether the layers are still measured, the chosen recipe is followed, or the handle was removed."""
         if self._removed:
             return "removed"
-        return "following" if self._decided else "measuring"
+        return "measuring" if self._prediction is None else "following"
 
     @property
     def plan(self) -> TrainingPlan:
         """Every recipe: predicted seconds and memory of a step by the plan that is followed, or why it does not fit."""
-        if not self._decided:
+        if self._prediction is None:
             return self._plan
         return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)
 
@@ -103,14 +92,12 @@ class PreparedTraining(Handle):
             return one
         made, training, resident = followed.plan, self._training, self.resident_bytes
         # What a step needs where everything is recomputed, as in the measured one.
-        least_bytes = followed.measured_bytes - training.gradient_bytes(self._measured_under)
+        least_bytes = followed.measured_bytes - training.gradient_bytes(predicted.measured)
         peak_bytes = max(made.peak_bytes, least_bytes + training.gradient_bytes(self.recipe))
-        if self._predicted is None or self._predicted[0] is not made:
-            self._predicted = made, predicted.step_s(made, one.recipe, resident)
         return replace(
             one,
             plan=made,
-            step_s=self._predicted[1],
+            step_s=predicted.step_s(made, one.recipe, resident),
             device_bytes=training.held_bytes(one.recipe, resident) + peak_bytes,
             host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
             state_bytes=training.state_bytes(one.recipe, resident),
@@ -195,7 +182,6 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
-            self._measured_under = recipe
             options = {"device": self._device, "max_host_bytes": most, **self._follow}
             self._activations = follow_plan(self._layers, self, **options)
         self._activations.context.limit_host(most)
@@ -213,16 +199,14 @@ class PreparedTraining(Handle):
     def _after_step(self, *_: object) -> None:
         """A step has ended: decide once there is a profile, and change over between the steps."""
         activations = self._activations
-        if self._decided or activations is None or activations.profile is None:
+        if self._prediction is not None or activations is None or activations.profile is None:
             return
-        self._decided = True
         profile, link = activations.profile, activations.link
         element_s = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
         arithmetic_s = element_s * self._training.trained_elements
-        prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
-        self._prediction = prediction
+        self._prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
         made = plan_recipes(
-            prediction,
+            self._prediction,
             self._usable_bytes,
             self._plan.max_host_bytes,
             lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
@@ -235,15 +219,10 @@ class PreparedTraining(Handle):
         chosen = self._plan.chosen
         self._link_left = None if chosen.plan is None else chosen.plan.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
-        same_state = chosen.resident_bytes == self.resident_bytes
         moves_weights = chosen.recipe.weights != self.recipe.weights
-        if chosen.recipe == self.recipe and same_state:
+        if (chosen.recipe, chosen.resident_bytes) == (self.recipe, self.resident_bytes):
             if self.link(link) == link:
                 return
-        elif self._state is not None and same_state and chosen.recipe[::2] == self.recipe[::2]:  # gradients differ
-            self._state.consume_gradients(chosen.recipe.gradients == "consumed")
-            self.recipe = chosen.recipe
-            activations.context.limit_host(self._most_pooled())
         else:
             if moves_weights:  # what the layers' forwards were learned with is no more
                 activations.remove()
@@ -258,8 +237,7 @@ class PreparedTraining(Handle):
         if not moves_weights:
             activations.plan_again()
         else:  # the layers are measured again
-            measured = chosen.recipe, chosen.resident_bytes
-            self._prediction = Prediction(self._training, link, *measured, arithmetic_s)
+            self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
 
     def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
         """Without recipes that a change to them would need too much memory for.

@@ -97,9 +97,9 @@ class LayerTimes(Attachment):
             self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_rounds())
         )
 
-    def time(self, step: Callable[[], object], steps: int, memory: MemoryPeak | None = None) -> None:
+    def time(self, step: Callable[[], object], steps: int) -> None:
         """Run steps of one or several microbatches, and time them."""
-        self.start(memory)
+        self.start()
         self._marks = [self.backend.mark()]
         for _ in range(steps):
             step()

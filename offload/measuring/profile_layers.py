@@ -20,7 +20,7 @@ from offload.base.layer_events import LayerListener, Turn, check_layers, listene
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
-from offload.observe.memory import MemoryPeak, memory_peak
+from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import region_costs, with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
@@ -44,8 +44,7 @@ def profile_layers(
 
     ``step`` is called ``steps + 2`` times: to count what is saved, to see how much memory is taken, then to take times,
     of which the median counts. The steps change parameters and gradients as they do in training. With ``regions``,
-    ``step`` is called ``steps + 1`` times more, to learn the regions and to time how long recomputing them takes; and
-    if the model does not fit, it is measured with everything recomputed and inputs offloaded.
+    everything is recomputed and inputs are offloaded meanwhile, so that models can be measured that do not fit.
 
     Args:
         layers: The modules to be offloaded, in call order. Nothing must offload them yet.
@@ -59,7 +58,7 @@ def profile_layers(
     Raises:
         ValueError: A layer's forward or backward did not run, no layer saved anything that can be offloaded, or some
             layers are offloaded already.
-        torch.OutOfMemoryError: The model does not fit, and ``regions`` was not asked for.
+        torch.OutOfMemoryError: The model does not fit.
 
     Note:
         A layer's backward begins when the gradient of one of its outputs is complete, and ends when that
@@ -79,22 +78,14 @@ def profile_layers(
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(device)
     begin_s = time.perf_counter()
-    try:
-        found = _measure(modules, step, min_bytes, backend, steps, regions=regions)
-    except torch.OutOfMemoryError:
-        if not regions:
-            raise
-        _logger.info("The model does not fit: it is measured with everything recomputed, and inputs offloaded.")
-        found = None
-    if found is None:  # not where the error is held, whose frames hold tensors
-        found = measure_recomputed(modules, step, min_bytes, backend.device, steps)
+    found = (_measure_recomputed if regions else _measure)(modules, step, min_bytes, backend, steps)
     amounts = len(modules), format_s(time.perf_counter() - begin_s), format_bytes(found.saved_bytes)
     _logger.info("profiled %d layers in %s; they save %s", *amounts)
     return found
 
 
 def _measure(
-    modules: list[nn.Module], step: Callable[[], object], min_bytes: int, backend: Backend, steps: int, *, regions: bool
+    modules: list[nn.Module], step: Callable[[], object], min_bytes: int, backend: Backend, steps: int
 ) -> Profile:
     """A profile of layers as they are."""
     with LayerTimes(modules, backend, min_bytes) as times:
@@ -109,87 +100,32 @@ def _measure(
             f"no layer saved at least min_bytes = {min_bytes} bytes at once on {backend.device}; lower min_bytes, or "
             "profile the layers before they are offloaded."
         )
-    profile = with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
-    if not regions:
-        return profile
-    policies, times = _recomputing(modules, step, Schedule(len(modules)), min_bytes, backend.device, steps)
-    backwards = [backward_s for _, backward_s in times.seconds()]
-    found = [learned.costs for learned in policies]
-    return replace(profile, layers=with_regions(profile.layers, found, backwards))
+    return with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
 
 
-def _recomputing(
-    layers: Sequence[nn.Module],
-    step: Callable[[], object],
-    schedule: Schedule,
-    min_bytes: int | str,
-    device: torch.device | str | int | None,
-    steps: int,
-    memory: MemoryPeak | None = None,
-) -> tuple[list[LayerPolicies], LayerTimes]:
-    """Run a step in which each operation is run once more, compared and timed, and steps with everything recomputed.
+def _measure_recomputed(
+    modules: list[nn.Module], step: Callable[[], object], min_bytes: int, backend: Backend, steps: int
+) -> Profile:
+    """A profile with regions, of layers that recompute everything and offload their inputs.
 
-    Returns:
-        Of each layer the policies, which have learned its regions; and the times of the other steps.
+    In the first step each operation is run once more, compared and timed.
     """
-    policies = learning_policies(layers)
-    context = OffloadContext(schedule, len(layers), min_bytes=min_bytes, device=device, policies=policies)
-    with HookedLayers(list(layers), context):
+    policies, schedule = learning_policies(modules), learning_schedule(len(modules))
+    context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=backend.device, policies=policies)
+    with HookedLayers(modules, context):
         step()
-        with LayerTimes(layers, context.backend) as times:
-            time_second_runs(policies, context.backend)
-            times.time(step, steps, memory)
-    return policies, times
+        with LayerTimes(modules, backend) as times:
+            times.start(memory_peak(backend.device))
+            step()
+            time_second_runs(policies, backend)
+            times.time(step, steps)
+    return replace(learned_profile(policies, [one.costs for one in policies], times), other_s=times.other_s())
 
 
 def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> None:
     """Take the time of each second run from now on."""
     for one in policies:
         one.clock, one.second_runs = backend.mark, []
-
-
-def with_regions(
-    layers: Sequence[LayerProfile], regions: Sequence[tuple[RegionProfile, ...]], backwards: Sequence[float]
-) -> tuple[LayerProfile, ...]:
-    """The profiles of layers as they are, with their regions.
-
-    The regions' seconds are those that they take in backward: by how much longer that is if all is recomputed, as each
-    of them would share it. An operation that is timed alone, behind a pause, finds a faster device.
-
-    Args:
-        layers: The profiles without regions.
-        regions: Of each layer its regions, with the seconds that each operation takes alone.
-        backwards: Of each layer the seconds of a backward that recomputes everything.
-    """
-    alone_s = math.fsum(region_costs(one, frozenset()).recompute_s for one in regions)
-    longer_s = math.fsum(backward_s - layer.backward_s for backward_s, layer in zip(backwards, layers, strict=True))
-    ratio = longer_s / alone_s if alone_s > 0 and longer_s > 0 else 1.0  # steps vary by more than little work takes
-    return tuple(
-        LayerProfile.from_regions(
-            (replace(region, seconds=ratio * region.seconds) for region in of_layer),
-            layer.forward_s,
-            layer.backward_s,
-            workspace_bytes=layer.workspace_bytes,
-            forward_workspace_bytes=layer.forward_workspace_bytes,
-        )
-        for layer, of_layer in zip(layers, regions, strict=True)
-    )
-
-
-def measure_recomputed(
-    layers: Sequence[nn.Module],
-    step: Callable[[], object],
-    min_bytes: int | str = DEFAULT_MIN_BYTES,
-    device: torch.device | str | int | None = None,
-    steps: int = 1,
-) -> Profile:
-    """Profile a model that does not fit: everything is recomputed, and the layers' inputs are offloaded.
-
-    ``step`` is called ``steps + 1`` times; the first learns the regions.
-    """
-    memory = memory_peak(get_backend(device).device)
-    policies, times = _recomputing(layers, step, learning_schedule(len(layers)), min_bytes, device, steps, memory)
-    return replace(learned_profile(policies, [one.costs for one in policies], times), other_s=times.other_s())
 
 
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:

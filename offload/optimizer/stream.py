@@ -92,19 +92,6 @@ class StreamedOptimizer(Handle):
         """Inside the block, backward adds to ``p.grad`` and steps nothing, for all microbatches but the last."""
         return nullcontext() if self._early is None else with_attribute(self._early, "enabled", value=False)
 
-    def consume_gradients(self, enabled: bool) -> None:
-        """From the next step on, step each parameter beside backward and free its gradient, or do neither.
-
-        As ``in_backward=True, consume_gradients=True`` of :func:`stream_optimizer`. Call it between two steps.
-        """
-        stepper = self._in_use
-        if self._early is not None:
-            self._early.close()
-            self._early = None
-        if enabled:
-            _check_layers(stepper.optimizer)
-            self._early = BackwardSteps(stepper, consume=True)
-
     def synchronize(self) -> None:
         """Block until the copies to the host are over.
 

@@ -273,29 +273,23 @@ class Peaks(NamedTuple):
 
 def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
     """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
-    *held, between = _held_before(layers, num_layers)
-    peaks = (map(attrgetter(name), layers) for name in ("forward_peak_bytes", "backward_peak_bytes"))
-    most: int = max(between + loss_bytes, *(max(map(add, held, each)) for each in peaks))
-    return most
+    peaks = peaks_of(layers, num_layers)
+    return max(peaks.between + loss_bytes, *peaks.forward, *peaks.backward)
 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
-    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
-    *held, between = _held_before(layers, num_layers)
-    layer_by_layer = [*zip(held, layers, strict=True)]
-    forward = [before + layer.forward_peak_bytes for before, layer in layer_by_layer]
-    return Peaks(forward, between, [before + layer.backward_peak_bytes for before, layer in layer_by_layer])
-
-
-def _held_before(layers: Sequence[LayerCosts], num_layers: int) -> list[int]:
-    """What is on the device when each layer's forward starts, and as much when its backward does; last: between both.
+    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded.
 
     The functions of :mod:`operator` and :mod:`itertools` do this in a quarter of a loop's time; a search asks often.
     """
     held = accumulate(map(attrgetter("held_bytes"), layers), initial=0)
     released = accumulate(map(attrgetter("offloaded_bytes"), layers[:num_layers]))
     gone = [*[0] * (len(layers) - num_layers), *released]
-    return list(map(sub, held, [*gone, gone[-1]]))
+    # When each layer's forward starts, and as much when its backward does; last: between both.
+    *before, between = map(sub, held, [*gone, gone[-1]])
+    peaks = (map(attrgetter(name), layers) for name in ("forward_peak_bytes", "backward_peak_bytes"))
+    forward, backward = (list(map(add, before, each)) for each in peaks)
+    return Peaks(forward, between, backward)
 
 
 def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -> float:

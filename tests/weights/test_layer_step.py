@@ -234,10 +234,12 @@ def test_pinned_gradients_are_freed_when_steps_in_backward_begin(lab: Lab) -> No
     loop = Loop(lab.device, in_backward=False, consume_gradients=False)
     loop.step(loop.loss(0))
     assert loop.streamed.stats().gradient_host_bytes > 0
-    loop.handle.consume_gradients(True)
+    loop.handle.remove(on_device=False)
+    loop.handle = stream_optimizer(loop.optimizer, in_backward=True, consume_gradients=True)
     loop.step(loop.loss(1))
     assert loop.streamed.stats().gradient_host_bytes == 0
-    loop.handle.consume_gradients(False)
+    loop.handle.remove(on_device=False)
+    loop.handle = stream_optimizer(loop.optimizer)
     loop.step(loop.loss(2))
     assert loop.streamed.stats().gradient_host_bytes > 0
     plain = Loop(lab.device, streamed=False)
