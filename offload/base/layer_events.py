@@ -400,11 +400,7 @@ def as_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
 def find_layers(
     model: nn.Module, layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None
 ) -> Iterable[nn.Module]:
-    """The layers of ``model`` that ``layers`` names or returns; for ``None`` the only outermost ``nn.ModuleList``.
-
-    Raises:
-        ValueError: The model has no such list, or several.
-    """
+    """The layers of ``model`` that ``layers`` names or returns; for ``None`` the only outermost ``nn.ModuleList``."""
     if callable(layers):
         return layers(model)
     kinds = (nn.ModuleList, nn.Sequential)

@@ -152,13 +152,7 @@ def try_levels(
 ) -> Levels:
     """Run a layer, whose forward is about to begin, at each level, on copies of what its forward is ``given``.
 
-    Args:
-        layer: The layer.
-        forward: Runs the layer at a level.
-        given: Positional and keyword arguments.
-        rules: What of a layer's saved tensors can be offloaded.
-        backend: Takes the times.
-        known: The seconds of a layer like this at each level, which is not timed then.
+    ``known`` has the seconds of a layer like this at each level, which is not timed then.
 
     Raises:
         NotCompiledError: The layer does not compile, or no level recomputes what the layer computes.
@@ -171,8 +165,7 @@ def try_levels(
         with trial.unchanged():
             trial.check()
             expected = trial.run(Level.ALL)
-            noisy: bool | None = None
-            """Whether the same level gives other bits each time."""
+            noisy: bool | None = None  # whether the same level gives other bits each time
             for level in (Level.ALL, Level.NOTHING, Level.PRODUCTS, Level.ATTENTION):
                 if level in (Level.PRODUCTS, Level.ATTENTION) and not forward.has(level):
                     continue
@@ -279,6 +272,5 @@ def _apart(expected: _LevelRun, found: _LevelRun) -> float:
 
 
 def _length(tensor: torch.Tensor) -> float:
-    return float(
-        torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.dtype is torch.float64 else torch.float32)
-    )
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype))

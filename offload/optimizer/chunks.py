@@ -76,12 +76,11 @@ def _warn_of_sums() -> None:
 
 @dataclass
 class StateSlot:
-    """Device memory for the state of one chunk at a time, and the event after which nothing uses the slot."""
+    """Device memory for the state of one chunk at a time."""
 
     memory: torch.Tensor
-    free: Event
-    held: list[torch.Tensor] = field(default_factory=list)
-    """State that the optimizer has allocated itself, until it is on the host."""
+    free: Event  # after it, nothing uses the slot
+    held: list[torch.Tensor] = field(default_factory=list)  # what the optimizer has allocated, until it is on the host
 
 
 class Loaded(NamedTuple):
@@ -156,8 +155,7 @@ class ChunkStepper:
         chunks = self.split(parameters)
         loaded: list[Loaded] = []
         for number in range(len(chunks)):
-            while len(loaded) < min(number + NUM_SLOTS, len(chunks)):
-                loaded.append(self.load(chunks[len(loaded)]))
+            loaded += map(self.load, chunks[len(loaded) : number + NUM_SLOTS])
             self.step_chunk(loaded[number])
         for _, parameter in parameters:
             state = self.store.of(parameter)

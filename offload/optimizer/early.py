@@ -61,11 +61,9 @@ class BackwardSteps:
         self._take_off = weakref.finalize(
             self, lambda hooks: [*map(RemovableHandle.remove, hooks.values())], self._hooks
         )
-        self._unwrapped = False
-        """Whether the first backward has found no ``DistributedDataParallel`` around the parameters."""
+        self._unwrapped = False  # whether the first backward has found no DistributedDataParallel around parameters
         self._groups: dict[torch.Tensor, int] = {}
-        self._waiting: dict[torch.Tensor, None] = {}
-        """Parameters whose gradients are complete, and that fill no chunk yet."""
+        self._waiting: dict[torch.Tensor, None] = {}  # their gradients are complete, and they fill no chunk yet
         self._room = 0
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int] | None] = {}
         """The parameters that this step has stepped, with the gradient and its version unless it was consumed."""

@@ -24,7 +24,7 @@ from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.schedule.points import Point
 
 LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all of it: a plan needs some speed
-MORE_SHARE = 1.5  # how much more than its rest is tried of a link, too
+MORE_SHARE = 1.5  # so much more than its rest is tried of a link, too: some loads run where the recipe has none
 SHARES = (1 / 3, 2 / 3, 1.0)
 """Of the state that can be resident at most, what is tried where the copies of the rest make the step longer."""
 
@@ -70,8 +70,7 @@ class TrainingPlan:
     recipes: tuple[RecipePlan, ...]
     memory_budget: int
     max_host_bytes: int | None
-    in_place: Recipe | None = None
-    """The recipe that was chosen before, and is followed."""
+    in_place: Recipe | None = None  # the recipe that was chosen before, and is followed
 
     @property
     def chosen(self) -> RecipePlan:
@@ -108,21 +107,13 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicts steps of recipes from a profile that was measured under one of them.
-
-    Args:
-        training: Sizes of weights, gradients and optimizer state.
-        link: How fast copies are.
-        measured: The recipe of the measured steps.
-        resident_bytes: State that was on the device in the measured steps, if the recipe streams it.
-        arithmetic_s: Seconds in which the device steps all parameters if nothing waits for copies.
-    """
+    """Predicts steps of recipes from a profile that was measured under one of them."""
 
     training: TrainingBytes
     link: Link
-    measured: Recipe
-    resident_bytes: int = 0
-    arithmetic_s: float = 0.0
+    measured: Recipe  # that of the measured steps
+    resident_bytes: int = 0  # state that was on the device in the measured steps, if the recipe streams it
+    arithmetic_s: float = 0.0  # in which the device steps all parameters if nothing waits for copies
 
     def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
         """Seconds of a step of this recipe, with ``resident`` bytes of the state on the device.
@@ -178,11 +169,14 @@ def without_activations(
     for recipe in recipes:
         resident = training.least_resident(recipe, max_host_bytes)
         one = _beside_activations(training, recipe, resident)
-        reason = _reason(one.device_bytes, one.host_bytes, memory_budget, max_host_bytes)
+        reason, device = "", f"needs {format_bytes(one.device_bytes)} of device memory"
+        if one.device_bytes >= memory_budget:
+            reason = f"{device} without activations"
+        elif max_host_bytes is not None and one.host_bytes > max_host_bytes:
+            reason = f"needs {format_bytes(one.host_bytes)} of host memory without activations"
         if reason and resident:
-            host = format_bytes(training.host_bytes(recipe))
-            reason = f"needs {format_bytes(one.device_bytes)} of device memory, or {host} of host memory"
-        found.append(replace(one, reason=f"{reason} without activations" if reason else ""))
+            reason = f"{device}, or {format_bytes(training.host_bytes(recipe))} of host memory without activations"
+        found.append(replace(one, reason=reason))
     return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
 
 
@@ -202,15 +196,9 @@ def plan_recipes(
 ) -> TrainingPlan:
     """Every recipe with a plan for the activations in what it leaves of all device memory and all pinned host memory.
 
-    Args:
-        prediction: Of steps.
-        memory_budget: Device memory, in bytes.
-        max_host_bytes: Host memory, in bytes.
-        plan: Plans the activations within so many bytes of device memory, and of host memory, for a link; a
-            ``ValueError`` says that they do not fit.
-        missing_bytes: What a measured step needs beside weights, optimizer state and the layers' activations:
-            gradients, the loss, what libraries allocate.
-        recipes: What to choose from.
+    ``plan`` plans activations within so many bytes of device and of host memory for a link; it raises a ``ValueError``
+    if they do not fit. ``missing_bytes`` is what a measured step needs beside weights, optimizer state and the layers'
+    activations: gradients, the loss, what libraries allocate.
     """
     training, link, seconds = prediction.training, prediction.link, prediction.step_s
     beside = max(0, missing_bytes - training.gradient_bytes(prediction.measured))
@@ -266,10 +254,7 @@ def _with_plan(one: RecipePlan, made: Plan, step_s: float, beside: int) -> Recip
 
 
 def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
-    """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and more than that.
-
-    Some copies of the activations to the device run where the recipe has none.
-    """
+    """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and more than that."""
     if busy_s <= 0:
         return []
     forward_s = math.fsum(layer.forward_s for layer in plan.profile.layers)
@@ -278,11 +263,3 @@ def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
     alone = link.h2d_bytes_per_s
     left = alone * max(LEAST_SHARE, share)
     return [replace(link, h2d_bytes_per_s=one) for one in (left, min(alone, MORE_SHARE * left)) if one != alone]
-
-
-def _reason(device: int, host: int, memory_budget: int, max_host_bytes: int | None) -> str:
-    if device >= memory_budget:
-        return f"needs {format_bytes(device)} of device memory"
-    if max_host_bytes is not None and host > max_host_bytes:
-        return f"needs {format_bytes(host)} of host memory"
-    return ""

@@ -38,14 +38,10 @@ from offload.recompute.costs import LayerPolicy, RegionProfile
 
 FEW = 2000  # so many choices of a small model are all tried
 STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
-COUNTS = 16
-"""Up to so many numbers of offloaded layers are tried; of deeper models each second one, or third, and so on."""
-
+COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
 SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
 SWEEPS = 3  # how often each of those layers is tried with each other policy
-SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")
-"""Of a layer's costs, those that add up to a step in which nothing waits."""
-
+SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")  # they add up to a step in which nothing waits
 ROUNDING = 1e-8  # by what part of it two steps may differ that are as long as each other
 
 
@@ -184,7 +180,7 @@ class Search:
             return found
         if self._is_small:
             return min(filter(None, map(self.scored, self._every())), default=None)
-        fastest = self._on_grid() or [*filter(None, [self.scored(self.least_peak()[1])])]
+        fastest = self._on_grid() or [*filter(None, [self._least])]
         if not fastest or fastest[0][0].step_s <= self.profile.compute_s * (1 + ROUNDING):
             return next(iter(fastest), None)  # nothing fits, or nothing is recomputed or waited for
         return min(map(self._swept, fastest[: max(1, SWEPT // self.count)]))
@@ -213,8 +209,8 @@ class Search:
         return found
 
     @cached_property
-    def _least_fits(self) -> bool:
-        return self.scored(self.least_peak()[1]) is not None
+    def _least(self) -> Found | None:
+        return self.scored(self.least_peak()[1])
 
     @property
     def _is_small(self) -> bool:
@@ -226,11 +222,9 @@ class Search:
         return (Choice(*one) for one in every)
 
     def _at(self, num_layers: int, offloaded: int, kept: int) -> Choice:
-        """The choice that these numbers make: a position is a level, times the layers, and how many are one above.
-
-        Of the offloaded layers the first ones keep more first, as they are offloaded for longest; of the others the
-        last ones, whose backward is over first.
-        """
+        """The choice that these numbers make: a position is a level, times the layers, and how many are one above."""
+        # Of the offloaded layers the first ones keep more first, as they are offloaded for longest; of the others the
+        # last ones, whose backward is over first.
         level, more = divmod(offloaded, self.count)
         edge = min(more, num_layers)
         ways = self.levels[min(level + 1, len(self.levels) - 1)][:edge] + self.levels[level][edge:num_layers]
@@ -275,7 +269,7 @@ class Search:
             return self.scored(most)
         # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some. But
         # nothing is found below the least peak that is known, which an error names.
-        if not fits(0) and not self._least_fits:
+        if not fits(0) and self._least is None:
             return None
         fitting = bisect_left(range(self.highest), True, key=lambda kept: not fits(kept))
         return self.scored(self._at(num_layers, offloaded, fitting - 1)) if fitting else None

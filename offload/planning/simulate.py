@@ -152,7 +152,7 @@ def _tasks(
     loads: dict[str, _Task] = {}  # of interludes, by their labels
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:
-        """From here on so many more (or fewer) bytes are on the device; compute waits for ``after`` before that."""
+        """So many more, or fewer, bytes are on the device from here on; compute waits for ``after`` before that."""
         return _Task("compute", "other", 0.0, after=after, taken_bytes=nbytes)
 
     for step in steps:

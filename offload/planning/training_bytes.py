@@ -53,35 +53,20 @@ class RecipeSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingBytes:
-    """The sizes of what a model's training has beside activations.
+    """The sizes of what a model's training has beside activations."""
 
-    Args:
-        weights: Of all parameters.
-        gradients: Of all parameters that are trained.
-        state: Of the optimizer.
-        layer_weights: Of the parameters of each layer.
-        layer_gradients: Of those that are trained.
-        layer_state: Of the optimizer, for each layer's parameters.
-        largest_gradient: Of one parameter.
-        slots: Device memory through which optimizer state is streamed.
-        trained_elements: Elements of the parameters that are trained.
-        parameter_state: Of the optimizer, for each of its parameters in order, of which some can be resident.
-        parameter_layer: The number of the layer that has this parameter; -1 for one before the layers', -2 behind them.
-        front_state: Of the first parameters, those before the layers', which backward comes to last.
-    """
-
-    weights: int
-    gradients: int
-    state: int
-    layer_weights: tuple[int, ...]
-    layer_gradients: tuple[int, ...]
-    layer_state: tuple[int, ...]
-    largest_gradient: int
-    slots: int
+    weights: int  # of all parameters
+    gradients: int  # of all parameters that are trained
+    state: int  # of the optimizer
+    layer_weights: tuple[int, ...]  # of the parameters of each layer
+    layer_gradients: tuple[int, ...]  # of those that are trained
+    layer_state: tuple[int, ...]  # of the optimizer, for each layer's parameters
+    largest_gradient: int  # of one parameter
+    slots: int  # device memory through which optimizer state is streamed
     trained_elements: int
-    parameter_state: tuple[int, ...] = ()
-    front_state: int = 0
-    parameter_layer: tuple[int, ...] = ()
+    parameter_state: tuple[int, ...] = ()  # of each of the optimizer's parameters in order; some can be resident
+    front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
+    parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
 
     @classmethod
     def of(
@@ -92,10 +77,7 @@ class TrainingBytes:
         slots: int,
         stepped: Sequence[Any] | None = None,
     ) -> TrainingBytes:
-        """The sizes of a model's parameters, and of those of each layer, with ``state_of`` bytes of optimizer state.
-
-        The optimizer has its parameters in the order ``stepped``; that of ``parameters`` if left out.
-        """
+        """Of a model's parameters, and of each layer's. The optimizer has them in the order ``stepped``, if given."""
 
         def bytes_of(some: Sequence[Any]) -> tuple[int, int, int]:
             trained = sum(one.nbytes for one in some if one.requires_grad)
@@ -168,11 +150,8 @@ class TrainingBytes:
         return copied[-1], copied[:-2], copied[-2]
 
     def link_s(self, recipe: Recipe, link: Link, resident: int = 0) -> tuple[float, float, float]:
-        """Seconds that the link is busy with a recipe's copies: in forward, in backward, and in the optimizer's step.
-
-        Both directions are busy at once, and the slower one counts.
-        """
-        d2h, h2d = link.rates(d2h=True, h2d=True)
+        """Seconds of a recipe's copies on the link: in forward, in backward, and in the optimizer's step."""
+        d2h, h2d = link.rates(d2h=True, h2d=True)  # both directions are busy at once, and the slower one counts
         state = self.state - resident if recipe.optimizer == "streamed" else 0
         trained = sum(self.layer_gradients)  # and the new weights, which are as large
         weights, sent = (sum(self.layer_weights), trained) if recipe.weights == "streamed" else (0, 0)
