@@ -54,7 +54,7 @@ class _Tried(NamedTuple):
 def prove(
     optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None, device: torch.device | None = None
 ) -> Proof:
-    """Try the class of the optimizer, with its options, on small parameters of the same kinds, on the device that steps."""
+    """Try the class of the optimizer, with its options, on small parameters of the same kinds, on the given device."""
     _refuse_wrappers(optimizer)
     tried = list(_small_parameters(optimizer, state_dtype, device))
     devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
