@@ -62,10 +62,8 @@ def describe(value: object) -> str:
 
 
 def parse_bytes(value: int | str, name: str = "value") -> int:
-    """A number of bytes from an int or from a text such as ``"40GiB"``, ``"1.5 gib"``, ``"40G"`` or ``"512MB"``.
-
-    KiB to TiB, and K to T, count in 1024, KB to TB in 1000. Errors call the value by its ``name``.
-    """
+    """A number of bytes from an int or from a text such as ``"40GiB"``, ``"1.5 gib"``, ``"40G"`` or ``"512MB"``."""
+    # KiB to TiB, and K to T, count in 1024, KB to TB in 1000. Errors call the value by its ``name``.
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name} must be an int (bytes) or a text such as '40GiB', got {describe(value)}")
     if isinstance(value, int):

@@ -114,11 +114,9 @@ def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
 
 
 def before_backward(output: Iterable[torch.Tensor], first_node: int, begin: Callable[[Any], None]) -> list[Any]:
-    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; returns these nodes.
-
-    The node has to be the layer's: from ``first_node`` on, of :func:`next_node`. A tensor that the layer only returns
-    belongs to another layer; its node may live on from step to step, and would collect a hook in each.
-    """
+    """Call ``begin`` whenever backward is about to run a node that made a tensor of ``output``; returns these nodes."""
+    # The node has to be the layer's: from ``first_node`` on, of ``next_node``. A tensor that the layer only returns
+    # belongs to another layer; its node may live on from step to step, and would collect a hook in each.
     made = (tensor.grad_fn for tensor in output)
     nodes = dict.fromkeys(node for node in made if node is not None and node._sequence_nr() >= first_node)
     for node in nodes:
@@ -177,10 +175,8 @@ def is_traced() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``.
-
-    ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
-    """
+    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``."""
+    # ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
     transforms = _transforms()
     if not transforms:
         return False
@@ -286,10 +282,8 @@ _COMPILE_REMEDY = (
 
 
 def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Do what ``torch.compiler.disable`` does: the interpreter runs the function and all that the function calls.
-
-    The compiler knows such a function by the same attributes. Where a graph must not break, it shows the remedy.
-    """
+    """Do what ``torch.compiler.disable`` does: the interpreter runs the function and all that the function calls."""
+    # The compiler knows such a function by the same attributes. Where a graph must not break, it shows the remedy.
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -106,10 +106,8 @@ def _measure(
 def _measure_recomputed(
     modules: list[nn.Module], step: Callable[[], object], min_bytes: int, backend: Backend, steps: int
 ) -> Profile:
-    """A profile with regions, of layers that recompute everything and offload their inputs.
-
-    In the first step each operation is run once more, compared and timed.
-    """
+    """A profile with regions, of layers that recompute everything and offload their inputs."""
+    # In the first step each operation is run once more, compared and timed.
     policies, schedule = learning_policies(modules), learning_schedule(len(modules))
     context = OffloadContext(schedule, len(modules), min_bytes=min_bytes, device=backend.device, policies=policies)
     with HookedLayers(modules, context):
@@ -147,11 +145,9 @@ def recompute_all(profile: Profile) -> list[LayerPolicy]:
 def learned_profile(
     policies: Sequence[LayerPolicies], regions: Sequence[Sequence[RegionProfile]], times: LayerTimes
 ) -> Profile:
-    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
-
-    The regions' seconds are those of the second runs in these steps, as each region would share them. An operation that
-    is timed alone, behind a pause, takes another time than in a row.
-    """
+    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is."""
+    # The regions' seconds are those of the second runs in these steps, as each region would share them. An operation
+    # that is timed alone, behind a pause, takes another time than in a row.
     alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for costs in regions]
     # The backward of a compiled layer recomputes without a second run, and was timed as a whole at each level.
     again_s = [

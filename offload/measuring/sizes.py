@@ -196,11 +196,9 @@ def _bytes_of(regions: Sequence[RegionProfile]) -> int:
 
 
 def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
-    """With what regions grow, from their bytes with inputs of several sizes.
-
-    Of powers that agree with all sizes alike, the number of elements is taken, and then the highest powers. A side
-    that never varied has the power 1. Sides that are always the same are one side.
-    """
+    """With what regions grow, from their bytes with inputs of several sizes."""
+    # Of powers that agree with all sizes alike, the number of elements is taken, and then the highest powers. A side
+    # that never varied has the power 1. Sides that are always the same are one side.
     columns = [*zip(*(one.sides for one in samples), strict=True)]
     choices = [
         (0,) if column in columns[:place] else (1,) if len({*column}) == 1 else (2, 1, 0)

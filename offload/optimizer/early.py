@@ -165,10 +165,8 @@ class BackwardSteps:
         return parameter in self._groups
 
     def step_layer(self, given: Sequence[LayerGradient], most_flights: int) -> Event | None:
-        """Step parameters of one layer; returns the event after which the new weights are on the host.
-
-        Compute waits until at most ``most_flights`` steps use device memory.
-        """
+        """Step parameters of one layer; returns the event after which the new weights are on the host."""
+        # Compute waits until at most ``most_flights`` steps use device memory.
         store = self._stepper.store
         for one in given:
             self._check_first(one.parameter)

@@ -166,10 +166,8 @@ class StateStore:
         return self.master_weights and parameter.dtype is torch.bfloat16
 
     def reserve(self, parameters: Iterable[torch.Tensor], states: Mapping[Any, Any]) -> None:
-        """Provide what the first step of these parameters will need, as far as it is known.
-
-        State in ``states`` that is in its place is kept there: it is neither pinned twice nor twice on the device.
-        """
+        """Provide what the first step of these parameters will need, as far as it is known."""
+        # State in ``states`` that is in its place is kept there: it is neither pinned twice nor twice on the device.
         needed: dict[torch.Tensor, list[_Wanted]] = {}
         for parameter in parameters:
             state, part, layout = self.of(parameter), local(parameter), self.layout(parameter).items()

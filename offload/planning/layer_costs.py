@@ -85,11 +85,9 @@ def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
 
 
 def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
-    """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before.
-
-    Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
-    saved regions are the last set, even if the set before takes no longer.
-    """
+    """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before."""
+    # Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
+    # saved regions are the last set, even if the set before takes no longer.
     everything = region_costs(regions, saved_of(regions))
     found = [region_costs(regions, frozenset())]
     while found[-1].recompute_s > 0:
@@ -157,11 +155,9 @@ class LayerCosts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
-    """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward.
-
-    Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that is
-    kept is on the device.
-    """
+    """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward."""
+    # Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that
+    # is kept is on the device.
     regions = layer.known_regions()
     if policy is None or not layer.regions:
         policy = LayerPolicy(saved_of(regions), saved_of(regions))
@@ -193,11 +189,9 @@ def _freed_after(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> Co
 
 
 def _recompute(regions: Sequence[RegionProfile], costs: RegionCosts, places: dict[int, int]) -> Piece:
-    """The second run of forward: up to the last dropped region, once everything before that is reloaded.
-
-    Results of skipped operations take memory, too, unless they are handed over. A result that is not dropped is freed
-    after the last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
-    """
+    """The second run of forward: up to the last dropped region, once everything before that is reloaded."""
+    # Results of skipped operations take memory, too, unless they are handed over. A result that is not dropped is freed
+    # after the last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
     last = costs.rerun[-1]
     operations = {operation_of(regions, number) for number in costs.rerun}
     made = {one for one in range(last + 1) if one not in costs.kept or operation_of(regions, one) in operations}
@@ -278,10 +272,8 @@ def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 
 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
-    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded.
-
-    The functions of :mod:`operator` and :mod:`itertools` do this in a quarter of a loop's time; a search asks often.
-    """
+    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
+    # The functions of ``operator`` and ``itertools`` do this in a quarter of a loop's time; a search asks often.
     held = accumulate(map(attrgetter("held_bytes"), layers), initial=0)
     released = accumulate(map(attrgetter("offloaded_bytes"), layers[:num_layers]))
     gone = [*[0] * (len(layers) - num_layers), *released]
@@ -319,10 +311,8 @@ def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -
 def with_workspace(
     profile: Profile, measured: Peaks, num_layers: int = 0, policies: Sequence[LayerPolicy | None] = ()
 ) -> Profile:
-    """A profile with the memory that layers and loss need beside the layers' activations.
-
-    It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies.
-    """
+    """A profile with the memory that layers and loss need beside the layers' activations."""
+    # It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies.
     instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
     expected = peaks_of(costs_of(profile, instant, range(num_layers), policies), num_layers)
 

@@ -190,10 +190,8 @@ def make_plan(
     max_host_bytes: int | str | None = None,
     among: Among = Among.REGIONS,
 ) -> Plan:
-    """What to keep, offload and recompute, so that the peak is within the budget and the step is the shortest.
-
-    See :func:`offload.plan`, which measures the link if it is given none.
-    """
+    """What to keep, offload and recompute, so that the peak is within the budget and the step is the shortest."""
+    # See ``plan``, which measures the link if it is given none.
     begin_s = time.perf_counter()
     budget = parse_bytes(memory_budget, "memory_budget")
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")

@@ -116,10 +116,8 @@ class Prediction:
     arithmetic_s: float = 0.0  # in which the device steps all parameters if nothing waits for copies
 
     def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
-        """Seconds of a step of this recipe, with ``resident`` bytes of the state on the device.
-
-        What the optimizer's arithmetic and copies have added to the measured steps does not count.
-        """
+        """Seconds of a step of this recipe, with ``resident`` bytes of the state on the device."""
+        # What the optimizer's arithmetic and copies have added to the measured steps does not count.
         profile = plan.profile
         before = self.training.seconds(self.measured, self.link, self.resident_bytes, self.arithmetic_s)
         less_s = before.beside / len(profile.layers)

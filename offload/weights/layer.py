@@ -120,10 +120,8 @@ class WeightLayer:
         return sum([host.parameter._version for host in self.parameters])  # several times per layer and step
 
     def check(self, *, averaged: bool) -> None:
-        """Raise if the modules no longer hold the parameters that are streamed, or something else reduces gradients.
-
-        If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
-        """
+        """Raise if the modules no longer hold the parameters that are streamed, or something else reduces gradients."""
+        # If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         wrapper = running_ddp()
         reduced = () if wrapper is None else set(ddp_parameters(wrapper))
         if wrapper is not None and not (averaged and all(host.parameter not in reduced for host in self.parameters)):
@@ -143,10 +141,8 @@ class WeightLayer:
                 )
 
     def renew(self, stream: object) -> None:
-        """Make the stand-ins anew if ``stream``, the current one, has changed.
-
-        Autograd takes a gradient on the stream on which the node of its stand-in was made.
-        """
+        """Make the stand-ins anew if ``stream``, the current one, has changed."""
+        # Autograd takes a gradient on the stream on which the node of its stand-in was made.
         if self._stream != stream:
             self._stream = stream
             for stand_in in self.stand_ins:
@@ -174,11 +170,9 @@ class WeightSlots:
         self._epoch = 0  # grows where the host may have changed weights: .data leaves their version as it is
 
     def acquire(self, layer: WeightLayer, *, step: int) -> None:
-        """Let compute wait for a layer's weights, and queue the loads of the next layers, one for each other slot.
-
-        ``step`` is 1 in forward, which needs the weights that the host has now, and -1 in backward, which needs those
-        that forward had.
-        """
+        """Let compute wait for a layer's weights, and queue the loads of the next layers, one for each other slot."""
+        # ``step`` is 1 in forward, which needs the weights that the host has now, and -1 in backward, which needs those
+        # that forward had.
         if step > 0:
             self._epoch += layer.rank <= self._last  # a new forward of the model
             self._last = layer.rank
@@ -293,10 +287,8 @@ def check_parameters(modules: list[nn.Module]) -> None:
 
 
 def missing_bytes(modules: list[nn.Module]) -> int:
-    """Host memory that must be free before the parameters of these layers move there, one layer at a time.
-
-    A layer whose parameters are in host memory already frees theirs once the layer has moved.
-    """
+    """Host memory that must be free before the parameters of these layers move there, one layer at a time."""
+    # A layer whose parameters are in host memory already frees theirs once the layer has moved.
     coming = {parameter for module in modules for parameter in module.parameters() if parameter.device.type != "cpu"}
     largest = max(sum(aligned(parameter.nbytes) for parameter in module.parameters()) for module in modules)
     return sum(aligned(parameter.nbytes) for parameter in coming) + largest

@@ -62,10 +62,8 @@ class HostParameter:
         return gradient_dtype(self.parameter)
 
     def hold_gradient(self) -> None:
-        """Keep ``parameter.grad`` here from the first gradient of a backward on: copies and the worker write to it.
-
-        Autograd finds ``None`` there, so that gradients from outside the layers get a tensor of their own.
-        """
+        """Keep ``parameter.grad`` here from the first gradient of a backward on: copies and the worker write to it."""
+        # Autograd finds ``None`` there, so that gradients from outside the layers get a tensor of their own.
         if self.held:
             return
         if self.shared:
@@ -98,10 +96,8 @@ class HostParameter:
         )
 
     def give_back_gradient(self) -> None:
-        """Set ``parameter.grad`` to the sum, once every gradient has arrived.
-
-        Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or :meth:`refuse_outside` was called.
-        """
+        """Set ``parameter.grad`` to the sum, once every gradient has arrived."""
+        # Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or ``refuse_outside`` was called.
         if not self.held:
             return
         total, outside = self.total, self.parameter.grad
