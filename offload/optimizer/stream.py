@@ -37,22 +37,16 @@ class OptimizerStats:
     ``after - before`` has the copies between two moments, and the memory that is held ``after``.
     """
 
-    steps: int = 0
-    """Steps of the optimizer."""
-    chunks: int = 0
-    """Chunks that were stepped."""
+    steps: int = 0  #: Steps of the optimizer.
+    chunks: int = 0  #: Chunks that were stepped.
     backward_chunks: int = 0
     """Chunks that were stepped beside backward; the others were stepped in ``optimizer.step()``."""
     loaded_bytes: int = 0
     """State copied from the host to the device, and weights and gradients that are on the host, where needed."""
-    written_bytes: int = 0
-    """State copied from the device to the host, and weights that are on the host."""
-    host_bytes: int = 0
-    """Pinned host memory of the state."""
-    resident_bytes: int = 0
-    """Device memory of the state that is not streamed."""
-    slot_bytes: int = 0
-    """Device memory of the slots that chunks are loaded into."""
+    written_bytes: int = 0  #: State copied from the device to the host, and weights that are on the host.
+    host_bytes: int = 0  #: Pinned host memory of the state.
+    resident_bytes: int = 0  #: Device memory of the state that is not streamed.
+    slot_bytes: int = 0  #: Device memory of the slots that chunks are loaded into.
 
     def __sub__(self, before: OptimizerStats) -> OptimizerStats:
         return since(before, self, held=("host_bytes", "resident_bytes", "slot_bytes"))

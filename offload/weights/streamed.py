@@ -42,28 +42,19 @@ class WeightStats:
     ``after - before`` has the copies between two moments, and the memory that is held ``after``.
     """
 
-    loads: int = 0
-    """Layers copied from the host to the device."""
-    loaded_bytes: int = 0
-    """Copied from the host to the device."""
+    loads: int = 0  #: Layers copied from the host to the device.
+    loaded_bytes: int = 0  #: Copied from the host to the device.
     late_loads: int = 0
     """Loads that began only when the layer did: one per forward, for its first layer; more are stalls."""
-    gradient_bytes: int = 0
-    """Gradients copied from the device to the host."""
+    gradient_bytes: int = 0  #: Gradients copied from the device to the host.
     added_bytes: int = 0
     """Copied gradients that the worker added to ``p.grad``, or converted for it; the others landed in ``p.grad``."""
-    staging_waits: int = 0
-    """How often backward waited on the host until the worker had freed a staging buffer."""
-    early_steps: int = 0
-    """Optimizer steps of one layer, made in backward by :func:`stream_optimizer`."""
-    weight_bytes: int = 0
-    """Pinned host memory of the parameters."""
-    gradient_host_bytes: int = 0
-    """Pinned host memory of gradients that is kept from step to step."""
-    staging_bytes: int = 0
-    """Pinned host memory where gradients wait to be added."""
-    slot_bytes: int = 0
-    """Device memory of all slots."""
+    staging_waits: int = 0  #: How often backward waited on the host until the worker had freed a staging buffer.
+    early_steps: int = 0  #: Optimizer steps of one layer, made in backward by :func:`stream_optimizer`.
+    weight_bytes: int = 0  #: Pinned host memory of the parameters.
+    gradient_host_bytes: int = 0  #: Pinned host memory of gradients that is kept from step to step.
+    staging_bytes: int = 0  #: Pinned host memory where gradients wait to be added.
+    slot_bytes: int = 0  #: Device memory of all slots.
 
     def __sub__(self, before: WeightStats) -> WeightStats:
         return since(before, self, held=("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes"))
