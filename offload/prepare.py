@@ -240,10 +240,8 @@ class PreparedTraining(Handle):
             self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
 
     def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
-        """Without recipes that a change to them would need too much memory for.
-
-        Weights move first, and state last: meanwhile the device has the more of the state, or the host.
-        """
+        """Without recipes that a change to them would need too much memory for."""
+        # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
         training, most = self._training, plan.max_host_bytes
 
         def reached(one: RecipePlan) -> RecipePlan:

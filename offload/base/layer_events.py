@@ -63,11 +63,9 @@ class LayerCall:
         self.training = training
         self.recomputes = in_backward()  # whether backward runs the forward, to recompute what was not saved
         self.first_node = next_node()  # the number of the first node that autograd makes in it
-        self.in_checkpoint = in_checkpoint
-        """Whether the forward runs in a checkpoint of the layer's whole call, whose hooks then tell nothing."""
+        self.in_checkpoint = in_checkpoint  # whether a checkpoint of the layer's whole call tells, and hooks do not
         self.told: list[LayerListener] = []  # the listeners that know of the beginning, and so have to know of the end
-        self.error_around: BaseException | None = sys.exception()
-        """The error that the program handles while it runs the layer, if any: no error of the layer's."""
+        self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
 
 
 _silence = threading.local()
@@ -189,8 +187,8 @@ class _LayerEvents:
 
     def __init__(self, layer: nn.Module) -> None:
         self.listeners: list[LayerListener] = []  # in the order of :class:`Turn`
+        # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
-        """The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward."""
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
         inside = is_sharded(layer)
         self._hooks: list[RemovableHandle] = [

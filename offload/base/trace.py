@@ -41,8 +41,7 @@ class Recorder:
     """What a recording on the CPU backend has seen; times are in seconds of ``time.perf_counter``."""
 
     marks: list[tuple[float, Mark]] = field(default_factory=list)
-    copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)
-    """Start, end, mark and bytes of each copy."""
+    copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)  # start, end, mark and bytes of each
     waits: list[tuple[float, float]] = field(default_factory=list)  # start and end of each wait of the compute stream
 
     @property

@@ -48,8 +48,7 @@ class FollowCompiledPlan(FollowPlan):
         **others: Any,
     ) -> None:
         self._options = options
-        self._forwards: list[CompiledForward | None] = []
-        """Of each layer, what runs it at a level; ``None`` for a layer that has no levels."""
+        self._forwards: list[CompiledForward | None] = []  # of each layer, what runs it at a level, if it has levels
         self._whole: list[CompiledForward] = []  # what runs layers that have no levels, and are compiled as a whole
         self._logged: set[str] = set()
         self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)

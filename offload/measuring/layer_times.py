@@ -46,8 +46,7 @@ class LayerTimes(Attachment):
         self.hooks = ExitStack()  # takes the hooks on inputs and parameters off
         self.running: MeasuredLayer | None = None  # the layer whose first forward since :meth:`start` runs now
         self.memory: MemoryPeak | None = None  # tells what is allocated, if that is asked for
-        self.between_bytes = 0
-        """The most that was allocated between the last forward and its backward, above that at the step's start."""
+        self.between_bytes = 0  # the most between the last forward and its backward, above that at the step's start
         self._most_bytes = 0
         self.paused = False  # whether layers run that are not to be timed
         super().__init__(layers, self.layers)
@@ -160,8 +159,7 @@ class MeasuredLayer(LayerListener):
         self.number = number
         self.rounds: list[Marks] = []  # one for each microbatch
         self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
-        self.peaks = {"forward": 0, "backward": 0}
-        """The most device memory while it ran, above that at the step's start."""
+        self.peaks = {"forward": 0, "backward": 0}  # the most device memory, above that at the step's start
         self._recorder = recorder
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
@@ -176,11 +174,7 @@ class MeasuredLayer(LayerListener):
         )
 
     def profile(self) -> LayerProfile:
-        """What the layer costs.
-
-        Raises:
-            ValueError: Its forward or its backward did not run.
-        """
+        """What the layer costs; a ``ValueError`` if its forward or its backward did not run."""
         for what in ("forward", "backward"):
             if not self.rounds or any(getattr(one, f"{what}_end") is None for one in self.rounds):
                 raise ValueError(

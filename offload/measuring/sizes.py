@@ -60,16 +60,15 @@ class CostsBySize:
     """The costs of layers by the sizes of the first layer's inputs."""
 
     def __init__(self) -> None:
-        self._learned: dict[RegionNames, dict[Inputs, Regions]] = {}
-        """Of each kind of inputs; the one that was learned last is the last."""
-        self._powers: dict[RegionNames, list[list[Powers]]] = {}
-        """With what the bytes of each region of each layer grow."""
+        self._learned: dict[RegionNames, dict[Inputs, Regions]] = {}  # of each kind of inputs; the last learned is last
+        self._powers: dict[
+            RegionNames, list[list[Powers]]
+        ] = {}  # with what the bytes of each region of each layer grow
         self._timed: list[Timed] = []
         self._covered: list[Inputs] = []  # the inputs of which :attr:`largest` is the size
         self._more_bytes = 0.0  # for each element, what microbatches needed outside of the layers beyond what was timed
         self._sizes: dict[Inputs, Size] = {}
-        self._lacking: dict[Inputs, bool] = {}
-        """What was found of inputs since something was learned or timed: every microbatch asks."""
+        self._lacking: dict[Inputs, bool] = {}  # found since something was learned or timed: every microbatch asks
 
     def learn(self, inputs: Inputs, regions: Regions) -> None:
         """The regions of a microbatch with these inputs."""
@@ -225,10 +224,7 @@ def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
 
 
 def _on_line(sizes: Sequence[float], values: Sequence[object], size: float, name: str) -> float:
-    """A value at a size: on the line through two that were timed; in proportion to the largest if no two are far apart.
-
-    The line never falls.
-    """
+    """A value at a size: on a line through two timed ones, which never falls, or in proportion if none are far apart."""
     points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
     most, last = points[-1]
     smaller = [one for one in points if LARGER * one[0] <= most]

@@ -65,8 +65,8 @@ class BackwardSteps:
         self._groups: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, None] = {}  # their gradients are complete, and they fill no chunk yet
         self._room = 0
+        # The parameters that this step has stepped, with the gradient and its version unless it was consumed.
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int] | None] = {}
-        """The parameters that this step has stepped, with the gradient and its version unless it was consumed."""
         self._flights: deque[tuple[list[torch.Tensor], Event, bool]] = deque()
         """Gradients in use beside compute, the event after which they are not, and whether ``parameter.grad`` of the
         program lacks them."""

@@ -81,14 +81,12 @@ class ParameterState:
         self.parameter = parameter
         self.resident = False
         self.homes: dict[str, torch.Tensor] = {}
-        self.on_host = holder_of(parameter) is not None
-        """Whether the weights are on the host, and are loaded and written as the state is."""
-        self.gradient: torch.Tensor | None = None
-        """What is stepped with, where backward has taken it out of ``parameter.grad``."""
-        self.weights: torch.Tensor | None = None
-        """The weights on the device, where a layer that was in backward has left them there."""
-        self.total: torch.Tensor | None = None
-        """Of weights on the host: the gradient there, to which :attr:`gradient` is added if there is one."""
+        self.on_host = holder_of(parameter) is not None  # whether the weights are loaded and written as the state is
+        self.gradient: torch.Tensor | None = None  # what is stepped with, if taken out of parameter.grad
+        self.weights: torch.Tensor | None = None  # on the device, where a layer that was in backward has left them
+        self.total: torch.Tensor | None = (
+            None  # of weights on the host: the gradient there, to which the other is added
+        )
         self.written: Event | None = None  # after it, the copies that were queued to the homes are over
 
     def sources(self) -> dict[str, torch.Tensor]:

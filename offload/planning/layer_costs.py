@@ -30,11 +30,9 @@ from offload.recompute.costs import LayerPolicy, RegionProfile
 class RegionCosts(NamedTuple):
     """What a layer's regions cost if some of them are kept."""
 
-    kept: frozenset[int]
-    """The regions that are kept or offloaded until backward: saved ones, and the layer's inputs if any is dropped."""
+    kept: frozenset[int]  # or offloaded until backward: saved regions, and the layer's inputs if any is dropped
     dropped: frozenset[int]  # the saved regions that backward recomputes
-    rerun: tuple[int, ...]
-    """The regions whose operations run again, in the order of forward: the dropped ones, and those they depend on."""
+    rerun: tuple[int, ...]  # the regions whose operations run again, in order: dropped ones, and what these depend on
     kept_bytes: int
     recompute_s: float
 
@@ -121,8 +119,7 @@ class Piece(NamedTuple):
     taken_bytes: int = 0
     freed_bytes: int = 0
     offloads: bool = False  # in forward: whether ``taken_bytes`` are copied to the host once the piece has ended
-    awaits: int | None = None
-    """In backward: the number of the layer's offloaded tensor that is waited for; later ones are reloaded before it."""
+    awaits: int | None = None  # in backward: the offloaded tensor that is waited for; later ones are reloaded before
 
 
 class LayerPieces(NamedTuple):

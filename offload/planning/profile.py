@@ -52,11 +52,8 @@ class Link:
             )
 
     def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
-        """Bytes per second of the d2h and the h2d stream, of which the given ones are busy.
-
-        Both at once share the duplex bandwidth in the proportion of what each reaches alone, and neither is faster than
-        alone.
-        """
+        """Bytes per second of the d2h and the h2d stream, of which the given ones are busy."""
+        # Both share the duplex bandwidth in the proportion of what each reaches alone; neither is faster than alone.
         if not (d2h and h2d):
             return (self.d2h_bytes_per_s * d2h, self.h2d_bytes_per_s * h2d)
         share = min(1.0, self.duplex_bytes_per_s / (self.d2h_bytes_per_s + self.h2d_bytes_per_s))
@@ -152,10 +149,8 @@ class LayerProfile:
         vars(self)["tensors"] = saved
 
     def known_regions(self) -> tuple[RegionProfile, ...]:
-        """The regions; where they are not listed, one for each tensor, of equal seconds, that is never recomputed.
-
-        So the n-th of m tensors is saved after the fraction n/m of forward, and used in the mirrored part of backward.
-        """
+        """The regions; where they are not listed, one for each tensor, of equal seconds, that is never recomputed."""
+        # So the n-th of m tensors is saved after the fraction n/m of forward, used in the mirrored part of backward.
         if self.regions:
             return self.regions
         edges = [self.saved_bytes * index // UNLISTED_PIECES for index in range(UNLISTED_PIECES + 1)]

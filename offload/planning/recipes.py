@@ -25,13 +25,9 @@ from offload.schedule.points import Point
 
 LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all of it: a plan needs some speed
 MORE_SHARE = 1.5  # so much more than its rest is tried of a link, too: some loads run where the recipe has none
-SHARES = (1 / 3, 2 / 3, 1.0)
-"""Of the state that can be resident at most, what is tried where the copies of the rest make the step longer."""
-
+SHARES = (1 / 3, 2 / 3, 1.0)  # of the state that can be resident at most, tried where copies make the step longer
 WORTH = 0.005  # by what part of the step more resident state must be able to shorten it, so that it is planned for
-LEAST_GAIN = 1e-3
-"""By what part of the step state must shorten it that is resident because the activations do not need the memory."""
-
+LEAST_GAIN = 1e-3  # the same, for state that is resident because the activations do not need the memory
 MARGIN = 0.02  # of the budget, what such state leaves free
 
 
@@ -74,11 +70,7 @@ class TrainingPlan:
 
     @property
     def chosen(self) -> RecipePlan:
-        """The one with the shortest step of those that fit; of equals the first, which copies the least.
-
-        Raises:
-            ValueError: None fits, and none is followed.
-        """
+        """The shortest step of those that fit; of equals the first, which copies the least. Raises if none fits."""
         fitting = [one for one in self.recipes if not one.reason]
         fitting = [one for one in fitting or self.recipes if one.recipe == self.in_place] or fitting
         if not fitting:

@@ -127,8 +127,7 @@ class Search:
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
         and regions need not be told apart. For a layer without regions it is the only one."""
         level = [0] * self.count
-        self.levels = [tuple(level)]
-        """Of each level, the way of each layer; the first of all first, the last of all last."""
+        self.levels = [tuple(level)]  # of each level, the way of each layer; the first way of all, to the last of all
         rises: list[tuple[float, int, list[int]]] = []
         for numbers in layers_of_kinds(profile):
             alike = zip(*(profile.layers[number].regions for number in numbers), strict=True)
@@ -146,8 +145,8 @@ class Search:
             self.levels.append(tuple(level))
         self.highest = (len(self.levels) - 1) * self.count  # the position at which all layers are on the highest level
         by_layer = [_costs_of(*layer, link) for layer in zip(profile.layers, map(tuple, self.ways), strict=True)]
+        # Of each layer, the costs of each of its ways if it is not offloaded, and if it is.
         self._kept, self._offloaded = map(list, zip(*by_layer, strict=True))
-        """Of each layer, the costs of each of its ways if it is not offloaded, and if it is."""
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
         layers = self._offloaded[: choice.num_layers] + self._kept[choice.num_layers :]

@@ -32,8 +32,7 @@ class Interlude(NamedTuple):
     label: str
     duration_s: float
     nbytes: int = 0  # device memory that it needs while it runs
-    loaded_bytes: int = 0
-    """Copied to the device from its start on; compute waits for the copy where an interlude ``awaits`` it."""
+    loaded_bytes: int = 0  # copied to the device from its start on; an interlude that ``awaits`` the copy waits for it
     sent_bytes: int = 0  # copied to the host after that
     awaits: str = ""  # the label of the interlude whose load is over before it starts
 
@@ -102,9 +101,8 @@ class _Task:
     label: str = ""
     layer: int | None = None
     after: _Task | None = None  # a task of another stream, over before this one starts
-    taken_bytes: int = 0
-    """Device memory that is allocated when the task starts, or freed if negative; ``freed_bytes`` are when it ends."""
-    freed_bytes: int = 0
+    taken_bytes: int = 0  # device memory that is allocated when the task starts, or freed if negative
+    freed_bytes: int = 0  # when it ends
     start_s: float = math.inf
     end_s: float = math.inf
 
@@ -147,8 +145,9 @@ def _tasks(
         layer_pieces(layer, policy, offloads=number in offloaded)
         for number, (layer, policy) in enumerate(zip(layers, policies, strict=True))
     ]
-    copies: defaultdict[int, list[_Task]] = defaultdict(list)
-    """By layer, the copies of its tensors in the order of saving: to the host, later back."""
+    copies: defaultdict[int, list[_Task]] = defaultdict(
+        list
+    )  # of each layer's tensors in order: to the host, later back
     loads: dict[str, _Task] = {}  # of interludes, by their labels
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:

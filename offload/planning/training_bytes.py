@@ -47,8 +47,7 @@ class RecipeSeconds(NamedTuple):
 
     tail: float  # backward ends so much later: nothing is left to hide the loads of what it comes to last
     step: float  # after backward
-    beside: float
-    """Of the optimizer's arithmetic, what runs in backward, where it takes the device's time from the layers."""
+    beside: float  # of the optimizer's arithmetic, what runs in backward, in the device's time
 
 
 @dataclass(frozen=True)
