@@ -224,7 +224,7 @@ def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
 
 
 def _on_line(sizes: Sequence[float], values: Sequence[object], size: float, name: str) -> float:
-    """A value at a size: on a line through two timed ones, which never falls, or in proportion if none are far apart."""
+    """A value: on a line through two timed ones, which never falls, or in proportion if none are far apart."""
     points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
     most, last = points[-1]
     smaller = [one for one in points if LARGER * one[0] <= most]
