@@ -349,3 +349,15 @@ def test_hooks_are_not_compiled(device: torch.device, lab: Lab) -> None:
     # With hooks on it, some releases of PyTorch compile the layer once more; its own operations must be all.
     called = {node.target for graph in compiled for node in graph.graph.nodes if node.op == "call_function"}
     assert called <= {torch._C._nn.linear, torch._C._nn.gelu}
+
+
+@pytest.mark.slow
+def test_compiled_layers_with_hooks(device: torch.device) -> None:
+    layers, x = build("decoder", 3, device)
+    for layer in layers:
+        layer.compile(backend="aot_eager", dynamic=False)
+    expected = step_gradients(layers, x)
+    with offload_layers(layers, 1, min_bytes=0) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert handle.stats().reloaded_bytes > 0
+        assert handle.stats().late_reloads == 0
