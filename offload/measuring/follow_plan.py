@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -37,7 +37,7 @@ from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_with
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
 from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
-from offload.planning.profile import Profile
+from offload.planning.profile import LayerProfile, Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
@@ -107,6 +107,8 @@ class FollowPlan(WatchedLayers):
         """What the first layer was given in the microbatch that began last, and in the one that is timed."""
         self._learned = self._learned_then = [0] * len(layers)
         """How often each layer had been learned when those began."""
+        self._new_gradients: list[int] = []
+        """The bytes that the gradients of each layer have which the microbatch that is timed allocates."""
         self._planned: Size = {}
         """The size of inputs that the plan is for."""
         self._fitting: dict[bool, list[Size]] = {True: [], False: []}
@@ -120,6 +122,8 @@ class FollowPlan(WatchedLayers):
         that there were then, where they count to the budget."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
+        self._ran_all = False
+        """Whether the last microbatch has skipped no layer."""
         self._proves = False
         """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
         self._corrections_left = 0
@@ -151,7 +155,11 @@ class FollowPlan(WatchedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self.plan, self._keeps_all, self._watches = None, False, True
+        self._new_gradients = [
+            sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
+            for layer in self._layers
+        ]
+        self.plan, self._keeps_all, self._watches, self._peak_bytes = None, False, True, 0
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
 
@@ -165,7 +173,7 @@ class FollowPlan(WatchedLayers):
                 )
             return
         self._learn_costs()
-        if self._stage == "timing" and self._times.complete:
+        if self._stage == "timing":
             self._end_timing()
         self._inputs = given_to(inputs)
         size = self._costs.size_of(self._inputs)
@@ -191,8 +199,10 @@ class FollowPlan(WatchedLayers):
         if not self.measures:
             self._keep_all(self._fits(size))
             self._peak.stop()
-            if self._watches and not (self._keeps_all and self._peak.costs_time):
-                self._peak.start()
+            self._peak_bytes = 0
+        if self._stage != "learning" and self._watches and not (self._keeps_all and self._peak.costs_time):
+            self._peak.start()
+        self._times.forwards, self._ran_all = 0, False
         self._count_inputs(inputs)
 
     def end_backward(self) -> None:
@@ -201,9 +211,11 @@ class FollowPlan(WatchedLayers):
             return
         if self._compare is not None:
             self._compare.end_backward()
+        self._ran_all = self._ran_all or self._times.forwards >= len(self._layers)
+        self._times.forwards = 0
         if self._watches:
             most_bytes = self._times.most_bytes() if self.measures else self._peak.most_bytes()
-            self._peak_bytes = most_bytes + self._gradient_bytes
+            self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
             self._peak.stop()
 
     def _follow(self, plan: Plan | None) -> None:
@@ -261,7 +273,7 @@ class FollowPlan(WatchedLayers):
                 f"memory_budget = {format_bytes(self._budget)} was not met by {CORRECTIONS + 1} plans: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
-        self._watches = not self._peak.costs_time
+        self._watches = not (self._peak.costs_time and self._ran_all)
 
     def _learn_costs(self) -> None:
         """Add what layers have learned in the last microbatch to what is known of their costs."""
@@ -271,21 +283,31 @@ class FollowPlan(WatchedLayers):
             self._costs.learn(self._inputs, [one.costs for one in self._policies])
 
     def _end_timing(self) -> None:
-        """Add the last microbatch to what is known of the layers' costs, unless layers were learned in it."""
+        """Add what was timed to what is known of the layers' costs, unless layers were learned meanwhile.
+
+        A layer that was skipped costs what another one with the same regions does. While there is none, or the last
+        layer was skipped, behind which the loss is timed, timing goes on.
+        """
+        ran = self._times.ran
+        kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
+        if len(kinds) - 1 not in ran or not {kinds[number] for number in ran} >= {*kinds}:
+            return
         self._stage = "following"
         self._planned = {}
         if self._learned != self._learned_then:
             self._times.pause()  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
-        profile = replace(learned_profile(self._policies, regions, self._times), other_s=self._times.between_s())
+        profile, num_layers = learned_profile(self._policies, regions, self._times)
+        layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
+        expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
+        timed = dict(zip(ran, profile.layers, strict=True))
+        every = _with_skipped(timed, kinds, self._new_gradients)
+        profile = replace(profile, layers=every, other_s=self._times.between_s())
         self._times.pause()
         for one in self._policies:
             one.clock = None
         self._ask_what_is_left()
-        num_layers = len(learning_schedule(len(profile.layers)).offloaded_layers)
-        layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
-        expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
         self._costs.add(self._timed_inputs, profile, max(0, self._peak_bytes - expected))
 
     def _ask_what_is_left(self) -> None:
@@ -356,6 +378,19 @@ class FollowPlan(WatchedLayers):
             *(format_bytes(made.peak_bytes), missing),
         )
         return made
+
+
+def _with_skipped(
+    timed: Mapping[int, LayerProfile], kinds: Sequence[Hashable], new_gradients: Sequence[int]
+) -> tuple[LayerProfile, ...]:
+    """All layers: one that was skipped costs what the next one of its kind does, and its gradients' memory as well."""
+    like = {kinds[number]: layer for number, layer in timed.items()}
+    layers, more_bytes = [], 0
+    for number, kind in reversed([*enumerate(kinds)]):
+        like[kind] = layer = timed.get(number, like[kind])
+        more_bytes += 0 if number in timed else new_gradients[number]
+        layers.append(replace(layer, workspace_bytes=layer.workspace_bytes + more_bytes))
+    return tuple(reversed(layers))
 
 
 def _with_larger_workspace(profile: Profile) -> Profile:

@@ -49,6 +49,7 @@ class LayerTimes(Attachment):
         self.between_bytes = 0  # the most between the last forward and its backward, above that at the step's start
         self._most_bytes = 0
         self.paused = False  # whether layers run that are not to be timed
+        self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -84,11 +85,16 @@ class LayerTimes(Attachment):
 
     @property
     def complete(self) -> bool:
-        return all(layer.rounds and layer.rounds[0].backward_end is not None for layer in self.layers)
+        return len(self.ran) == len(self.layers)
+
+    @property
+    def ran(self) -> list[int]:
+        """The layers that were timed: a program may skip others."""
+        return [number for number, layer in enumerate(self.layers) if layer.complete_rounds()]
 
     def seconds(self) -> list[tuple[float, float]]:
-        """Of each layer, the median seconds of forward and of backward."""
-        return [layer.seconds() for layer in self.layers]
+        """Of each layer that ran, the median seconds of forward and of backward."""
+        return [self.layers[number].seconds() for number in self.ran]
 
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
@@ -116,8 +122,10 @@ class LayerTimes(Attachment):
         return 0.0 if end is None else self.backend.seconds([(end, self.backend.mark())])[0]
 
     def peaks(self) -> Peaks:
-        """The most that was allocated in each part of a step; zeros where nobody can tell."""
-        forward, backward = ([one.peaks[phase] for one in self.layers] for phase in ("forward", "backward"))
+        """The most that was allocated in each part of a step by the layers that ran; zeros where nobody can tell."""
+        forward, backward = (
+            [self.layers[number].peaks[phase] for number in self.ran] for phase in ("forward", "backward")
+        )
         return Peaks(forward, self.between_bytes, backward)
 
     def most_bytes(self) -> int:
@@ -173,14 +181,18 @@ class MeasuredLayer(LayerListener):
             statistics.median(seconds((one.backward_start, one.backward_end) for one in rounds)),
         )
 
-    def profile(self) -> LayerProfile:
-        """What the layer costs; a ``ValueError`` if its forward or its backward did not run."""
+    def check_ran(self) -> None:
+        """Raise a ``ValueError`` if the layer's forward or its backward did not run."""
         for what in ("forward", "backward"):
             if not self.rounds or any(getattr(one, f"{what}_end") is None for one in self.rounds):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
                     "the modules that the model calls, and let step call backward()."
                 )
+
+    def profile(self) -> LayerProfile:
+        """What the layer costs, if it ran."""
+        self.check_ran()
         tensors = tuple(self.tensors.values())
         return LayerProfile(*self.seconds(), sum(tensors), tensors)
 
@@ -189,7 +201,10 @@ class MeasuredLayer(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._running = None
-        if call.recomputes or self._recorder.paused or not torch.is_grad_enabled():
+        if call.recomputes or not torch.is_grad_enabled():
+            return
+        self._recorder.forwards += 1
+        if self._recorder.paused:
             return
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         self._running = marks = Marks(ends_with_input=first is not None)

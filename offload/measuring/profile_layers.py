@@ -117,7 +117,10 @@ def _measure_recomputed(
             step()
             time_second_runs(policies, backend)
             times.time(step, steps)
-    return replace(learned_profile(policies, [one.costs for one in policies], times), other_s=times.other_s())
+    for layer in times.layers:
+        layer.check_ran()
+    profile, _ = learned_profile(policies, [one.costs for one in policies], times)
+    return replace(profile, other_s=times.other_s())
 
 
 def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> None:
@@ -144,23 +147,28 @@ def recompute_all(profile: Profile) -> list[LayerPolicy]:
 
 def learned_profile(
     policies: Sequence[LayerPolicies], regions: Sequence[Sequence[RegionProfile]], times: LayerTimes
-) -> Profile:
-    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is."""
+) -> tuple[Profile, int]:
+    """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
+
+    Returns:
+        The profile of the layers that ran, and how many of them were offloaded.
+    """
     # The regions' seconds are those of the second runs in these steps, as each region would share them. An operation
     # that is timed alone, behind a pause, takes another time than in a row.
-    alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for costs in regions]
+    ran = [(policies[number], regions[number]) for number in times.ran]
+    alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for _, costs in ran]
     # The backward of a compiled layer recomputes without a second run, and was timed as a whole at each level.
     again_s = [
         statistics.median(times.backend.seconds(one.second_runs) or [0.0]) if one.runs_again else recompute_s
-        for one, recompute_s in zip(policies, alone_s, strict=True)
+        for (one, _), recompute_s in zip(ran, alone_s, strict=True)
     ]
-    run_again = [number for number, one in enumerate(policies) if one.runs_again]
+    run_again = [number for number, (one, _) in enumerate(ran) if one.runs_again]
     again, alone = (math.fsum(seconds[number] for number in run_again) for seconds in (again_s, alone_s))
     ratio = again / alone if min(again, alone) > 0 else 1.0
     layers = []
-    for one, costs, (forward_s, backward_s), run_s in zip(policies, regions, times.seconds(), again_s, strict=True):
+    for (one, costs), (forward_s, backward_s), run_s in zip(ran, times.seconds(), again_s, strict=True):
         timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
         layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s)))
     profile = Profile(tuple(layers), times.loss_s())
-    num_layers = len(learning_schedule(len(layers)).offloaded_layers)
-    return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
+    num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
+    return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile)), num_layers

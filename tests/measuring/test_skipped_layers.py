@@ -1,0 +1,65 @@
+"""A memory budget for layers that the program skips at random, as LayerDrop does."""
+
+import pytest
+import torch
+from models import WIDTH, assert_same, build
+from torch import nn
+
+import offload
+
+LAYERS = 8
+ALL: set[int] = set()
+
+
+def step(
+    layers: nn.ModuleList, x: torch.Tensor, skipped: set[int], outside_bytes: int = 0
+) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a step that skips some layers and needs so much memory outside of them, and its peak."""
+    layers.zero_grad()
+    with offload.memory_meter("cpu") as meter:
+        y = x
+        for number, layer in enumerate(layers):
+            y = y if number in skipped else layer(y)
+        temporary = torch.empty(outside_bytes, dtype=torch.uint8)
+        y.square().sum().backward()
+        del temporary
+    ran = [layer for number, layer in enumerate(layers) if number not in skipped]
+    return [parameter.grad for layer in ran for parameter in layer.parameters()], meter.peak_bytes
+
+
+def test_a_plan_is_followed_although_each_step_skips_a_layer() -> None:
+    """A layer that was skipped while layers were timed costs what another one does, and its gradients' memory."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.55 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for skipped in ({1, 5}, {2}, {3, 4, 5}):
+            step(layers, x, skipped)
+            assert handle.state == "measuring"
+        for skipped in ({3}, ALL, {6, 7}, ALL):
+            found, peak_bytes = step(layers, x, skipped)
+            assert handle.state == "following"
+            assert peak_bytes <= budget
+        assert handle.stats().offloaded_bytes > 0
+        handle.remove()
+        assert_same(step(layers, x, ALL)[0], found)
+        estimated = [layer.workspace_bytes for layer in handle.plan.profile.layers]
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for _ in range(3):
+            step(layers, x, ALL)
+        measured = [layer.workspace_bytes for layer in handle.plan.profile.layers]
+        assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
+
+
+def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:
+    """Fewer layers than there are prove no plan, also where peaks are counted for the first microbatches alone."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.8 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for skipped in (ALL, ALL, {1}, {1}, {2, 3}):
+            step(layers, x, skipped)
+        assert handle.state == "following"
+        step(layers, x, ALL, outside_bytes=2 * budget)
+        with pytest.warns(UserWarning, match="cannot be met, so the plan is followed that has broken it"):
+            step(layers, x, ALL)
