@@ -71,25 +71,23 @@ class OffloadContext(ContextDecorator):
         selective.patch_pytorch()
         torch_private.leave_to_interpreter()
         backend = get_backend(device)
-        self._follow(schedule, policies)
         self.model_layers = model_layers
         self.microbatch = -1  # number of the round that began last, counted from 0
         self.skipped = False  # whether the context did nothing when it was entered last
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), most)
-        self._round = self._new_round()
         self._first_node = 0
         """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
         self._entered: list[ActivationSet | None] = []
         """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
-        self._closed: _Closed | None = None
         self._thread = threading.current_thread()  # the one that has entered the context last
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0
         """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         self._warned: set[str] = set()
+        self.follow(schedule, policies)
 
     @interpreted
     def __enter__(self) -> Self:
@@ -252,12 +250,11 @@ class OffloadContext(ContextDecorator):
         closed = self._closed
         if closed is not None:
             self._unsynced = 0
-            opened, nodes = closed.opened, []
+            opened = closed.opened
             if self._needs_sync or self.schedule is None or trace.is_on():
                 nodes = torch_private.before_backward(tensors_in(output), self._first_node, closed.begin_backward)
-                opened.in_graph |= bool(nodes) and closed.alive is not None
-                if not nodes:
-                    opened.in_graph = False  # nothing leads from the output to what the layer has saved
+                # Without nodes, nothing leads from the output to what the layer has saved.
+                opened.in_graph = bool(nodes) and (opened.in_graph or closed.alive is not None)
             if opened.gone:
                 # Nothing holds what the layer has saved any more: a frozen layer, say. Its set may go at any time, and
                 # must not count as the end of the round when it does.
@@ -279,19 +276,16 @@ class OffloadContext(ContextDecorator):
         self.abort()
         self._give_up_round()
 
-    def follow(self, schedule: Schedule, policies: Sequence[LayerPolicies | None]) -> None:
-        """Do something else from the next round on, which begins now. Existing graphs remain valid."""
-        self._follow(schedule, policies)
-        self._round, self._closed = self._new_round(), None
+    def follow(self, schedule: Schedule | None, policies: Sequence[LayerPolicies | None]) -> None:
+        """Do this from the next round on, which begins now. Existing graphs remain valid."""
+        self.schedule, self.policies = schedule, list(policies)
+        self._needs_sync = schedule is not None and bool(schedule.moves)
+        self._begin_round()
 
     def set_policies(self, layer: int, policies: LayerPolicies) -> None:
         """A layer has policies from its next forward on, also in a round that has begun."""
         self.policies[layer] = policies
         self._round.look_at_policies()
-
-    def _follow(self, schedule: Schedule | None, policies: Sequence[LayerPolicies | None]) -> None:
-        self.schedule, self.policies = schedule, list(policies)
-        self._needs_sync = schedule is not None and bool(schedule.moves)
 
     @property
     def backend(self) -> Backend:
@@ -310,18 +304,18 @@ class OffloadContext(ContextDecorator):
         last = self._round.last_layer
         number = last + 1 if layer is None else layer
         if number >= self.model_layers or number <= last or self._round.abandoned:
-            self._round = self._new_round()
+            self._begin_round()
             number = 0 if layer is None else layer
         return number
 
     def _give_up_round(self) -> None:
         self._transfers.join()
-        self._round = self._new_round()
-        self._closed = None
+        self._begin_round()
 
-    def _new_round(self) -> Round:
+    def _begin_round(self) -> None:
         policies_of = self.policies.__getitem__ if self.policies else None
-        return Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
+        self._round = Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
+        self._closed: _Closed | None = None
 
     def _warn_if_nothing_moved(self) -> None:
         transfers = self._transfers

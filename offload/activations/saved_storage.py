@@ -87,9 +87,16 @@ class SavedStorage:
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
-        if self.version != tensor._version or self.changes != changes:
+        version = tensor._version
+        if self.version != version or self.changes != changes:
             return False
-        return self.versions is None or shares_versions(self.versions, tensor)
+        if self.versions is None:
+            return True
+        # A change of one must count as a change of the other, as it does for views. But torch.unsafe_chunk, which cells
+        # of RNNs use, and .data give tensors over one storage that count for themselves.
+        with probing, keep_versions(self.versions):
+            torch.autograd.graph.increment_version(self.versions)
+            return tensor._version != version
 
     def start_offload(self) -> None:
         """Queue the copy to the host. Where it does not fit, the storage is kept on the device."""
@@ -206,18 +213,6 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     # Of a subclass, autograd gives the counter to what ``detach`` returns below it.
     with without_torch_function(), _Nothing():
         return torch.Tensor.detach(tensor)
-
-
-def shares_versions(versions: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a change of one counts as a change of the other, as it does for views.
-
-    But ``torch.unsafe_chunk``, which cells of RNNs use, and ``.data`` give tensors over one storage that count for
-    themselves.
-    """
-    with probing, keep_versions(versions):
-        before = tensor._version
-        torch.autograd.graph.increment_version(versions)
-        return tensor._version != before
 
 
 class _Nothing(TorchDispatchMode):

@@ -125,12 +125,9 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 
 def _draw_labels(ax: Axes, row: int, boxes: list[Span], end: float) -> None:
     """Label boxes of one kind alike: as ``F12``, else as ``12``, else upright if that is no higher, else not at all."""
-    numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
     letters = {"forward": "F", "backward": "B", "recompute": "R"}
-    names = [
-        number if box.layer is None else letters.get(box.kind, "") + number
-        for box, number in zip(boxes, numbers, strict=True)
-    ]
+    numbers = [box.label if box.layer is None else str(box.layer) for box in boxes]
+    names = [box.label if box.layer is None else f"{letters.get(box.kind, '')}{box.layer}" for box in boxes]
     longest_name, longest_number = (0.66 * max(map(len, texts), default=0) for texts in (names, numbers))
     area = ax.get_window_extent()
     wide, high = (points * 72 / ax.figure.dpi / LABEL_POINTS for points in (area.width, area.height))

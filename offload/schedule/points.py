@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -175,12 +174,11 @@ def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layer
     sorter.prepare()
     # A backward is ready only after its reload, unless that starts with it.
     reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
-    order: list[Point] = []
-    queue: list[tuple[bool, bool, int, Point]] = []
+    order, ready = list[Point](), set[Point]()
     while sorter.is_active():
-        for point in sorter.get_ready():
-            # The least is next: backwards whose reload has started, then forwards, then other backwards.
-            heappush(queue, (point not in reloaded, point.phase == "B", point.layer, point))
-        order.append(heappop(queue)[-1])
+        ready.update(sorter.get_ready())
+        # Backwards whose reload has started, then forwards, then other backwards.
+        order.append(min(ready, key=lambda point: (point not in reloaded, point.phase == "B", point.layer)))
+        ready.remove(order[-1])
         sorter.done(order[-1])
     return tuple(order)

@@ -147,7 +147,7 @@ def test_parts_of_a_chunk_that_one_operation_saves(parts: int, lab: Lab) -> None
     received: list[Tensors] = []
     moves = {part: (True, part + 1, False, part + 1) for part in range(parts - 1)}
     offloaded = offloading(1, parts, lab.device, schedule=Schedule.from_synchronization_dict(moves, parts))
-    chunk = ChunkParts(offloaded.context._new_round(), number=0, parts=parts, part_bytes=3 * 256 / parts)
+    chunk = ChunkParts(offloaded.context._round, number=0, parts=parts, part_bytes=3 * 256 / parts)
     with chunk:
         y = save(x, received.append, *(torch.full((64,), value, device=lab.device) for value in (1.0, 2.0, 3.0)))
         assert offloaded.stats.offloaded_bytes == 0
