@@ -23,7 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from offload.base.checks import check_number
 from offload.base.layer_events import with_attribute
-from offload.base.torch_private import FakeTensorMode, schema_of, tree_leaves
+from offload.base.tensors import tensors_of
+from offload.base.torch_private import FakeTensorMode, schema_of
 from offload.device.backend import Backend, Event
 from offload.long_context import use_chunked_loss
 from offload.measuring.layer_times import LayerTimes
@@ -222,7 +223,7 @@ class StepCount(CpuAllocations):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        read, made = _tensors_in((args, kwargs)), _tensors_in(result)
+        read, made = tensors_of([*args, *(kwargs or {}).values()]), tensors_of(result)
         known, operation = {one.untyped_storage() for one in read}, known_operation(func)
         if operation.written or any(one.untyped_storage() not in known for one in made):  # else it is a view
             nbytes = sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *made))
@@ -288,10 +289,6 @@ class StepCount(CpuAllocations):
             saved, made = one.saved and one.nbytes >= self._least, one.when >= 0
             found.append(RegionProfile(one.name, one.nbytes, one.seconds, reads, saved, made, first))
         return found
-
-
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
 
 
 def _said(error: BaseException) -> str:
