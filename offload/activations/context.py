@@ -87,6 +87,7 @@ class OffloadContext(ContextDecorator):
         self._unsynced = 0
         """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
         self._warned: set[str] = set()
+        self._closed: _Closed | None = None
         self.follow(schedule, policies)
 
     @interpreted
@@ -315,7 +316,7 @@ class OffloadContext(ContextDecorator):
     def _begin_round(self) -> None:
         policies_of = self.policies.__getitem__ if self.policies else None
         self._round = Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
-        self._closed: _Closed | None = None
+        self._closed = None
 
     def _warn_if_nothing_moved(self) -> None:
         transfers = self._transfers
