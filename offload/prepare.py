@@ -306,7 +306,6 @@ def prepare(
         A handle with ``plan``, ``recipe``, ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``model`` or ``optimizer`` is none.
         ValueError: No recipe fits; the message says how much device memory and host memory each would need. The layers
             were not found, or the optimizer does not hold the model's parameters. Nothing has been changed.
     """
@@ -325,7 +324,8 @@ def prepare(
             f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
             f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
         )
-    training = training_bytes(model, modules, optimizer, state_dtype, chunk_bytes := _chunk_bytes(budget))
+    chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90))  # three slots take at most a thirtieth of the budget
+    training = training_bytes(model, modules, optimizer, state_dtype, chunk_bytes)
     recipes = [
         recipe
         for recipe in RECIPES
@@ -368,11 +368,6 @@ def training_bytes(
 
     own = [list(layer.parameters()) for layer in layers]
     return TrainingBytes.of(list(model.parameters()), own, of_state, NUM_SLOTS * chunk_bytes, in_turn)
-
-
-def _chunk_bytes(budget: int) -> int:
-    """Slots take at most a thirtieth of the budget."""
-    return max(1 << 12, min(CHUNK_BYTES, budget // 90))
 
 
 def _first_recipe(plan: TrainingPlan) -> Recipe:

@@ -56,8 +56,7 @@ def profile_layers(
             it saves is compared, and each operation is timed.
 
     Raises:
-        ValueError: A layer's forward or backward did not run, no layer saved anything that can be offloaded, or some
-            layers are offloaded already.
+        ValueError: A layer did not run or is offloaded already, or no layer saved anything that can be offloaded.
         torch.OutOfMemoryError: The model does not fit.
 
     Note:

@@ -51,7 +51,7 @@ class BackwardSteps:
 
     def __init__(self, stepper: ChunkStepper, *, consume: bool) -> None:
         self.enabled = True  # False inside no_step()
-        self._stepper = stepper
+        self.stepper = stepper
         self._consume = consume
         self._stream = stepper.backend.new_stream("optimizer")
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
@@ -62,7 +62,7 @@ class BackwardSteps:
             self, lambda hooks: [*map(RemovableHandle.remove, hooks.values())], self._hooks
         )
         self._unwrapped = False  # whether the first backward has found no DistributedDataParallel around parameters
-        self._groups: dict[torch.Tensor, int] = {}
+        self.groups: dict[torch.Tensor, int] = {}  # of each parameter of the optimizer
         self._waiting: dict[torch.Tensor, None] = {}  # their gradients are complete, and they fill no chunk yet
         self._room = 0
         # The parameters that this step has stepped, with the gradient and its version unless it was consumed.
@@ -78,12 +78,12 @@ class BackwardSteps:
 
     def watch(self) -> None:
         """Put hooks on the parameters that have none yet."""
-        parameters = [parameter for _, parameter in with_groups(self._stepper.optimizer)]
+        parameters = [parameter for _, parameter in with_groups(self.stepper.optimizer)]
         for holder in holders_of(parameters):
             holder.begin_steps(self, parameters)
             self._holders.add(holder)
         for parameter in parameters:
-            if self._stepper.store.of(parameter).on_host:
+            if self.stepper.store.of(parameter).on_host:
                 continue
             if type(parameter).__name__ == "FlatParameter":
                 raise ValueError(
@@ -119,7 +119,7 @@ class BackwardSteps:
         return set(seen)
 
     def _refuse(self, what: str) -> None:
-        self._stepper.torn = f"{what}, after a step in backward"
+        self.stepper.torn = f"{what}, after a step in backward"
         raise RuntimeError(
             f"gradients must be final at the end of backward if in_backward=True, but {what}; leave in_backward out if "
             "gradients are clipped or scaled. Parameters have made this step with other gradients: load a checkpoint."
@@ -127,7 +127,7 @@ class BackwardSteps:
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Autograd's hook."""
-        store = self._stepper.store
+        store = self.stepper.store
         if not self.enabled:
             return
         if (run := this_backward()) not in self._runs:
@@ -136,7 +136,7 @@ class BackwardSteps:
             )  # first: an interrupt leaves no run that nothing ends
             self.begin_run(run)
         self._check_first(parameter)
-        if parameter not in self._groups:
+        if parameter not in self.groups:
             return  # it was taken out of the optimizer
         if self._consume:
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
@@ -160,55 +160,47 @@ class BackwardSteps:
                 self._begin()
             self._runs.add(run)
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer has the parameter."""
-        return parameter in self._groups
-
     def step_layer(self, given: Sequence[LayerGradient], most_flights: int) -> Event | None:
         """Step parameters of one layer; returns the event after which the new weights are on the host."""
         # Compute waits until at most ``most_flights`` steps use device memory.
-        store = self._stepper.store
+        store = self.stepper.store
         for one in given:
             self._check_first(one.parameter)
-        self._stepper.torn = CUT_OFF
+        self.stepper.torn = CUT_OFF
         for one in given:
             state = store.of(one.parameter)
             state.gradient, state.total, state.weights = one.gradient, one.total, one.weights
         self._step([one.parameter for one in given], owned=True)
         while len(self._flights) > most_flights:
             self._land()
-        return self._stepper.last_copy
-
-    def tear(self, what: str) -> None:
-        """Some parameters have not made the step that others have made."""
-        self._stepper.torn = what
+        return self.stepper.last_copy
 
     def settle(self) -> None:
         """Block until no copy to the host runs, also those of a step that an interrupt has cut off."""
-        if self._stepper.torn and not self._runs:
-            self._stepper.backend.synchronize()
-        self._stepper.settle()
+        if self.stepper.torn and not self._runs:
+            self.stepper.backend.synchronize()
+        self.stepper.settle()
 
     def _begin(self) -> None:
         """The first gradient of a backward."""
-        self._stepper.check_whole()
+        self.stepper.check_whole()
         if not self._unwrapped:  # looking for wrappers takes long
             _refuse_ddp(self._hooks)
             self._unwrapped = True
-        self._groups = {parameter: number for number, parameter in with_groups(self._stepper.optimizer)}
-        self._room = self._stepper.chunk_bytes
+        self.groups = {parameter: number for number, parameter in with_groups(self.stepper.optimizer)}
+        self._room = self.stepper.chunk_bytes
 
     def _step_waiting(self) -> None:
         """Step what is waiting, on the stream beside compute."""
         parameters = list(self._waiting)
-        self._waiting, self._room = {}, self._stepper.chunk_bytes
+        self._waiting, self._room = {}, self.stepper.chunk_bytes
         if parameters:
             self._step(parameters, owned=self._consume)
         while len(self._flights) > NUM_SLOTS:
             self._land()
 
     def _step(self, parameters: list[torch.Tensor], *, owned: bool) -> None:
-        stepper, backend = self._stepper, self._stepper.backend
+        stepper, backend = self.stepper, self.stepper.backend
         states = [stepper.store.of(parameter) for parameter in parameters]
         found = [state.gradient if owned else state.parameter.grad for state in states]
         gradients = [gradient for gradient in found if gradient is not None]  # all of them
@@ -218,7 +210,7 @@ class BackwardSteps:
         stepper.torn = CUT_OFF
         with torch.no_grad(), backend.running_on(self._stream):
             backend.wait(backend.compute_stream(), complete, StepWait.GRADIENT)
-            stepper.step([(self._groups[parameter], parameter) for parameter in parameters])
+            stepper.step([(self.groups[parameter], parameter) for parameter in parameters])
             stepped = backend.compute_stream().record_event()
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state, gradient in zip(states, gradients, strict=True):
@@ -228,7 +220,7 @@ class BackwardSteps:
     def _land(self) -> None:
         """Compute waits for the oldest step beside it: it may use the memory of the gradients from here on."""
         gradients, stepped, owned = self._flights.popleft()
-        backend = self._stepper.backend
+        backend = self.stepper.backend
         if owned or not self._flights:
             backend.wait(backend.compute_stream(), stepped, StepWait.JOINED)
         while gradients:
@@ -239,13 +231,13 @@ class BackwardSteps:
     def _drop(self) -> None:
         """Forget what backward has left undone, and wait until nothing runs beside compute."""
         for parameter in self._waiting:
-            self._stepper.store.of(parameter).forget_step()
+            self.stepper.store.of(parameter).forget_step()
         self._waiting.clear()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
             _, last, _ = self._flights[-1]
             try:
-                self._stepper.backend.wait_on_host(last, StepWait.JOINED)
+                self.stepper.backend.wait_on_host(last, StepWait.JOINED)
             except RuntimeError:  # the program has the error of its backward, and a finalizer may have called
                 _logger.exception("a copy has failed beside a backward that had failed")
             finally:
@@ -262,7 +254,7 @@ class BackwardSteps:
             self._step_waiting()
             while self._flights:
                 self._land()
-            self._stepper.torn = ""
+            self.stepper.torn = ""
 
 
 def _scaler_steps() -> bool:

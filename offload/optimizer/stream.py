@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from offload.activations.stats import as_table, since
+from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes
 from offload.base.layer_events import Handle, with_attribute
 from offload.base.torch_private import interpreted
@@ -31,12 +31,13 @@ _streamed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class OptimizerStats:
+class OptimizerStats(Stats):
     """The copies of a :class:`~offload.StreamedOptimizer` since it was made, and the memory it holds.
 
     ``after - before`` has the copies between two moments, and the memory that is held ``after``.
     """
 
+    _held = ("host_bytes", "resident_bytes", "slot_bytes")
     steps: int = 0  #: Steps of the optimizer.
     chunks: int = 0  #: Chunks that were stepped.
     backward_chunks: int = 0
@@ -47,12 +48,6 @@ class OptimizerStats:
     host_bytes: int = 0  #: Pinned host memory of the state.
     resident_bytes: int = 0  #: Device memory of the state that is not streamed.
     slot_bytes: int = 0  #: Device memory of the slots that chunks are loaded into.
-
-    def __sub__(self, before: OptimizerStats) -> OptimizerStats:
-        return since(before, self, held=("host_bytes", "resident_bytes", "slot_bytes"))
-
-    def __str__(self) -> str:
-        return as_table(self)
 
 
 class StreamedOptimizer(Handle):
@@ -260,10 +255,8 @@ def stream_optimizer(
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, does not step each parameter by itself, or has state that is not made
-            of plain tensors.
-        ValueError: ``optimizer`` is streamed already, is differentiable, or has parameters on several devices or with
-            gaps in memory.
+        TypeError: ``optimizer`` does not step each parameter by itself, or its state is not made of plain tensors.
+        ValueError: ``optimizer`` is streamed already or differentiable, or its parameters are on several devices.
         HostMemoryError: The host has too little memory, or ``max_host_bytes`` is too small; nothing has been changed.
     """
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")

@@ -204,11 +204,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The profile of which :meth:`to_json` made a text.
-
-        Raises:
-            ValueError: ``text`` is of another version, or no such text at all.
-        """
+        """The profile of which :meth:`to_json` made a text; a ``ValueError`` for any other text."""
         needed = f"text must be a profile of version {VERSION} as its to_json() makes it"
         try:
             values = json.loads(text)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from queue import LifoQueue
 from typing import NamedTuple
 
@@ -79,20 +78,6 @@ class GradientWriter:
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
             self._land()
 
-    def when_written(self, job: Callable[[], None], cleanup: Callable[[], None] = lambda: None) -> None:
-        """Have the worker do ``job`` after the copies that are queued by now, and ``cleanup`` even after an error."""
-        arrived = self._d2h_stream.record_event()
-
-        def when_arrived() -> None:
-            try:
-                self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker waits alone: backward continues
-                with torch.no_grad():  # grad mode is each thread's own
-                    job()
-            finally:
-                cleanup()
-
-        self._worker.submit(when_arrived, self.errors)
-
     def free_memory(self) -> None:
         """Keep no memory for gradients that will not be copied."""
         self._memory.clear()
@@ -158,12 +143,19 @@ class GradientWriter:
             self._backend.copy(self._d2h_stream, landed, gradient)
             additions.append((add, landed))  # the worker does not hold device memory
 
-        def add_all() -> None:
-            for add, landed in additions:
-                self.counters["added_bytes"] += landed.nbytes
-                add(landed)
+        arrived = self._d2h_stream.record_event()
 
-        self.when_written(add_all, partial(self._staging.put, buffer))  # even after an error: backward may wait for it
+        def add_all() -> None:
+            try:
+                self._backend.wait_on_host(arrived, WeightWait.STAGED)  # the worker waits alone: backward continues
+                with torch.no_grad():  # grad mode is each thread's own
+                    for add, landed in additions:
+                        self.counters["added_bytes"] += landed.nbytes
+                        add(landed)
+            finally:
+                self._staging.put(buffer)  # even after an error: backward may wait for it
+
+        self._worker.submit(add_all, self.errors)
 
     def _take_buffer(self, nbytes: int) -> torch.Tensor:
         """A staging buffer of at least ``nbytes``. Blocks until the worker has freed one: host memory is bounded."""

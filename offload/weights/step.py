@@ -102,7 +102,7 @@ class LayerSteps(WeightHolder):
         taken = self._left.setdefault(layer, {})
         for gradients in layer.gradients:
             for host in list(gradients):
-                if not host.shared and steps.has(host.parameter):
+                if not host.shared and host.parameter in steps.groups:
                     taken.setdefault(host, []).append(gradients.pop(host))
         layer.gradients[:] = [gradients for gradients in layer.gradients if gradients]
 
@@ -165,7 +165,7 @@ class LayerSteps(WeightHolder):
                 self._backend.wait_on_host(self._updated, WeightWait.UPDATED)
         except Exception:
             if steps is not None:
-                steps.tear("a copy of weights or of state has failed")
+                steps.stepper.torn = "a copy of weights or of state has failed"
             raise
         finally:
             self._updated = None

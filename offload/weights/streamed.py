@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.activations.stats import as_table, since
+from offload.activations.stats import Stats
 from offload.base.checks import check_int, format_bytes, format_s, warn_caller
 from offload.base.layer_events import Attachment, Handle, check_layers, with_attribute
 from offload.base.torch_private import APPLY, ignore_in_ddp
@@ -36,12 +36,13 @@ _streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class WeightStats:
+class WeightStats(Stats):
     """The copies of a :class:`~offload.StreamedWeights` since it was made, and the memory it holds.
 
     ``after - before`` has the copies between two moments, and the memory that is held ``after``.
     """
 
+    _held = ("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes")
     loads: int = 0  #: Layers copied from the host to the device.
     loaded_bytes: int = 0  #: Copied from the host to the device.
     late_loads: int = 0
@@ -56,15 +57,11 @@ class WeightStats:
     staging_bytes: int = 0  #: Pinned host memory where gradients wait to be added.
     slot_bytes: int = 0  #: Device memory of all slots.
 
-    def __sub__(self, before: WeightStats) -> WeightStats:
-        return since(before, self, held=("weight_bytes", "gradient_host_bytes", "staging_bytes", "slot_bytes"))
-
-    def __str__(self) -> str:
-        return as_table(self)
-
 
 class StreamedWeights(Handle):
     """Layers whose weights are streamed from :func:`stream_weights` to :meth:`remove`, or the end of its ``with``."""
+
+    again = "stream the layers"
 
     def __init__(self, modules: list[nn.Module], stream: WeightStream) -> None:
         # Weak: the layers hold their listeners, and these the handle.
@@ -88,7 +85,7 @@ class StreamedWeights(Handle):
 
         As with ``DistributedDataParallel.no_sync()``, which does the same, forward belongs into the block, too.
         """
-        reducer = self._alive().reducer
+        reducer = self._in_use.reducer
         return nullcontext() if reducer is None else with_attribute(reducer, "enabled", value=False)
 
     def prepare_ddp(self, model: nn.Module) -> nn.Module:
@@ -102,7 +99,7 @@ class StreamedWeights(Handle):
             ValueError: ``model`` does not hold the layers.
             RuntimeError: The layers were streamed without ``process_group``, or the handle was removed.
         """
-        stream = self._alive()
+        stream = self._in_use
         if not stream.grouped:
             raise RuntimeError(
                 "layers must be streamed with a process_group for prepare_ddp(); pass it to stream_weights."
@@ -150,19 +147,15 @@ class StreamedWeights(Handle):
         _move_buffers(self._buffers)
         self._stream = None
 
-    def __enter__(self) -> Self:
-        self._alive()
-        return self
-
     def __repr__(self) -> str:
         weights, slots = (format_bytes(self._counters[name]) for name in ("weight_bytes", "slot_bytes"))
         state = f"{slots} on the device" if self._stream else "removed"
         return f"StreamedWeights({self._what}, {weights} on the host, {state})"
 
-    def _alive(self) -> WeightStream:
-        if self._stream is None:
-            raise RuntimeError("the handle must be in use, but it was removed; stream the layers again.")
-        return self._stream
+    @property
+    def _in_use(self) -> WeightStream:
+        self.check_in_use()
+        return cast("WeightStream", self._stream)
 
 
 def stream_weights(
@@ -212,14 +205,11 @@ def stream_weights(
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
 
     Raises:
-        TypeError: ``layers`` does not hold modules, a parameter cannot be streamed, a number is not an int, or
-            ``process_group`` is no process group of this rank.
-        ValueError: There are no layers or parameters, a layer is listed twice, inside another or streamed already, a
-            parameter cannot be streamed or has optimizer state that is streamed, a number is out of its range, or the
-            process group cannot communicate on the device or has other layers on another rank. Nothing has been
-            changed then.
-        HostMemoryError: The system has not that much host memory left, and nothing has been changed; or it refused to
-            page-lock it.
+        TypeError: An argument is of another type, or a parameter cannot be streamed.
+        ValueError: A layer is listed twice, inside another or streamed already, a parameter cannot be streamed or has
+            optimizer state that is streamed, a number is out of its range, or the process group cannot communicate on
+            the device or has other layers on another rank. Nothing has been changed then.
+        HostMemoryError: The host has too little memory, and nothing has been changed; or it refused to page-lock.
     """
     modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
