@@ -59,12 +59,11 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
+        self.pause()
         self.paused = False
-        for layer in self.layers:
-            layer.rounds.clear()
-            if memory is not None:
-                layer.peaks = {"forward": 0, "backward": 0}
         if memory is not None:
+            for layer in self.layers:
+                layer.peaks = {"forward": 0, "backward": 0}
             self.between_bytes = self._most_bytes = 0
         self._watch(memory)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.layer_events import compute_device, is_sharded
 from offload.base.tensors import plain_memory, same_bits, tensors_in
-from offload.base.torch_private import address_of, has_gradient_hooks, in_checkpoint
+from offload.base.torch_private import address_of, has_gradient_hooks, in_checkpoint, tree_leaves
 from offload.device.backend import Backend
 from offload.recompute.compiled_levels import NAMES, CompiledForward, Level
 from offload.recompute.costs import RegionProfile
@@ -208,12 +209,13 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int], said: li
     costs = [RegionProfile(NAMES[Level.NOTHING], saved[Level.NOTHING], 0.0, recomputable=False)]
     # No level takes longer than one below, whatever the clock says.
     taken = [max(seconds[one] for one in levels[number:]) for number in range(len(levels))]
-    for number in range(1, len(levels)):
-        more = saved[levels[number]] - saved[levels[number - 1]]
-        took_s = taken[number - 1] - taken[number]
-        before = number - 1 if number > 1 else None
-        costs.append(RegionProfile(NAMES[levels[number]], more, took_s, (0,), only_with=before))
+    for number, (below, level) in enumerate(pairwise(levels)):
+        more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
+        costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None))
     return Levels(levels, tuple(costs), seconds, said)
+
+
+_HARMLESS = (Place, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
@@ -230,24 +232,10 @@ def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
     elif any(plain_memory(one) is None for one in inputs.tensors):
         why = "an input is no plain tensor"
     else:
-        strange = next(_others(inputs.placed), None)
+        strange = next((one for one in tree_leaves(inputs.placed) if not isinstance(one, _HARMLESS)), None)
         why = None if strange is None else f"forward may change its argument of type {type(strange).__name__}"
     if why is not None:
         raise NotCompiledError(why)
-
-
-def _others(value: Any) -> Iterator[Any]:
-    """What is in arguments beside places of tensors, numbers and texts."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _others(item)
-    elif value is not None and not isinstance(value, _HARMLESS):
-        yield value
-
-
-_HARMLESS = (Place, bool, int, float, str, torch.dtype, torch.device)
 
 
 def _apart(expected: _LevelRun, found: _LevelRun) -> float:
