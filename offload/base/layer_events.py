@@ -137,15 +137,13 @@ class LayerListener:
 
 
 class Attachment(Handle):
-    """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
-
-    A layer holds its listeners, and a listener the ``handle`` that it belongs to. So references here are weak.
-    """
+    """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
 
     def __init__(
         self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener], handle: Handle | None = None
     ) -> None:
         leave_to_interpreter()
+        # A layer holds its listeners, and a listener the ``handle`` that it belongs to. So references here are weak.
         self._attached = [(weakref.ref(layer), weakref.ref(one)) for layer, one in zip(layers, listeners, strict=True)]
         for layer, listener in zip(layers, listeners, strict=True):
             listener.handle = handle
@@ -180,10 +178,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 class _LayerEvents:
-    """The listeners of one layer, and the hooks that tell them.
-
-    It holds no reference to the layer, which holds it: a model that goes needs no garbage collector.
-    """
+    """The listeners of one layer, and the hooks that tell them. The layer holds it, and it does not hold the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.listeners: list[LayerListener] = []  # in the order of :class:`Turn`

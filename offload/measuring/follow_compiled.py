@@ -35,19 +35,15 @@ MOST_TIMED = 4  # so many layers of a kind are timed at each level; others are o
 
 
 class FollowCompiledPlan(FollowPlan):
-    """Layers of which some run compiled, and that follow a plan as soon as there is one; undone by ``remove()``.
-
-    ``options`` are arguments of ``torch.compile`` for all layers; ``None`` leaves it to each layer how it is compiled.
-    """
+    """Layers of which some run compiled, and that follow a plan as soon as there is one; undone by ``remove()``."""
 
     def __init__(
         self,
         layers: list[nn.Module],
         memory_budget: int | str | MemoryLeft | None,
-        options: Mapping[str, Any] | None,
+        options: Mapping[str, Any] | None,  # of torch.compile for all layers; ``None``: each as it is compiled
         **others: Any,
     ) -> None:
-        self._options = options
         self._forwards: list[CompiledForward | None] = []  # of each layer, what runs it at a level, if it has levels
         self._whole: list[CompiledForward] = []  # what runs layers that have no levels, and are compiled as a whole
         self._logged: set[str] = set()

@@ -34,14 +34,11 @@ class Marks:
 
 
 class LayerTimes(Attachment):
-    """Times forward and backward of layers, whatever their policies, until :meth:`remove`.
-
-    Storages below ``min_bytes`` do not count among what the layers save.
-    """
+    """Times forward and backward of layers, whatever their policies, until :meth:`remove`."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend, min_bytes: int = 0) -> None:
         self.backend = backend
-        self.rules = Rules(backend.device, min_bytes)
+        self.rules = Rules(backend.device, min_bytes)  # what counts among the tensors that the layers save
         self.layers = [MeasuredLayer(self, number, module) for number, module in enumerate(layers)]
         self.hooks = ExitStack()  # takes the hooks on inputs and parameters off
         self.running: MeasuredLayer | None = None  # the layer whose first forward since :meth:`start` runs now

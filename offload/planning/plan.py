@@ -33,23 +33,14 @@ MORE = 1.25  # how much more of something :meth:`Plan.helps` asks for
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A schedule and policies that meet a memory budget, and what to expect of them.
+    """A schedule and policies that meet a memory budget, and what to expect of them."""
 
-    Args:
-        schedule: Which layers are offloaded, and when they move.
-        profile: What the layers cost.
-        link: The link that was planned for.
-        memory_budget: Bytes.
-        policies: The policy of each layer's regions; ``None`` for a layer of which everything is kept, or offloaded.
-        max_host_bytes: Most bytes on the host, if that is limited.
-    """
-
-    schedule: Schedule
-    profile: Profile
-    link: Link
-    memory_budget: int
-    policies: tuple[LayerPolicy | None, ...] = ()
-    max_host_bytes: int | None = None
+    schedule: Schedule  #: Which layers are offloaded, and when they move.
+    profile: Profile  #: What the layers cost.
+    link: Link  #: The link that was planned for.
+    memory_budget: int  #: Bytes.
+    policies: tuple[LayerPolicy | None, ...] = ()  #: Of each layer's regions; ``None``: all is kept, or offloaded.
+    max_host_bytes: int | None = None  #: Most bytes on the host, if that is limited.
 
     def __post_init__(self) -> None:
         # __dict__ is the way to fill a frozen dataclass.

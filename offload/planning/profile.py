@@ -25,21 +25,14 @@ VERSION = 1
 class Link:
     """Bandwidth between device and host memory, which is full duplex: both directions at once move more than one.
 
-    Args:
-        d2h_bytes_per_s: Device to host, alone.
-        h2d_bytes_per_s: Host to device, alone.
-        duplex_bytes_per_s: Sum of both directions while both are busy.
-        device: What was measured, for people.
-
-    Raises:
-        ValueError: A bandwidth is not a positive, finite number, or both directions together have less than a
-            millionth of one alone.
+    A ``ValueError`` refuses bandwidths that are not positive and finite, or of both directions together that are less
+    than a millionth of one alone.
     """
 
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    duplex_bytes_per_s: float
-    device: str = ""
+    d2h_bytes_per_s: float  #: Device to host, alone.
+    h2d_bytes_per_s: float  #: Host to device, alone.
+    duplex_bytes_per_s: float  #: Sum of both directions while both are busy.
+    device: str = ""  #: What was measured, for people.
 
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
@@ -69,15 +62,8 @@ class Link:
 class LayerProfile:
     """What one layer costs.
 
-    Args:
-        forward_s: Compute seconds of its forward.
-        backward_s: Compute seconds of its backward.
-        saved_bytes: Size of the layer's activation set, as far as it can be offloaded.
-        tensors: The bytes of each tensor of the set in the order of saving; equal pieces if left out.
-        workspace_bytes: What else is on the device while the layer runs backward: temporary tensors, gradients.
-        regions: The results of the layer's operations, and its inputs, in the order of forward; the layer is one region
-            if left out. The saved regions are its activation set, and its tensors.
-        forward_workspace_bytes: The same in forward; as much as in backward if left out.
+    The regions are the results of the layer's operations, and its inputs, in the order of forward; the layer is one
+    region if they are left out. The saved regions are its activation set, and its tensors.
 
     Raises:
         TypeError: A value is no number, or ``tensors`` is no sequence.
@@ -85,13 +71,13 @@ class LayerProfile:
             ``saved_bytes``, or a region reads one that is not before it.
     """
 
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    tensors: tuple[int, ...] = ()
-    workspace_bytes: int = 0
+    forward_s: float  #: Compute seconds of its forward.
+    backward_s: float  #: Compute seconds of its backward.
+    saved_bytes: int  #: Size of the layer's activation set, as far as it can be offloaded.
+    tensors: tuple[int, ...] = ()  #: The bytes of each tensor of the set in the order of saving, or equal pieces.
+    workspace_bytes: int = 0  #: What else is on the device in its backward: temporary tensors, gradients.
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
-    forward_workspace_bytes: int | None = field(default=None, kw_only=True)
+    forward_workspace_bytes: int | None = field(default=None, kw_only=True)  #: In forward; as in backward if left out.
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
@@ -160,19 +146,12 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What the layers of one microbatch cost.
+    """What the layers of one microbatch cost."""
 
-    Args:
-        layers: One :class:`LayerProfile` per layer, in call order.
-        loss_s: Compute seconds between the last layer's forward and its backward: head and loss.
-        other_s: Compute seconds of the rest of the step: embedding, optimizer.
-        loss_bytes: The most that is on the device in ``loss_s`` beside the activation sets.
-    """
-
-    layers: tuple[LayerProfile, ...]
-    loss_s: float = 0.0
-    other_s: float = 0.0
-    loss_bytes: int = 0
+    layers: tuple[LayerProfile, ...]  #: One :class:`LayerProfile` per layer, in call order.
+    loss_s: float = 0.0  #: Compute seconds between the last layer's forward and its backward: head and loss.
+    other_s: float = 0.0  #: Compute seconds of the rest of the step: embedding, optimizer.
+    loss_bytes: int = 0  #: The most that is on the device in ``loss_s`` beside the activation sets.
 
     def __post_init__(self) -> None:
         layers = tuple(self.layers) if isinstance(self.layers, Iterable) else (self.layers,)

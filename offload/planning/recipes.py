@@ -33,25 +33,15 @@ MARGIN = 0.02  # of the budget, what such state leaves free
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """A recipe within a budget: its plan for the activations, or why it does not fit.
+    """A recipe within a budget: its plan for the activations, or why it does not fit."""
 
-    Args:
-        recipe: Where weights, gradients and optimizer state are.
-        plan: Of the activations; ``None`` if the recipe does not fit, or nothing was measured yet.
-        step_s: Predicted seconds of a step.
-        device_bytes: The predicted peak of device memory, or what is needed beside activations if there is no plan.
-        host_bytes: Pinned host memory.
-        reason: Why the recipe does not fit.
-        state_bytes: Optimizer state on the device, and on the host.
-    """
-
-    recipe: Recipe
-    plan: Plan | None
-    step_s: float
-    device_bytes: int
-    host_bytes: int
-    reason: str = ""
-    state_bytes: tuple[int, int] = (0, 0)
+    recipe: Recipe  #: Where weights, gradients and optimizer state are.
+    plan: Plan | None  #: Of the activations; ``None`` if the recipe does not fit, or nothing was measured yet.
+    step_s: float  #: Predicted seconds of a step.
+    device_bytes: int  #: The predicted peak of device memory, or what is needed beside activations without a plan.
+    host_bytes: int  #: Pinned host memory.
+    reason: str = ""  #: Why the recipe does not fit.
+    state_bytes: tuple[int, int] = (0, 0)  #: Optimizer state on the device, and on the host.
 
     @property
     def resident_bytes(self) -> int:

@@ -32,12 +32,9 @@ from offload.weights.parameter import Gradients, HostParameter, StandIn
 
 
 class WeightWait(Enum):
-    """The only places where weight streaming waits, and what would go wrong without.
+    """The only places where weight streaming waits, and what would go wrong without."""
 
-    The first seven are waits of one stream for another. The last four are waits of the host: of the worker
-    that adds gradients, of ``backward()`` at its end, twice, and of an optimizer at the start of its step.
-    """
-
+    # Waits of one stream for another.
     LOADED = "compute reads a weight before its load has finished"
     SLOT = "a load overwrites weights that compute still reads, or that are being copied to the host after a step"
     GRADIENT = "a copy to the host reads a gradient before compute has written it"
@@ -45,6 +42,7 @@ class WeightWait(Enum):
     SUM = "a gradient is added to a sum that is still being copied to the device"
     AVERAGED = "a copy to the host reads a gradient before the ranks have averaged it"
     RELEASE = "compute reuses the memory of a gradient that is still being copied to the host"
+    # Waits of the host: of the worker, of ``backward()`` at its end, and of an optimizer at the start of its step.
     STAGED = "the worker reads a gradient that has not arrived on the host"
     WRITTEN = "backward() returns before its last gradient has arrived in p.grad"
     UPDATED = "backward() returns before the weights that it has stepped are on the host"
@@ -66,10 +64,7 @@ class Slot:
 
 
 class WeightLayer:
-    """One layer's parameters on the host and, once bound to a slot, on the device.
-
-    Parameters that earlier layers hold are in ``known``, and this layer's own are added there.
-    """
+    """One layer's parameters on the host and, once bound to a slot, on the device."""
 
     slot: Slot
     rank: int  # the position among the layers that have parameters
@@ -79,7 +74,7 @@ class WeightLayer:
         number: int,
         module: nn.Module,
         backend: Backend,
-        known: dict[nn.Parameter, HostParameter],
+        known: dict[nn.Parameter, HostParameter],  # of earlier layers; this layer's own are added
         grad_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
@@ -228,11 +223,7 @@ class WeightSlots:
 
 
 class InPlace:
-    """In place of the ``_apply`` of one layer: it leaves parameters on the host and buffers on the device.
-
-    ``to``, ``cuda``, ``half`` and others call ``_apply`` of every module in a model, and trainers call
-    ``model.to(device)``.
-    """
+    """In place of a layer's ``_apply``, which ``model.to(device)`` of trainers calls: it leaves all where it is."""
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
         self._module = weakref.ref(module)  # the module holds this

@@ -21,15 +21,12 @@ from offload.optimizer.proof import gradient_dtype
 
 
 class HostParameter:
-    """A parameter of the program; all layers that hold the parameter share this.
-
-    Its data moves into ``flat``: pinned, uint8, of the aligned size. ``name`` is for messages: ``layer 3's up.weight``.
-    """
+    """A parameter of the program, whose data moves into ``flat``; all layers that hold the parameter share this."""
 
     def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
         self.parameter = parameter
-        self.name = name
-        self.flat = flat
+        self.name = name  # for messages: layer 3's up.weight
+        self.flat = flat  # pinned, uint8, of the aligned size
         self.size = parameter.size()
         # The parameter's order of dimensions, without gaps.
         self.stride = torch.empty_like(parameter, device="meta").stride()
@@ -122,9 +119,7 @@ Gradients = dict[HostParameter, torch.Tensor]
 class StandIn:
     """A parameter over a device slot: a frozen one and a trained one, for the program may freeze its parameter.
 
-    A graph keeps the one that it was made with. ``places`` are containers of the layer's modules, each with the key
-    under which the container holds the parameter. ``gradients`` are the layer's: one dictionary for each run of
-    autograd's engine.
+    A graph keeps the one that it was made with.
     """
 
     shown: nn.Parameter  # what the modules hold, or last held
@@ -132,8 +127,8 @@ class StandIn:
 
     def __init__(self, of: HostParameter, places: list[tuple[Any, Any]], gradients: list[Gradients]) -> None:
         self.of = of
-        self.places = places
-        self._gradients = gradients
+        self.places = places  # containers of the layer's modules, each with the key under which it holds the parameter
+        self._gradients = gradients  # the layer's: one dictionary for each run of autograd's engine
         self._swapped_in = False
 
     def bind(self, flat: torch.Tensor) -> None:
