@@ -17,22 +17,14 @@ from offload.optimizer.stand_in import stand_in_for, with_groups
 
 TIMED_STEPS = 3
 STATE_BYTES = 8  # of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more
-FILLING = 64
-"""Copies that keep an accelerator busy until the host has queued the step: its kernels are timed, and no gaps."""
-
-_ALL_OF_IT = 1 << 60
+FILLING = 64  # copies that keep an accelerator busy until the host has queued the step: kernels are timed, no gaps
 
 
 def seconds_per_element(
     optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None, device: torch.device, chunk_bytes: int
 ) -> float:
-    """Seconds of a step for each element: of a parameter like the largest, whose state is resident and fills a chunk.
-
-    Neither the optimizer nor its parameters are changed. 0 where nothing is trained.
-    """
-    trained = [
-        (number, one) for number, one in with_groups(optimizer) if one.requires_grad and one.ndim and one.numel()
-    ]
+    """Seconds of a step for each element, of a parameter like the largest whose state is resident and fills a chunk."""
+    trained = [pair for pair in with_groups(optimizer) if pair[1].requires_grad and pair[1].ndim and pair[1].numel()]
     if not trained:
         return 0.0
     number, largest = max(trained, key=lambda pair: pair[1].numel())
@@ -45,7 +37,7 @@ def seconds_per_element(
     backend = get_backend(device)
     proof = prove(alone, state_dtype, device)
     options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": False, "max_host_bytes": None}
-    stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=_ALL_OF_IT, **options)
+    stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=1 << 60, **options)
     with torch.no_grad():
         stepper.step([(0, parameter)])  # which makes the state
         for _ in range(FILLING if device.type != "cpu" else 0):

@@ -84,9 +84,7 @@ class ParameterState:
         self.on_host = holder_of(parameter) is not None  # whether the weights are loaded and written as the state is
         self.gradient: torch.Tensor | None = None  # what is stepped with, if taken out of parameter.grad
         self.weights: torch.Tensor | None = None  # on the device, where a layer that was in backward has left them
-        self.total: torch.Tensor | None = (
-            None  # of weights on the host: the gradient there, to which the other is added
-        )
+        self.total: torch.Tensor | None = None  # of weights on the host: the gradient there, to which that is added
         self.written: Event | None = None  # after it, the copies that were queued to the homes are over
 
     def sources(self) -> dict[str, torch.Tensor]:

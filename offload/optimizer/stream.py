@@ -270,8 +270,9 @@ def stream_optimizer(
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
-    if in_backward:
-        _check_layers(optimizer)
+    parameters = [parameter for _, parameter in with_groups(optimizer)]
+    for holder in holders_of(parameters) if in_backward else ():
+        holder.check_steps(parameters)
     stepper = ChunkStepper(
         optimizer,
         get_backend(device),
@@ -282,7 +283,6 @@ def stream_optimizer(
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         resident_bytes=resident,
     )
-    parameters = [parameter for _, parameter in with_groups(optimizer)]
     if not stepper.store.proof.elementwise and any(hasattr(parameter, "to_local") for parameter in parameters):
         raise TypeError(
             f"optimizer must be elementwise to step sharded parameters (DTensor), got {type(optimizer).__name__}, "
@@ -323,13 +323,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
                 "sparse; make it contiguous."
             )
     return devices[0]
-
-
-def _check_layers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if layers whose weights are streamed cannot be stepped in backward."""
-    parameters = [parameter for _, parameter in with_groups(optimizer)]
-    for holder in holders_of(parameters):
-        holder.check_steps(parameters)
 
 
 def streams_any_of(parameters: Collection[torch.Tensor]) -> bool:

@@ -145,10 +145,9 @@ class WeightStream:
         self.reducer: GradientReducer | None = None
         if group is not None and group.size() > 1:
             self.reducer = GradientReducer(backend, layers, group, self._writer)
+            for host in hosts:
+                host.refuse_outside()
         self.steps = LayerSteps(backend, layers, num_slots - 1, self._writer, averaged=self.reducer is not None)
-        self._layer_only = [] if self.reducer is None else list(hosts)
-        for host in self._layer_only:
-            host.refuse_outside()
         holders.add(self.steps)
 
     def close(self) -> None:
@@ -160,9 +159,7 @@ class WeightStream:
             )
         self.settle()
         holders.discard(self.steps)
-        for host in self._layer_only:
-            while host.refusals:
-                host.refusals.pop().remove()
+        self.steps.end_steps()
 
     def enter_thread(self, thread: threading.Thread, what: str) -> None:
         """Let a thread alone use the layers, to do ``what``, until :attr:`thread` is ``None`` again."""
