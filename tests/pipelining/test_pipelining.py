@@ -119,6 +119,13 @@ def test_where_the_link_allows_it_memory_is_halved_for_nothing_and_else_for_time
     assert forced.slowdown > 0.2
 
 
+def test_a_longer_wait_than_needed_may_stall_less():
+    order, profile, link = stage_that_needs(2.0, 4)
+    budget = plan_pipeline(order, profile, link, parts=8).peak_bytes_without // 2
+    # With the shortest wait that is enough, more bytes have to be offloaded, and compute stalls for 0.93 of its time.
+    assert plan_pipeline(order, profile, link, parts=8, memory_budget=budget).slowdown < 0.8
+
+
 def test_a_budget_moves_no_more_than_it_needs():
     order, profile, link = stage_that_needs(0.5)
     everything = plan_pipeline(order, profile, link, parts=8)
