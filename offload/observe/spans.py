@@ -10,7 +10,6 @@ from typing import Literal, get_args
 Lane = Literal["compute", "d2h", "h2d"]
 Kind = Literal["forward", "backward", "recompute", "other", "stall", "offload", "reload"]
 LANES: tuple[Lane, ...] = get_args(Lane)
-KINDS: tuple[Kind, ...] = get_args(Kind)
 COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
 
 
@@ -36,14 +35,6 @@ class Span:
     label: str = ""
     layer: int | None = None
     nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.lane not in LANES:
-            raise ValueError(f"lane must be one of {LANES}, got {self.lane!r}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
-        if not self.end_s >= self.start_s:
-            raise ValueError(f"end_s must not be before start_s = {self.start_s}, got {self.end_s}")
 
     @property
     def duration_s(self) -> float:

@@ -62,19 +62,6 @@ class TestFigures:
         for lane in LANES:
             assert timeline.busy_s(lane) <= timeline.duration_s * (1 + 1e-9)
 
-    @pytest.mark.parametrize(
-        ("arguments", "text"),
-        [
-            (("gpu", "forward", 0.0, 1.0), r"lane must be one of \('compute', 'd2h', 'h2d'\), got 'gpu'"),
-            (("compute", "nap", 0.0, 1.0), r"kind must be one of \('forward', .*\), got 'nap'"),
-            (("compute", "forward", 2.0, 1.0), r"end_s must not be before start_s = 2\.0, got 1\.0"),
-            (("compute", "forward", 2.0, float("nan")), r"end_s must not be before start_s = 2\.0, got nan"),
-        ],
-    )
-    def test_span_refuses(self, arguments, text):
-        with pytest.raises(ValueError, match=f"^{text}$"):
-            Span(*arguments)
-
 
 def test_table(timeline):
     assert str(timeline).splitlines() == [
