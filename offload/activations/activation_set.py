@@ -18,8 +18,7 @@ from offload.base import trace
 from offload.base.torch_private import address_of, next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
-EVENT_BYTES = 1 << 24
-"""Tensors that are reloaded one after the other share an event: so many bytes take the link 0.3 ms."""
+EVENT_BYTES = 1 << 24  # reloads share an event until there are so many bytes, which take the link 0.3 ms
 
 
 class OffloadState(Enum):
@@ -66,10 +65,8 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
         super().__init__()
         self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
         """The storages that the operation at work has saved, and the set that each was saved for."""
-        self.stream: Stream | None = None
-        """Where its kernels are queued, which need not be the stream of the operation after it."""
-        self.node = -1
-        """The number of the node that autograd makes next: it grows with each operation before that saves anything."""
+        self.stream: Stream | None = None  # where its kernels are queued, which the operation after it need not use
+        self.node = -1  # the number of autograd's next node, which grows with each operation that saves anything
         watched[id(self)] = self
 
 
@@ -81,8 +78,7 @@ class ActivationSet:
     microbatch's.
     """
 
-    packing: Callable[[torch.Tensor], Any] | None = None
-    """The pack hook while the layer runs; ``None`` is :meth:`pack`. It must not outlive forward."""
+    packing: Callable[[torch.Tensor], Any] | None = None  # a pack hook other than `pack`; it must not outlive forward
 
     # Attributes that most layers leave as they are cost a forward no time.
     state: OffloadState = RESIDENT
@@ -100,8 +96,7 @@ class ActivationSet:
         self._stays = stays
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self.alive: Token | None = Token(layer, self._reload_late, self._mark_read)
-        """``None`` as soon as the layer saves no more."""
+        self.alive: Token | None = Token(layer, self._reload_late, self._mark_read)  # until the forward has ended
         # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
 

@@ -35,8 +35,7 @@ DEFAULT_MIN_BYTES = 1 << 21
 """From this size on, storages that are copied one by one reach 80% of the link's bandwidth in both directions:
 measured by ``benchmarks.suite --only small_copies`` on an H200 behind PCIe Gen5."""
 
-UNSYNCED = 2
-"""The context warns of so many outputs in a row that were not passed to the sync function: one may be a loop's last."""
+UNSYNCED = 2  # so many outputs in a row that sync was not given are worth a warning: one may be a loop's last
 
 
 class _Closed(NamedTuple):
@@ -77,15 +76,12 @@ class OffloadContext(ContextDecorator):
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), most)
-        self._first_node = 0
-        """Number of the first node that autograd made in the current round: earlier ones belong to no layer of it."""
-        self._entered: list[ActivationSet | None] = []
-        """The open layer's set, and ``None`` for each time that the context was entered and does nothing."""
+        self._first_node = 0  # the first that autograd made in the round: earlier ones belong to no layer of it
+        self._entered: list[ActivationSet | None] = []  # `None` where the context was entered and does nothing
         self._thread = threading.current_thread()  # the one that has entered the context last
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
-        self._unsynced = 0
-        """How many outputs in a row were not passed to the sync function, if a schedule needs to know of them."""
+        self._unsynced = 0  # outputs in a row that sync was not given, if a schedule needs to know of them
         self._warned: set[str] = set()
         self._closed: _Closed | None = None
         self.follow(schedule, policies)

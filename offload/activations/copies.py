@@ -21,10 +21,8 @@ from offload.host.buffers import HostBuffer
 from offload.host.page_locked import HostMemoryError
 from offload.host.pool import HostPool
 
-WORTH_A_WARNING = 0.5
-"""The warning comes when this part of the copied bytes has freed nothing: the first layer's input is often less."""
-NO_HOST_MEMORY = "no host memory"
-"""Why a storage that did not fit on the host is kept on the device, in ``stats().skipped``."""
+WORTH_A_WARNING = 0.5  # so much of the copied bytes has freed nothing: the first layer's input is often less
+NO_HOST_MEMORY = "no host memory"  # why a storage that did not fit on the host is kept, in `stats().skipped`
 NAMED = 3  # operations in the warning
 MOST_PENDING = 4096  # stalls whose times are not known yet. Later ones are not counted, so that memory is bounded
 
@@ -56,8 +54,7 @@ class Transfers:
     def __init__(self, backend: Backend, pool: HostPool, max_host_bytes: int | None = None) -> None:
         self.backend = backend
         self.pool = pool
-        self.max_host_bytes = max_host_bytes
-        """The most pinned memory that the device's pool may have when this context asks for more."""
+        self.max_host_bytes = max_host_bytes  # the most that the device's pool may have when this context asks
         self.d2h_stream, self.h2d_stream = backend.copy_streams
         self.lock = threading.RLock()  # held while storages are reloaded: several threads may read what was saved
         self.offloaded_bytes = self.offloaded_tensors = self.offloaded_storages = self.reloaded_bytes = 0
@@ -66,11 +63,9 @@ class Transfers:
         self.wasted: Counter[str] = Counter()
         self.stall_s = 0.0
         self._ready: Event | None = None  # what the d2h stream has waited for last
-        self._batch: CopyBatch | None = None
-        """The copies to the host that were queued last, as long as there may be more."""
+        self._batch: CopyBatch | None = None  # the copies to the host that were queued last and may go on
         self._batches = 0
-        self._stalls: deque[tuple[Event, Event]] = deque()
-        """Of each stall whose time is not known yet, the events at which it begins and ends."""
+        self._stalls: deque[tuple[Event, Event]] = deque()  # begin and end of each whose time is not known yet
         self._last_copied: Event | None = None
         self._collecting = threading.Lock()
         self._warned_of_waste = self._warned_of_host = False

@@ -88,8 +88,7 @@ class MovedHandle(SavedHandle):
         self.versions = plain_version_counter(tensor)
         self.storage = storage
         self.geometry = geometry_of(tensor)
-        self.view: torch.Tensor | None = None
-        """The reloaded tensor, held so that autograd does not take its memory over for a gradient."""
+        self.view: torch.Tensor | None = None  # held so that autograd does not put a gradient into its memory
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:

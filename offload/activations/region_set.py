@@ -38,8 +38,7 @@ from offload.recompute.way import Way, list_regions, names_of
 
 _logger = logging.getLogger(__name__)
 
-MOST_FAILURES = 3
-"""From so many times on, a layer that takes another way each time is recomputed as a whole or not at all."""
+MOST_FAILURES = 3  # as often may a layer take another way; then it is recomputed as a whole, or never
 
 
 class RegionSet(ActivationSet):
@@ -55,8 +54,7 @@ class RegionSet(ActivationSet):
     _first_node = 0
     _limit = 0  # forward has gone another way if it has saved fewer tensors
     _contents: Any = None
-    _held: tuple[DroppedHandle, ...] = ()
-    """Handles that hold their tensors until the layer has been run again and compared, by number."""
+    _held: tuple[DroppedHandle, ...] = ()  # by number: they hold their tensors until the second run was compared
 
     def __init__(
         self, layer: int, transfers: Transfers, rules: Rules, known: Saved, *, stays: bool, policies: LayerPolicies

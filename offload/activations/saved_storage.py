@@ -47,14 +47,11 @@ class SavedStorage:
     memory: torch.UntypedStorage | None = None
     host: HostBuffer | None = None
     batch: CopyBatch | None = None  # the copies to the host that the copy into `host` belongs to
-    reload: Reload | None = None
-    """The copies to the device that ``memory`` came with; ``None`` while ``memory`` is the program's own."""
-    ready: Event | None = None
-    """After it ``memory`` holds the bytes; ``None`` while the operation may write them, and in layers that are kept."""
+    reload: Reload | None = None  # what `memory` came with; `None` while `memory` is the program's own
+    ready: Event | None = None  # `memory` is complete after it; `None` while it may be written, and if kept
     resized = False  # whether the program has resized the memory: then the storage is never copied
     counted = False  # whether `memory` is among the resident bytes of offloaded layers
-    original: Any = None
-    """A weak reference to the program's memory: while it lives, no other storage can have the same address."""
+    original: Any = None  # weakly the program's memory: while this lives, no other storage has the same address
     tensors = 0  # saved tensors that look into the storage
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
@@ -65,8 +62,7 @@ class SavedStorage:
         self.maker = maker  # the type of the autograd node that made it, or of `None`
         self.layer = layer  # the layer that the storage is offloaded with: the last one that has saved it
         self.stays = stays  # whether that layer is kept
-        self.changes = changes
-        """How often wrappers around the tensor were changed in place, which the tensor's own version does not tell."""
+        self.changes = changes  # how often wrappers around the tensor were changed, which its version does not tell
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
         self.original = weak_storage(memory)
@@ -202,8 +198,7 @@ class SavedStorage:
             self.transfers.pool.give(host, self.transfers.done(self.batch))  # free behind the copy into it
 
 
-probing = threading.Lock()
-"""Held while a version is changed to see what else changes with it: no thread is to take that for a change."""
+probing = threading.Lock()  # held while a version is changed for a moment, which no thread is to take for a change
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:

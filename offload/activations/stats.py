@@ -13,8 +13,7 @@ from offload.base.checks import describe, format_s
 class Stats:
     """A frozen snapshot of counters, of which two can be subtracted."""
 
-    _held: ClassVar[Collection[str]]
-    """The names of those that do not count what was done, but what there is."""
+    _held: ClassVar[Collection[str]]  # the names of those that count what there is, not what was done
 
     def __sub__(self, before: Self) -> Self:
         """What was counted between two moments; what is held, is that of the later one."""

@@ -50,8 +50,7 @@ _excluded = _Exclusions()
 
 SMALL = "small"  # why a storage below `min_bytes` is kept, in `stats().skipped`
 
-_Tensor, _strided = torch.Tensor, torch.strided
-"""Names of this module are found faster, and every saved tensor is asked, however small."""
+_Tensor, _strided = torch.Tensor, torch.strided  # found faster, and every saved tensor is asked, however small
 
 
 def exclude(tensor: torch.Tensor, reason: str) -> str:

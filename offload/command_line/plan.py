@@ -26,8 +26,7 @@ RATES = Rates(630e12, 4e12)
 """Of an H200: 64% of the matrix products and 83% of the memory bandwidth in its datasheet, 989 TFLOP/s in bfloat16 and
 4.8 TB/s. Single operations reach more (``results/long_context.json``), whole layers do not."""
 
-SIMPLER = 1.05
-"""How much longer a step may be with weights, gradients and state on the device, which leaves a training loop free."""
+SIMPLER = 1.05  # so much longer a step may be with all on the device, which leaves a training loop free
 
 USABLE = 0.92  # share of device memory; the rest is for the driver and for blocks that the allocator cannot split
 

@@ -60,15 +60,12 @@ class PageLockError(RuntimeError):
 class Backend:
     """Streams, events and memory of one device, as ``torch.accelerator`` offers them."""
 
-    locks_any_memory = False
-    """Whether :meth:`page_lock` takes memory that the library has mapped; else PyTorch has to allocate it."""
+    locks_any_memory = False  # whether `page_lock` takes what the library has mapped; else PyTorch allocates it
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.poison = False
-        """Overwrite device memory when its last owner lets it go: what reuse would do, at once. For tests."""
-        self.compute_stream_id: Callable[[], object] = self.compute_stream
-        """What tells the compute stream from others, and is quick to call."""
+        self.poison = False  # overwrite device memory when its last owner lets it go, as reuse would. For tests
+        self.compute_stream_id: Callable[[], object] = self.compute_stream  # tells it from others, quickly
 
     @functools.cached_property
     def copy_streams(self) -> tuple[Stream, Stream]:

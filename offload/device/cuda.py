@@ -40,8 +40,7 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_stream_id = functools.partial(raw_stream, device.index)
-        self._streams: dict[object, Stream] = {}
-        """By what :attr:`compute_stream_id` gives: making the object anew takes longer than finding it."""
+        self._streams: dict[object, Stream] = {}  # by `compute_stream_id`: making the object anew takes longer
         self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
         self._memcpy_async = _memcpy_async()
 

@@ -54,12 +54,10 @@ class HostPool:
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []  # all that were made and not taken apart since, wherever they are
         self._free: list[Range] = []  # what no buffer covers
-        self._copied: list[tuple[Range, Event]] = []
-        """What buffers covered that were taken apart, and after which event it may be written."""
+        self._copied: list[tuple[Range, Event]] = []  # of buffers taken apart, writable after the event
         self._arenas: dict[int, Arena] = {}
         self._max_bytes: int | None = None
-        self._refusal: tuple[int, str] | None = None
-        """The least size of the pool that the system did not let it have, and why."""
+        self._refusal: tuple[int, str] | None = None  # the least size that the system refused, and why
 
     @property
     def pinned_bytes(self) -> int:

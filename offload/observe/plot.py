@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK = "#7b7b7b"
-"""Text and lines: equally far from white and from a dark page (#131416), contrast 4.2 to both."""
+INK = "#7b7b7b"  # text and lines: as far from white as from a dark page (#131416), contrast 4.2 to both
 
 # Okabe and Ito's palette for colour-blind readers, without the colours too pale for white, and their orange darker.
 COLORS: dict[Kind, str] = {

@@ -36,8 +36,7 @@ from offload.observe.spans import LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
 
 STALL_S = 20e-6  # shorter pauses between two kernels are not drawn: a launch takes as long
-MERGE_S = 200e-6
-"""Copies of one layer with a shorter pause are drawn as one; for copies of no known layer it is ``STALL_S``."""
+MERGE_S = 200e-6  # copies of one layer with a shorter pause are drawn as one; of no known layer, `STALL_S`
 
 PHASES = ("forward", "backward", "other")  # marks of compute
 COPY_KINDS: dict[str, Kind] = {"d2h": "offload", "h2d": "reload"}

@@ -43,8 +43,7 @@ from offload.schedule.schedule import Schedule
 _logger = logging.getLogger(__name__)
 
 PARTS = 16  # into how many parts each chunk's activation set is cut: memory changes in steps of a sixteenth
-ALL_PARTS = 512
-"""The most parts of all chunks together: with many chunks, larger parts are still a small fraction of the memory."""
+ALL_PARTS = 512  # the most parts of all chunks: with many chunks, larger parts are a small fraction, too
 
 
 def attach(

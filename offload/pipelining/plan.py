@@ -30,14 +30,11 @@ from offload.planning.simulate import simulate_steps
 from offload.schedule.points import Move
 from offload.schedule.schedule import Schedule
 
-WAITS = tuple(0.05 * 1.4**n for n in range(18))
-"""How long compute may be taken to wait for copies, as multiples of the step."""
+WAITS = tuple(0.05 * 1.4**n for n in range(18))  # how long compute may wait for copies, in steps
 
-LONGER_WAITS = 4
-"""How many waits that are long enough are tried: with a longer one, fewer bytes may have to be offloaded."""
+LONGER_WAITS = 4  # as many that are long enough are tried: with longer ones, fewer bytes may be offloaded
 
-INSTANT_LINK = Link(1e30, 1e30, 2e30)
-"""The last resort: each part is released and reloaded at the nearest point, whatever that costs."""
+INSTANT_LINK = Link(1e30, 1e30, 2e30)  # the last resort: released and reloaded at once, at whatever cost
 
 _ROUNDING = 1e-9  # how far a fraction of the bytes may be rounded up, relative to the bytes
 

@@ -13,8 +13,7 @@ from offload.planning.profile import LayerProfile, Link
 from offload.planning.simulate import Interlude
 from offload.schedule.points import Point, backward, forward
 
-Absent = dict[int, tuple[int, int]]
-"""Offloaded part → the indices in the order of points at which its memory is released and its reload starts."""
+Absent = dict[int, tuple[int, int]]  # offloaded part → indices of the points of its release and its reload
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class RankStep:
         self.start_s = [0.0]  # when each point of the order begins, and when the last one has ended
         self.forward_at = [0] * len(self.layers)  # layer → index of its forward in the order
         self.backward_at = [0] * len(self.layers)
-        weights_at: dict[int, int] = {}
-        """Number of a chunk whose backward is split → index of the point after its half for the weights."""
+        weights_at: dict[int, int] = {}  # number of a chunk → index of the point after its half for weights
         for action in actions:
             number = chunks[action.chunk]
             if action.kind == "W":
@@ -94,8 +92,7 @@ class RankStep:
                 self.order.append(forward(layer) if runs_forward else backward(layer))
                 self.steps.append(self.order[-1])
                 self.start_s.append(self.start_s[-1] + (costs.forward_s if runs_forward else costs.backward_s))
-        self._changes = [0] * len(self.start_s)
-        """Index of a point → change of the bytes on the device before it if nothing is offloaded."""
+        self._changes = [0] * len(self.start_s)  # of the bytes before each point if nothing is offloaded
         for chunk, number in chunks.items():
             beside = profile[chunk.stage]
             kept, waiting = _shares(beside.kept_bytes, parts), _shares(beside.weight_bytes, parts)
