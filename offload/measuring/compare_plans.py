@@ -21,12 +21,12 @@ _logger = logging.getLogger(__name__)
 UNMEASURED = 2
 """So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
 
-MEASURED = 2
+MEASURED = 3
 """So many are; the shortest counts."""
 
 OPTIMISM = 0.75
-"""Of its prediction, the seconds that a plan may take that was not measured: where the host binds the step, layers take
-longer while they are measured than under a plan that leaves them alone."""
+"""Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
+of its own prediction. Where the host binds the step, layers take longer while they are measured than under any plan."""
 
 SIMILAR = 0.7
 """From this part of the elements on that a plan is for, seconds are in proportion."""
@@ -84,7 +84,8 @@ class ComparePlans:
 
     def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
         found = plans.get(kind)
-        return math.inf if found is None else _layers_s(found) * self._ratios.get(kind, OPTIMISM)
+        least = OPTIMISM * min([1.0, *self._ratios.values()])
+        return math.inf if found is None else _layers_s(found) * self._ratios.get(kind, least)
 
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""

@@ -17,6 +17,9 @@ SOURCE = "input"
 """The name of what a layer was given."""
 UNSEEN = "compiled forward"
 """The name of what was computed where no operation was seen, as in compiled code: it is recomputed as one."""
+REST = "data-dependent rest"
+"""The name, in a plan, of all that is saved behind the first operation whose result has a size or a way that depends on
+data: as the operations behind it may be others each time, all of that is kept, offloaded or recomputed."""
 
 
 class Policy(Enum):

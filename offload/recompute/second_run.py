@@ -36,6 +36,7 @@ class SecondRun:
 
 def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) -> SecondRun:
     """Plan the second run that recomputes ``dropped``; unless it ``draws``, no random numbers are drawn again."""
+    dropped = frozenset(dropped)
     if not dropped:
         return SecondRun(frozenset(), frozenset(), {})
     steps, zone = trace.steps, trace.zone
@@ -64,15 +65,14 @@ def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) ->
             if own & forbidden:
                 impossible.add(number)  # those that depend on it through such a tensor may be possible then
         impossible = impossible or set(dropped)
-    return SecondRun(frozenset(dropped), frozenset(executed), suppliers, frozenset(impossible), frozenset(needed))
+    return SecondRun(dropped, frozenset(executed), suppliers, frozenset(impossible), frozenset(needed))
 
 
 def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
     """The storages that may be handed over: made by a seen operation, kept, and not written after they were saved."""
-    lost = {trace.saved[number].storage for number in dropped}
     found: dict[int, int] = {}
-    for number, saved in enumerate(trace.saved):
-        if saved.storage is None or saved.storage in lost or number >= trace.dynamic_from:
+    for number, saved in enumerate(trace.saved[: trace.dynamic_from]):
+        if saved.storage is None or number in dropped:
             continue
         storage = trace.storages[saved.storage]
         if storage.writers and not storage.unseen and storage.writers[-1] < saved.time:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +12,7 @@ from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import Trace
 from offload.recompute.operations import EMPTY
 from offload.recompute.other_sizes import Sizes, are_alike, at_size, differ_in_one, position
-from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, SOURCE, UNSEEN, Policy, RegionPolicies
+from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, UNSEEN, Policy, RegionPolicies
 from offload.recompute.run_again import NOTHING, Replay
 from offload.recompute.second_run import SecondRun, second_run
 from offload.recompute.state import LayerState
@@ -66,6 +67,8 @@ class Way:
         """What counts the changes of tensors from outside that forward reads."""
         self.nodes = [saved.node for saved in trace.saved]
         self.limit = trace.dynamic_from
+        self.rest_numbers = self._rest_numbers()
+        """Numbers of the tensors behind it whose memory the layer has computed, and not saved before."""
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
         self.rest = KEEP
@@ -115,6 +118,12 @@ class Way:
             self.settle(policies)
         return self.partner is not None
 
+    def _rest_numbers(self) -> frozenset[int]:
+        before = {saved.storage for saved in self.trace.saved[: self.limit]}
+        rest = enumerate(self.trace.saved[self.limit :], self.limit)
+        named = self.names
+        return frozenset(n for n, one in rest if one.movable and one.storage in named and one.storage not in before)
+
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
         saved = enumerate(self.trace.saved)
@@ -133,9 +142,7 @@ class Way:
         """Find what happens to each saved tensor."""
         trace = self.trace
         wanted = [self._wanted(number, policies) for number in range(len(trace.saved))]
-        rest = [policy for number, policy in enumerate(wanted[self.limit :], self.limit) if trace.saved[number].movable]
-        if RECOMPUTE in rest and any(policy is not RECOMPUTE for policy in rest):
-            wanted[self.limit :] = [OFFLOAD if one is RECOMPUTE else one for one in wanted[self.limit :]]
+        self._unify_rest(wanted, OFFLOAD)
         while True:
             dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
             run = second_run(trace, dropped, draws=draws)
@@ -145,12 +152,13 @@ class Way:
                 break
             for number, policy in changes.items():
                 wanted[number] = policy
+            self._unify_rest(wanted, self.instead)
         self.policies = wanted
         offloaded = {
             saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
         }
         self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
-        held = [policy for number, policy in enumerate(wanted) if number >= self.limit and trace.saved[number].movable]
+        held = [wanted[number] for number in self.rest_numbers]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
         self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
         if policies.are_timed and not self.replay.communicates:
@@ -182,10 +190,21 @@ class Way:
         name = self.name_at(number)
         if name is None:
             return policies.source
-        policy = policies.of(name)
+        planned = policies.numbered is not None and number in self.rest_numbers
+        policy = policies.of(REST if planned else name)
         if policy is RECOMPUTE and (self.reason is not None or number in self.forced):
             return self.instead
         return policy
+
+    def _unify_rest(self, wanted: list[Policy], instead: Policy) -> None:
+        """Recompute all that is saved behind what depends on data, or nothing of it: what it is cannot be foreseen."""
+        rest = {wanted[number] for number in self.rest_numbers}
+        if RECOMPUTE in rest and len(rest) > 1:
+            wanted[self.limit :] = [instead if one is RECOMPUTE else one for one in wanted[self.limit :]]
+        elif RECOMPUTE in rest:  # also of what is kept under a number before: in the second run that is handed over
+            behind = enumerate(self.trace.saved[self.limit :], self.limit)
+            for number in [n for n, one in behind if one.movable and one.storage is not None]:
+                wanted[number] = RECOMPUTE
 
     def _instead(self, run: SecondRun, policies: RegionPolicies) -> dict[int, Policy]:
         """Saved tensors that are kept in place of outputs which they are computed from, and which are not saved."""
@@ -217,7 +236,8 @@ class Way:
 
     def by_name(self, policies: RegionPolicies) -> dict[str, str]:
         found = {name: policies.of(name) for name in self.names.values()}
-        found |= {name: self.policies[one] for one in self.droppable() if (name := self.name_at(one)) is not None}
+        # What is also saved behind what depends on data is held as it was the first time.
+        found |= {name: self.policies[n] for n in reversed(self.droppable()) if (name := self.name_at(n)) is not None}
         return {name: policy.value for name, policy in found.items()}
 
 
@@ -250,15 +270,16 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         seconds: Of each operation.
         forward_s: Seconds of the whole forward, for what was computed unseen.
     """
-    trace = way.trace
+    trace, zone = way.trace, way.trace.zone
     saved = {one.storage: number for number, one in enumerate(trace.saved) if one.storage is not None and one.movable}
+    rest = {storage for number in way.rest_numbers if (storage := trace.saved[number].storage) is not None}
     listed = _leading_to(trace, list(saved))
     numbers: dict[int, int] = {}
     costs: list[RegionProfile] = []
 
     def add(storage: int, name: str, took_s: float, reads: Sequence[int], first: int | None) -> None:
         numbers[storage] = len(costs)
-        number = saved.get(storage)
+        number = None if storage in rest else saved.get(storage)
         again = name != SOURCE and way.reason is None and (number is None or number not in way.forced)
         nbytes = trace.storages[storage].nbytes
         costs.append(RegionProfile(name, nbytes, took_s, tuple(reads), number is not None, again, first))
@@ -270,7 +291,7 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
     for storage in dict.fromkeys(sources):
         add(storage, SOURCE, 0.0, (), None)
     given = tuple(range(len(costs)))
-    unseen = [one for one in saved if way.names.get(one) == UNSEEN]
+    unseen = [one for one in saved if way.names.get(one) == UNSEEN and one not in rest]
     if unseen:
         nbytes = sum(trace.storages[one].nbytes for one in unseen)
         again = way.reason is None and not way.forced
@@ -280,11 +301,19 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
     made = [one for one in listed if trace.storages[one].writers and one in way.names and one not in numbers]
     for storage in sorted(made, key=lambda one: (trace.storages[one].writers[-1], one)):
         writers = trace.storages[storage].writers
+        if 0 <= zone <= writers[-1]:
+            continue
         read = {one for writer in writers for one in trace.steps[writer].reads}
         first = firsts.get(writers[0])
         took_s = sum(seconds[writer] for writer in writers) if first is None else 0.0
         add(storage, way.names[storage], took_s, sorted(numbers[one] for one in read if one in numbers), first)
         firsts.setdefault(writers[0], numbers[storage])
+    if rest:
+        read = {one for step in trace.steps[zone:] for one in step.reads} | rest
+        nbytes = sum(trace.storages[one].nbytes for one in rest)
+        again = way.reason is None and not way.rest_numbers & way.forced
+        reads = sorted({numbers[one] for one in read if one in numbers})
+        costs.append(RegionProfile(REST, nbytes, math.fsum(seconds[zone:]), tuple(reads), recomputable=again))
     return tuple(costs)
 
 

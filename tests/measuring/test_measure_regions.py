@@ -1,6 +1,7 @@
 """Regions as they are measured in a model, and plans by region as they are carried out."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,52 @@ def test_regions_of_a_decoder(lab: Lab) -> None:
         ways = ways_of(layer.regions)
         assert [way.kept_bytes for way in ways] == sorted(way.kept_bytes for way in ways)
         assert ways[0].recompute_s > ways[-1].recompute_s == 0
+
+
+class Experts(torch.nn.Module):
+    """Sends each token to one of some experts, as the largest number in it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.qkv(x.flatten(0, -2)).tanh().sin()
+        found = torch.zeros_like(x.flatten(0, -2))
+        choice = x.flatten(0, -2).detach()[:, : len(self.experts)].argmax(-1)
+        for number, expert in enumerate(self.experts):
+            (rows,) = (choice == number).nonzero(as_tuple=True)
+            found = found.index_add(0, rows, expert(tokens[rows]).exp().sin())
+        return (found + tokens[:, :WIDTH]).view_as(x) + x
+
+
+def test_experts_are_planned_as_one_region_with_their_seconds(lab: Lab) -> None:
+    """What is saved behind the choice of experts is kept or recomputed as one; to recompute it is not free."""
+    layers, x = build(Experts, LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def step() -> None:
+        assert_same(expected, step_gradients(layers, x))
+
+    options: dict[str, Any] = {"min_bytes": 0, "device": lab.device}
+    profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
+    for layer in profile.layers:
+        *before, rest = layer.regions
+        assert rest.name == "data-dependent rest"
+        assert rest.nbytes > 2 * x.nbytes
+        assert rest.seconds > 0
+        assert rest.recomputable
+        assert not any(region.name.startswith("experts") for region in before)
+    saved = [{number for number, one in enumerate(layer.regions[:-1]) if one.saved} for layer in profile.layers]
+    policies = [LayerPolicy(frozenset(kept)) for kept in saved]
+    plan = replace(offload.plan(profile, 1 << 40, LINK), policies=tuple(policies))
+    with offload.offload_layers(layers, plan=plan, **options) as handle:
+        for _ in range(3):
+            step()
+        found = handle.regions(1)
+        assert {policy for name, policy in found.items() if name.startswith("experts")} == {"recompute"}
+        assert found["tanh"] == "keep"
 
 
 def profiled(layers: torch.nn.ModuleList, x: torch.Tensor, lab: Lab) -> Profile:

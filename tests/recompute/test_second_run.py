@@ -1130,6 +1130,26 @@ def test_experts(policies: dict[str, str], lab: Lab) -> None:
         assert handle.regions(0)["cos"] == "recompute"
 
 
+def test_memory_that_is_kept_before_and_saved_again_behind_what_depends_on_data(lab: Lab) -> None:
+    """What is behind is recomputed, from what was kept: neither is that computed again, nor all of the rest kept."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        tokens = (x.flatten(0, -2) @ w).tanh()
+        (rows,) = (tokens.sin()[:, 0] > 0).nonzero(as_tuple=True)
+        chosen = (tokens[rows] * 2).exp()
+        return (torch.zeros_like(tokens).index_add(0, rows, chosen) * tokens).view_as(x) * x
+
+    layers, x = build(lambda: Function(function), LAYERS, lab.device)
+    expected = step(layers, x)
+    with offloaded(layers, lab, {"tanh": "keep", "*": "recompute"}) as handle:
+        for _ in range(3):
+            with Seen() as seen:
+                assert_same(expected, step(layers, x))
+        assert (seen.times["tanh"], seen.times["exp"]) == (LAYERS, 2 * LAYERS)
+        regions = handle.regions(0)
+        assert [regions[name] for name in ("tanh", "index", "exp")] == ["keep", "recompute", "recompute"]
+
+
 class _ReadsTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
