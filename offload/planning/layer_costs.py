@@ -15,7 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from operator import add, attrgetter, sub
 from typing import NamedTuple
@@ -37,34 +37,46 @@ class RegionCosts(NamedTuple):
     recompute_s: float
 
 
+class LayerRegions:
+    """The regions of a layer, with all that does not depend on which of them are kept."""
+
+    def __init__(self, regions: tuple[RegionProfile, ...]) -> None:
+        self._regions, self._inputs, self._saved = regions, inputs_of(regions), saved_of(regions)
+        self._first = [operation_of(regions, number) for number in range(len(regions))]
+        available: set[int] = set()  # in backward: kept, recomputed, or an input
+        needed: set[int] = set()
+        for number, region in enumerate(regions):
+            can = region.recomputable and available.issuperset(region.reads)
+            if not can:
+                needed.add(number)
+            if can or region.saved or number in self._inputs:
+                available.add(number)
+        self._needed = needed & self._saved
+
+    def costs(self, kept: frozenset[int]) -> RegionCosts:
+        """What the regions cost if ``kept`` are kept. A region that cannot be recomputed is kept, too."""
+        regions = self._regions
+        held = kept & self._saved | self._needed
+        dropped = self._saved - held
+        if dropped:
+            held |= self._inputs
+        rerun: set[int] = set()
+        waiting = [*dropped]
+        while waiting:
+            number = waiting.pop()
+            if number not in rerun and number not in held:
+                rerun.add(number)
+                waiting += regions[number].reads
+        kept_bytes = sum(regions[number].nbytes for number in held)
+        # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+        recompute_s = math.fsum(regions[first].seconds for first in {self._first[number] for number in rerun})
+        return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
+
+
 @lru_cache(maxsize=4096)
 def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> RegionCosts:
     """What a layer's regions cost if ``kept`` are kept. A region that cannot be recomputed is kept, too."""
-    inputs = inputs_of(regions)
-    available: set[int] = set()  # in backward: kept, recomputed, or an input
-    needed: set[int] = set()
-    for number, region in enumerate(regions):
-        can = region.recomputable and available.issuperset(region.reads)
-        if not can:
-            needed.add(number)
-        if can or region.saved or number in inputs:
-            available.add(number)
-    saved = saved_of(regions)
-    held = (kept | needed) & saved
-    dropped = saved - held
-    if dropped:
-        held |= inputs
-    rerun: set[int] = set()
-    waiting = [*dropped]
-    while waiting:
-        number = waiting.pop()
-        if number not in rerun and number not in held:
-            rerun.add(number)
-            waiting += regions[number].reads
-    kept_bytes = sum(regions[number].nbytes for number in held)
-    # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
-    recompute_s = math.fsum(regions[first].seconds for first in {operation_of(regions, number) for number in rerun})
-    return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
+    return LayerRegions(regions).costs(kept)
 
 
 def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
@@ -82,20 +94,26 @@ def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
     return number if (first := regions[number].another_of) is None else first
 
 
+MOST_SINGLY = 64
+"""Of more operations than these, a third is ranked once: a layer may run a loop of hundreds."""
+
+
 def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
     """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before."""
     # Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
     # saved regions are the last set, even if the set before takes no longer.
-    everything = region_costs(regions, saved_of(regions))
-    found = [region_costs(regions, frozenset())]
+    costs = LayerRegions(regions).costs
+    everything, found = costs(saved_of(regions)), [costs(frozenset())]
     while found[-1].recompute_s > 0:
         last = found[-1]
         results: defaultdict[int, set[int]] = defaultdict(set)
         for number in sorted(last.dropped):  # of equally good operations the first is taken
             if regions[number].only_with not in last.dropped:
                 results[operation_of(regions, number)].add(number)
-        more = [region_costs(regions, last.kept | made) for made in results.values()]
-        found.append(max(more, key=partial(gain, last)))
+        ranked = sorted(results.values(), key=lambda made: -gain(last, costs(last.kept | made)))
+        count = len(ranked) // 3 if len(ranked) > MOST_SINGLY else 1
+        step = max(1, count // 8)
+        found += [costs(last.kept.union(*ranked[:number])) for number in (*range(step, count, step), count)]
     best: list[RegionCosts] = []
     for way in sorted([*found, everything], key=lambda way: (way.kept_bytes, way.recompute_s)):
         if not best or way.recompute_s < best[-1].recompute_s:

@@ -1,7 +1,7 @@
 """Planning by region: what the simulator plays of it, and that the search finds what brute force finds."""
 
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import chain, combinations, pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -99,6 +99,15 @@ class TestRegions:
         assert [way.kept for way in ways_of(bound)] == [frozenset({0}), frozenset({0, 1}), frozenset({0, 1, 2})]
         with pytest.raises(ValueError, match="only_with = 2; list the regions in the order of forward"):
             LayerProfile.from_regions((*free[:2], replace(products, only_with=2)), 1.0, 1.0)
+
+    @pytest.mark.timeout(60)
+    def test_a_layer_that_runs_a_loop_has_few_ways(self):
+        """Hundreds of operations, tried one at a time in all orders, took minutes."""
+        regions = (self.INPUT, *(region(f"step {n}", 8 + n % 3, 1.0 + n % 5, n) for n in range(400)))
+        ways = ways_of(regions)
+        assert 64 < len(ways) < 150
+        assert (len(ways[0].dropped), len(ways[-1].dropped)) == (400, 0)
+        assert all(one.recompute_s > other.recompute_s for one, other in pairwise(ways))
 
     def test_operations_that_no_dropped_region_depends_on_are_skipped(self):
         regions = (self.INPUT, *(region(f"r{n}", 1, 1.0, n) for n in range(4)))
