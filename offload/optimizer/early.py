@@ -155,10 +155,16 @@ class BackwardSteps:
 
     def begin_run(self, run: object) -> None:
         """A backward has its first gradient; :meth:`end_run` has to be called at its end."""
-        if run not in self._runs:
-            if not self._runs:
-                self._begin()
-            self._runs.add(run)
+        if run in self._runs:
+            return
+        if not self._runs:
+            self.stepper.check_whole()
+            if not self._unwrapped:  # looking for wrappers takes long
+                _refuse_ddp(self._hooks)
+                self._unwrapped = True
+            self.groups = {parameter: number for number, parameter in with_groups(self.stepper.optimizer)}
+            self._room = self.stepper.chunk_bytes
+        self._runs.add(run)
 
     def step_layer(self, given: Sequence[LayerGradient], most_flights: int) -> Event | None:
         """Step parameters of one layer; returns the event after which the new weights are on the host."""
@@ -180,15 +186,6 @@ class BackwardSteps:
         if self.stepper.torn and not self._runs:
             self.stepper.backend.synchronize()
         self.stepper.settle()
-
-    def _begin(self) -> None:
-        """The first gradient of a backward."""
-        self.stepper.check_whole()
-        if not self._unwrapped:  # looking for wrappers takes long
-            _refuse_ddp(self._hooks)
-            self._unwrapped = True
-        self.groups = {parameter: number for number, parameter in with_groups(self.stepper.optimizer)}
-        self._room = self.stepper.chunk_bytes
 
     def _step_waiting(self) -> None:
         """Step what is waiting, on the stream beside compute."""
