@@ -78,6 +78,11 @@ def profile_layers(
     backend = get_backend(device)
     begin_s = time.perf_counter()
     found = (_measure_recomputed if regions else _measure)(modules, step, min_bytes, backend, steps)
+    if not found.saved_bytes:
+        raise ValueError(
+            f"no layer saved at least min_bytes = {min_bytes} bytes at once on {backend.device}; lower min_bytes, or "
+            "profile the layers before they are offloaded."
+        )
     amounts = len(modules), format_s(time.perf_counter() - begin_s), format_bytes(found.saved_bytes)
     _logger.info("profiled %d layers in %s; they save %s", *amounts)
     return found
@@ -94,11 +99,6 @@ def _measure(
         step()  # without hooks, under which some tensors live longer
         times.time(step, steps)
     profiles = tuple(layer.profile() for layer in times.layers)
-    if not any(profile.saved_bytes for profile in profiles):
-        raise ValueError(
-            f"no layer saved at least min_bytes = {min_bytes} bytes at once on {backend.device}; lower min_bytes, or "
-            "profile the layers before they are offloaded."
-        )
     return with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
 
 

@@ -247,10 +247,18 @@ def test_layers_with_streamed_weights_whose_first_input_needs_no_gradient(device
 
 
 class TestRefusals:
-    def test_layer_that_is_not_called(self):
+    @pytest.mark.parametrize("regions", [False, True])
+    def test_layer_that_is_not_called(self, regions):
         model = stack(2)
+        step = training_step(model, torch.randn(2, 32, 64))
         with pytest.raises(ValueError, match=r"^layer 2 must run forward and backward in step\(\), but its forward "):
-            profile_layers([*model, Block()], training_step(model, torch.randn(2, 32, 64)), min_bytes=MIN_BYTES)
+            profile_layers([*model, Block()], step, min_bytes=MIN_BYTES, regions=regions)
+
+    @pytest.mark.parametrize("regions", [False, True])
+    def test_nothing_that_can_be_offloaded(self, regions):
+        step = training_step(model := stack(2), torch.randn(2, 32, 64))
+        with pytest.raises(ValueError, match=r"^no layer saved at least min_bytes = 1073741824 bytes at once on cpu; "):
+            profile_layers(model, step, min_bytes="1GiB", regions=regions)
 
     def test_step_without_backward(self):
         model = stack(2)
