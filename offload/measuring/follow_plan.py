@@ -85,7 +85,9 @@ class FollowPlan(WatchedLayers):
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)
         elif memory_budget is None or isinstance(memory_budget, int | str):
-            memory_budget = GivenMemory(parse_bytes(memory_budget or 0, "memory_budget"), most)
+            memory_budget = GivenMemory(
+                parse_bytes(memory_budget or 0, "memory_budget"), self._backend.device, layers, most
+            )
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0
         """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""

@@ -33,11 +33,24 @@ class MemoryLeft(Protocol):
 
 
 class GivenMemory(MemoryLeft):
-    """A budget in bytes."""
+    """A budget in bytes, to which gradients count that earlier microbatches of the same step have added."""
 
-    def __init__(self, device_bytes: int, host_bytes: int | None) -> None:
+    def __init__(
+        self, device_bytes: int, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None
+    ) -> None:
         self._device_bytes = device_bytes
         self._host_bytes = host_bytes
+        self._device = device
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._versions = -1  # the sum of the parameters' versions: an optimizer's step changes them
+        self._before_bytes = 0  # the gradients that there were when the step began
+
+    def gradient_bytes(self) -> int:
+        now_bytes = bytes_of_gradients(self._parameters, self._device)
+        versions = sum(one._version for one in self._parameters if not one.is_inference())
+        before_bytes = self._before_bytes if versions == self._versions else now_bytes
+        self._versions, self._before_bytes = versions, min(before_bytes, now_bytes)
+        return now_bytes - self._before_bytes
 
     def device_bytes(self) -> int:
         return self._device_bytes
@@ -50,9 +63,7 @@ class DeviceLeft(GivenMemory):
     """What the device has left, for ``memory_budget="auto"``."""
 
     def __init__(self, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None) -> None:
-        super().__init__(0, host_bytes)
-        self._device = device
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        super().__init__(0, device, layers, host_bytes)
 
     def device_bytes(self) -> int:
         return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))
@@ -63,7 +74,7 @@ class DeviceLeft(GivenMemory):
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """The gradients that parameters have on a device."""
-    gradients = (parameter.grad for parameter in parameters)
+    gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
     return sum(one.nbytes for one in gradients if one is not None and one.device == device)
 
 

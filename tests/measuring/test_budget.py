@@ -599,3 +599,27 @@ def test_bad_budgets(lab: Lab) -> None:
         with pytest.raises(ValueError, match="asks an accelerator"):
             budgeted(layers, lab, "auto")
     assert step_gradients(layers, build("decoder", LAYERS, lab.device)[1])
+
+
+def test_gradients_of_earlier_microbatches_count(lab: Lab) -> None:
+    """A step of two microbatches holds the gradients of the first one while the second one runs forward."""
+    layers, x = build("mlp", LAYERS, lab.device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+    gradients_bytes = sum(parameter.nbytes for parameter in layers.parameters())
+
+    def step() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            for _ in range(2):
+                through(layers, x * 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return meter.peak_bytes
+
+    with budgeted(layers, lab, gradients_bytes // 2):
+        step()  # both are measured
+        with pytest.warns(UserWarning, match="cannot be met"):
+            step()
+    with budgeted(layers, lab, round(0.9 * step())) as handle:
+        peaks = [step() for _ in range(4)]
+        assert handle.plan is not None
+    assert gradients_bytes < max(peaks) <= 0.9 * step()
