@@ -59,7 +59,6 @@ LONG_FILES = (
     "test_browser.py",
     "test_planner.py",
     "test_operations.py",
-    "test_architectures.py",
     "test_compiled.py",
     "test_tiled_mlp.py",
     "test_weights.py",

@@ -1,5 +1,6 @@
 """Things that go wrong at a chosen moment: interrupts, memory that ends, copies that fail."""
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -119,6 +120,44 @@ def failing_copy(lab: Lab, n: int | None) -> Iterator[Countdown]:
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+def assert_interrupts_are_told(
+    lab: Lab, make: Callable[[], Any], resident: Callable[[list[int]], list[torch.Tensor]], times: int
+) -> None:
+    """Ctrl-C in the third step of an optimizer: the step is made, or it is not, or the next use says so.
+
+    The step is repeated at first, and then made from a checkpoint.
+    """
+    once, twice, reloaded = (resident(steps) for steps in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3]))
+    told, places = 0, 1
+    for number in (None, *range(times)):
+        run = make()
+        run.steps(range(2))
+        saved = run.checkpoint
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupt(lab, None if number is None else number * places // times) as countdown,
+        ):
+            run.steps([2])
+        if getattr(run, "streamed", None) is not None:
+            run.streamed.synchronize()
+        places = max(places, len(countdown.places))
+        run.optimizer.zero_grad()
+        try:
+            run.steps([2])
+            found = run.values
+        except RuntimeError as error:
+            if "belong to one step" not in str(error) and "got another after its step" not in str(error):
+                raise
+            told += 1
+        else:
+            # The interrupt came before the step or after it.
+            assert any(all(map(torch.equal, one, found)) for one in (once, twice)), countdown.places[-1]
+        run.load(saved)
+        run.steps([2, 3])
+        assert all(map(torch.equal, reloaded, run.values)), countdown.places[-1]
+    assert told > times / 4
 
 
 FAULTS: dict[str, Fault] = {

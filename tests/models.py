@@ -214,12 +214,16 @@ def assert_moved(before: tuple[int, int], offloaded: Offloading, *, moves: bool 
     assert offloaded is NOTHING or counted == [moves, moves], f"copied to the host and back: {counted}"
 
 
-def assert_same(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
-    """Bit for bit: no tolerance."""
+def assert_same(expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+    """Bit for bit: no tolerance; ``None`` where there is no gradient."""
     assert len(expected) == len(found)
-    different = [number for number, pair in enumerate(zip(expected, found, strict=True)) if not torch.equal(*pair)]
+
+    def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        return one is other if one is None or other is None else one.dtype == other.dtype and torch.equal(one, other)
+
+    different = [number for number, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)]
     assert not different, f"tensors {different} of {len(expected)} differ"
-    assert any(tensor.any() for tensor in expected), "nothing was computed"
+    assert any(tensor is not None and tensor.any() for tensor in expected), "nothing was computed"
 
 
 class Save(torch.autograd.Function):

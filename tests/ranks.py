@@ -7,8 +7,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from scripts import NO_GPU, run_scripts
@@ -26,6 +28,16 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def ranks_of(worker: ModuleType) -> Any:
+    """A fixture for a module's tests: what each of two ranks of the worker has found, on the CPU and on GPUs."""
+
+    @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
+    def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+        return run_ranks(Path(worker.__file__ or ""), 2, request.param, tmp_path_factory.mktemp("ranks"))
+
+    return ranks
 
 
 def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]]) -> None:

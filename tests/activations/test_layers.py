@@ -1,7 +1,6 @@
 """``offload_layers``: the same for models whose forward cannot be edited."""
 
 import copy
-import importlib
 import pickle
 import random
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from llama import LAYERS, enable_checkpointing, llama
+from llama import LAYERS
 from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from saving import saved_and_loaded
 from torch import nn
@@ -181,51 +180,6 @@ def test_with_streamed_weights_in_either_order(weights_first: bool, device: torc
         assert handle.stats().reloaded_bytes > 0
         assert handle.stats().skipped["parameter"] > 0  # no view of a slot was offloaded
         assert handle.stats().late_reloads == 0
-
-
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    return importlib.import_module("transformers")  # takes seconds: only where it is needed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offload_first", [False, True])
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
-def test_hugging_face_llama(
-    checkpointing: str | None, offload_first: bool, transformers: Any, device: torch.device
-) -> None:
-    model = llama(transformers, device)
-    tokens = torch.arange(24, device=device).view(2, 12) % 64
-
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-
-    leaves = leaves_of(model)
-    handle = handle_for(model.model.layers, moves=False) if offload_first else None
-    if checkpointing:
-        enable_checkpointing(model, checkpointing == "reentrant")
-    if handle:
-        handle.remove()
-    expected = gradients(leaves, step)
-    handle = handle_for(model.model.layers)
-    for _ in range(2):
-        before = handle.stats().reloaded_bytes
-        assert_same(expected, gradients(leaves, step))
-        assert handle.stats().reloaded_bytes > before
-    stats = handle.stats()
-    assert stats.late_reloads == 0
-    per_set = stats.offloaded_bytes / 2 / 3
-    hidden_bytes = 2 * 12 * 32 * 4
-    # A checkpoint keeps the layer's input; without, the layer keeps many times that.
-    assert (per_set < 3 * hidden_bytes) == bool(checkpointing)
-    model.eval()
-    with torch.no_grad():
-        model(input_ids=tokens)
-    assert handle.stats() == stats
-    handle.remove()
-    model.train()
-    assert_same(expected, gradients(leaves, step))
-    assert handle.stats() == stats
 
 
 class Fails(nn.Module):

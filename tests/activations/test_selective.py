@@ -22,6 +22,7 @@ from models import (
     leaves_of,
     loss_of,
     step_gradients,
+    through,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -101,9 +102,7 @@ def test_device_memory(lab: Lab) -> None:
 
     def peak_bytes() -> int:
         with offload.memory_meter(lab.device) as meter:
-            y = x
-            for layer in layers:
-                y = layer(y)
+            through(layers, x)
         return meter.peak_bytes
 
     assert peak_bytes() > 6 * 7 * one

@@ -1,13 +1,18 @@
 """The snapshot of the counters."""
 
+import statistics
+import sys
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import models
 import pytest
 import torch
 from lab import Lab
-from models import Save, build, offloading, save, step_gradients
+from models import Save, build, loss_of, offloading, save, step_gradients, through
 from torch import nn
 
 import offload
@@ -253,3 +258,49 @@ def test_weights_between_two_moments() -> None:
     before = WeightStats(loads=3, loaded_bytes=100, slot_bytes=40, weight_bytes=70)
     after = WeightStats(loads=5, loaded_bytes=300, slot_bytes=50, weight_bytes=70)
     assert after - before == WeightStats(loads=2, loaded_bytes=200, slot_bytes=50, weight_bytes=70)
+
+
+ROOT = str(Path(offload.__file__).parent)
+MOST_CALLS, MOST_FILES = 8, 3
+
+
+def in_library(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(ROOT)
+
+
+def test_a_saved_tensor_takes_few_calls_and_files() -> None:
+    layers, x = build("decoder", 4, torch.device("cpu"))
+    policies = {"*dot_product*": "offload", "*mm*": "keep", "*": "recompute"}
+    taken: defaultdict[int, list[str]] = defaultdict(list)
+    """Files of the calls that each handle took, by its identity; ``held`` keeps them all."""
+    held: list[Any] = []
+    at_work: list[tuple[FrameType, list[str]]] = []
+
+    def look(frame: FrameType, event: str, result: object) -> None:
+        if event == "call" and in_library(frame):
+            if not at_work and not in_library(frame.f_back):
+                at_work.append((frame, []))
+            if at_work:
+                at_work[0][1].append(frame.f_code.co_filename)
+        elif event == "return" and at_work and at_work[0][0] is frame:
+            _, files = at_work.pop()
+            handle = frame.f_locals["self"] if frame.f_code.co_name == "unpack" else result
+            if type(handle).__name__.endswith("Handle"):
+                held.append(handle)
+                taken[id(handle)] += files
+
+    def step() -> None:
+        loss_of(through(layers, x)).backward()
+
+    with offload.offload_layers(layers, 2, policies=policies, min_bytes=1, device="cpu"):
+        for _ in range(3):
+            step()
+        sys.setprofile(look)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert len(taken) > 20 * len(layers)
+    assert {"KeptHandle", "MovedHandle", "DroppedHandle"} <= {type(handle).__name__ for handle in held}
+    assert statistics.median(map(len, taken.values())) <= MOST_CALLS
+    assert statistics.median(len(set(files)) for files in taken.values()) <= MOST_FILES

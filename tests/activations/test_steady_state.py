@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,9 +28,7 @@ def make(block: type[DecoderBlock]) -> tuple[nn.ModuleList, torch.Tensor]:
 
 
 def run(model: nn.ModuleList, x: torch.Tensor) -> None:
-    y = x
-    for layer in model:
-        y = layer(y)
+    y = through(model, x)
     loss_of(y).backward()
 
 

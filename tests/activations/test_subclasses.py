@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import tensor_parallel_worker
 import torch
 import torch.distributed as dist
 from lab import Lab
-from models import NOTHING, Offloading, assert_same, gradients, loss_of, offloading, save
-from ranks import run_ranks
+from models import NOTHING, Offloading, Product, assert_same, gradients, loss_of, offloading, save, through
+from ranks import ranks_of
 from saving import CHANGES, WHERE, assert_identical, normal, nothing, round_trip, run
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -24,6 +23,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 import offload
+from offload import mark_not_offload, offload_layers
 from offload.activations import what_moves as exclusions
 from offload.activations.handles import SubclassHandle
 from offload.activations.what_moves import Parts, Rules, decide
@@ -611,10 +611,7 @@ def test_local_tensors_of_activations_are_offloaded(mesh: Any) -> None:
         assert isinstance(decide(seen, Rules(seen.device, 0)), type)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each rank found."""
-    return run_ranks(Path(tensor_parallel_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+ranks = ranks_of(tensor_parallel_worker)
 
 
 @pytest.mark.slow
@@ -637,3 +634,59 @@ def test_float8_is_offloaded_in_dtensors(ranks: list[dict[Any, Any]]) -> None:
 def test_result_of_a_collective_is_copied_once_it_is_there(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found["late collective"]
+
+
+CPU = torch.device("cpu")
+
+
+def why(tensor: torch.Tensor, min_bytes: int = 0) -> str | Parts | None:
+    """The reason to stay, or the parts; ``None`` for what is offloaded."""
+    decision = decide(tensor, Rules(CPU, min_bytes))
+    return None if isinstance(decision, type) else decision
+
+
+def test_casts_of_activations_and_what_lies_in_a_marked_storage() -> None:
+    for given in (torch.ones(4, requires_grad=True) * 2, torch.ones(4, requires_grad=True)):
+        assert why(given.to(torch.bfloat16)) is None
+    tensor = torch.ones(8)
+    assert why(tensor) is None
+    mark_not_offload(tensor[2:4], None)
+    assert why(tensor.view(2, 4)[1]) == "marked"
+
+
+def test_parameters_of_offloaded_layers_are_known_before_one_is_saved() -> None:
+    layers = nn.ModuleList(Product(8) for _ in range(4))
+    x = torch.randn(4, 8, requires_grad=True)
+    with offload_layers(layers, 2, min_bytes=0, device="cpu") as handle:
+        y = through(layers, x)
+        y.sum().backward()
+        stats = handle.stats()
+    assert stats.skipped["parameter"] == 2
+    assert stats.offloaded_bytes == 4 * 8 * 4, "the second layer's input; the first one's is a leaf"
+
+
+def test_parameters_without_a_shape_yet_are_passed_over() -> None:
+    layers = nn.ModuleList(nn.LazyLinear(8) for _ in range(3))
+    with offload_layers(layers, 1, min_bytes=0, device="cpu"):
+        nn.Sequential(*layers)(torch.randn(4, 8, requires_grad=True) * 2).sum().backward()
+
+
+def test_marking_takes_tensors() -> None:
+    with pytest.raises(TypeError, match="mark_not_offload takes tensors, got int"):
+        mark_not_offload(torch.ones(1), 3)
+
+
+def test_memory_that_is_reused_is_not_taken_for_the_old() -> None:
+    """A new storage, perhaps at the address of one that was marked and has gone, is not marked."""
+    for _ in range(100):
+        assert why(torch.ones(8)) is None
+        mark_not_offload(torch.ones(8))
+
+
+def test_what_has_gone_is_forgotten_in_time() -> None:
+    kept = torch.ones(8)
+    mark_not_offload(kept)
+    for _ in range(5000):
+        mark_not_offload(torch.ones(1))
+    assert len(exclusions._excluded) < 3000
+    assert why(kept) == "marked"

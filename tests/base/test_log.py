@@ -2,13 +2,12 @@
 
 import logging
 
-import pytest
 import torch
+from models import through
 from torch import nn
 
 import offload
 from offload.device.select import get_backend
-from offload.host.page_locked import HostMemoryError
 from offload.host.pool import HostPool
 
 
@@ -24,34 +23,12 @@ def test_reserving_says_what_was_pinned(monkeypatch, caplog):
     assert grown.endswith(f"s; the pool has {buffer.nbytes >> 20}.00 MiB")
 
 
-def test_pinning_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    monkeypatch.setattr("offload.host.pool.RESERVE_BYTES", 1 << 20)
-    monkeypatch.setattr("offload.host.pool.PROGRESS_S", 0.0)
-    with caplog.at_level(logging.INFO, "offload.host.pool"):
-        HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)).reserve(3 << 20)
-    *so_far, _ = caplog.messages
-    assert so_far == [f"pinning host memory: the pool has {done}.00 MiB so far" for done in (1, 2, 3)]
-
-
-def test_what_could_not_be_pinned_is_not_said_to_be(caplog):
-    def refuse(nbytes):
-        raise HostMemoryError("no")
-
-    with caplog.at_level(logging.INFO, "offload.host.pool"):
-        for ask in (HostPool(refuse).reserve, HostPool(refuse).take):
-            with pytest.raises(HostMemoryError):
-                ask(1 << 20)
-    assert not caplog.messages
-
-
 def make_layers():
     layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
     x = torch.randn(32, 64)
 
     def step():
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         y.sum().backward()
 
     return layers, step

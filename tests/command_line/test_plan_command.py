@@ -1,8 +1,14 @@
 """``python -m offload plan``: what to do with a model, by its config."""
 
+import doctest
 import json
+import re
+import shlex
+import subprocess
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,3 +161,99 @@ def test_without_a_device_memory_must_be_given(capsys, monkeypatch):
 def test_plans_for_the_gpu_that_is_here(capsys):
     found = asked(capsys, *LLAMA)
     assert found["usable_bytes"] == int(0.92 * torch.cuda.get_device_properties().total_memory)
+
+
+@pytest.mark.slow
+def test_has_a_script_and_a_version(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"offload": "offload.command_line.main:main"}
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    module = subprocess.run([sys.executable, "-m", "offload", "--version"], capture_output=True, check=True, text=True)
+    assert capsys.readouterr().out == module.stdout == f"offload {project['version']}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--memory 8GiB --set layers=2", "--set must be NAME=VALUE with a"),
+        ("--memory 8GiB --lora 0", "--lora must be at least 1, got 0"),
+        ("--memory 8GiB --tokens 0", "--tokens must be at least 1, got 0"),
+        ("--memory 8GiB --batch -1", "--batch must be at least 1, got -1"),
+        ("--memory 8GiB --optimizer-bytes -1", "--optimizer-bytes must be at least 0, got -1"),
+        ("--memory 8GiB --bandwidth 0", "bandwidth must be a positive, finite number, got 0.0"),
+        ("--memory 8GiB --flops nan", "flops must be a positive, finite number, got nan"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(words, said, capsys):
+    assert main(["plan", "llama", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"offload plan: {said}")
+    assert error.count("\n") == 1
+
+
+SIZE = "must be a number and a unit, such as '40GiB', got"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--memory 1MibB", f"argument --memory: {SIZE} '1MibB'"),
+        ("--memory 80", f"argument --memory: {SIZE} '80'"),
+        ("--memory=-5GiB", f"argument --memory: {SIZE} '-5GiB'"),
+        ("--memory 8GiB --host-memory 64", f"argument --host-memory: {SIZE} '64'"),
+        ("--link 26", f"argument --link: {SIZE} '26'"),
+        ("--tokens x", "argument --tokens: invalid int value: 'x'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(words, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "llama", *words.split()])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/command_line.md"
+BLOCKS = re.findall(r"```text\n\$ (.*)\n((?:.*\n)*?)```", PAGE.read_text("utf-8"))
+SAVED = {  # as many parameters in fewer layers, which takes less time to plan
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 8,
+    "intermediate_size": 65536,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def form(text: str) -> str:
+    """Without numbers, and the units that depend on them."""
+    text = re.sub(r"\d[\d.,]*(\+\w+)?", "0", text)
+    text = re.sub(r"0 (ms|µs|s|B|[KMG]iB|GB|GB/s)\b", "0 unit", text)
+    return " ".join(text.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
+def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    (tmp_path / "Llama-3.1-8B/config.json").write_text(json.dumps(SAVED))
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "offload", "plan"]
+    main(words[3:])
+    got, wanted = form(capsys.readouterr().out), form(shown)
+    assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), f"page: {wanted}\nreal: {got}"
+
+
+def test_the_page_names_options_that_there_are(capsys):
+    """Of the table of plan's."""
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    table = PAGE.read_text("utf-8").partition("| option | says |")[2]
+    named = set(re.findall(r"`(--[\w-]+)", table))
+    assert named <= known
+    assert len(named) > 5

@@ -111,27 +111,6 @@ class TestOwnership:
 
 
 class TestEnd:
-    def test_buffers_return_when_the_graph_is_gone(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB)
-        with driver.capture(1):
-            captured = pool.take(KIB)
-            pool.give(captured, Event(driver))
-        driver.destroy(1)
-        eager = pool.take(KIB)
-        assert blocks(eager) == blocks(captured)
-        assert eager.events == (), "what a destroyed graph did is over"
-        assert eager.arena is None
-        assert pool.used_bytes == KIB
-
-    def test_not_while_somebody_still_holds_one(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB)
-        with driver.capture(1):
-            captured = pool.take(KIB)
-        driver.destroy(1)
-        assert not blocks(pool.take(KIB)) & blocks(captured)
-        pool.give(captured, Event(driver))
-        assert blocks(pool.take(KIB)) == blocks(captured)
-
     def test_a_forward_s_buffers_wait_for_the_backward_that_reads_them(self, pool: HostPool, driver: Driver) -> None:
         warm_up(pool, KIB)
         with driver.capture(1):

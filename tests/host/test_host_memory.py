@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab, mapped
+from models import through
 from torch import nn
 
 import offload
@@ -38,9 +39,7 @@ def _empty_pool() -> Iterator[None]:
 def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
     torch.manual_seed(1)
     x = torch.randn(128, 64, device=next(layers.parameters()).device, requires_grad=True)
-    y = x * 1
-    for layer in layers:
-        y = layer(y)
+    y = through(layers, x * 1)
     found = torch.autograd.grad(y.square().sum(), [x, *layers.parameters()])
     return list(found)
 
@@ -154,9 +153,7 @@ def test_more_than_the_system_has_left_is_not_reserved_in_part(lab: Lab, monkeyp
 
 def test_the_cache_is_given_back_but_for_what_is_in_use(layers: nn.ModuleList) -> None:
     with offload.offload_layers(layers, 3, min_bytes=MIN_BYTES, device="cpu") as handle:
-        x = torch.randn(128, 64)
-        for layer in layers:
-            x = layer(x)
+        x = through(layers, torch.randn(128, 64))
         assert offload.empty_host_cache("cpu") < handle.stats().pinned_bytes + 1
         held = handle.stats().pinned_bytes
         assert held > 0
@@ -228,9 +225,7 @@ def test_no_more_is_pinned_than_is_asked(limit: int, policies: dict[str, str] | 
     options = {"policies": policies, "max_host_bytes": limit, "min_bytes": 1 << 12, "device": lab.device}
     with offload.offload_layers(layers, 4, **options) as handle:
         for tokens in (1024, 3000, 700, 3000):
-            y = torch.randn(tokens, 256, device=lab.device)
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, torch.randn(tokens, 256, device=lab.device))
             y.square().mean().backward()
             size, resident = (now - then for now, then in zip(seen_from_outside(), before, strict=True))
             assert size == handle.stats().pinned_bytes <= limit

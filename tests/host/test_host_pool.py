@@ -165,18 +165,6 @@ def test_the_second_time_nothing_is_pinned(trace: Trace) -> None:
     assert len(source.sizes) == pinned
 
 
-def test_same_size_gets_the_same_buffer_back(pool: HostPool, source: Source) -> None:
-    first, second = pool.take(3000), pool.take(3000)
-    event = FakeEvent()
-    pool.give(first, event)
-    again = pool.take(3000)
-    assert again is first
-    assert again.pieces[0].data_ptr() == again.ranges[0].slab.data_ptr()
-    assert again.events == (event,)
-    assert second is not first
-    assert sum(source.sizes) == 2 * PAGE_BYTES
-
-
 def test_only_who_covers_what_was_copied_waits_for_the_copy(pool: HostPool, source: Source) -> None:
     """The two buffers are cut into others: the first two lie where the copy runs, and the third begins behind it."""
     first, second = pool.take(PAGE_BYTES // 2), pool.take(PAGE_BYTES // 2)
@@ -188,15 +176,6 @@ def test_only_who_covers_what_was_copied_waits_for_the_copy(pool: HostPool, sour
     assert sum(source.sizes) == PAGE_BYTES
     assert [buffer.events for buffer in inside] == [(copied,), (copied,)]
     assert behind.events == ()
-
-
-def test_nothing_at_all_is_a_buffer_too(pool: HostPool) -> None:
-    empty = [pool.take(0), pool.take(0)]
-    assert [buffer.nbytes for buffer in empty] == [0, 0]
-    assert [len(piece) for buffer in empty for piece in buffer.pieces] == [0, 0]
-    assert pool.used_bytes == 0
-    pool.give(empty[0], REACHED)
-    assert pool.take(0) is empty[0]
 
 
 def test_reserve_pins_what_is_missing(pool: HostPool, source: Source) -> None:
@@ -377,22 +356,6 @@ def test_many_threads(pool: HostPool) -> None:
     assert failures == []
     pool.trim()
     assert pool.used_bytes == pool.pinned_bytes == 0
-
-
-def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: Source) -> None:
-    sizes = [5 * KIB, 3, 2 * KIB, 7 * KIB, 1]
-    taken = pool.take_whole(sizes)
-    assert [[len(piece) for piece in buffer.pieces] for buffer in taken] == [[size] for size in sizes]
-    assert source.sizes == [4 * PAGE_BYTES]
-    for mark, buffer in enumerate(taken):
-        buffer.pieces[0].fill_(mark)
-    assert all(bool((buffer.pieces[0] == mark).all()) for mark, buffer in enumerate(taken))
-
-
-def test_whole_buffers_may_fill_a_slab_to_its_last_byte(pool: HostPool, source: Source) -> None:
-    taken = pool.take_whole([PAGE_BYTES, PAGE_BYTES // 2, PAGE_BYTES // 2])
-    assert [buffer.nbytes for buffer in taken] == [PAGE_BYTES, PAGE_BYTES // 2, PAGE_BYTES // 2]
-    assert pool.used_bytes == pool.pinned_bytes == sum(source.sizes) == 2 * PAGE_BYTES
 
 
 def test_whole_buffers_take_free_memory_first_and_wait_for_its_events(pool: HostPool, source: Source) -> None:

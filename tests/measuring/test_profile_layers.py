@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from models import through
 from torch import Tensor, nn
 
 from benchmarks.workloads import DecoderBlock
@@ -176,9 +177,7 @@ def test_prediction_agrees_with_what_the_gpu_does():
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
-        y = x
-        for layer in layers:
-            y = layer(y)
+        y = through(layers, x)
         y.sum().backward()  # What the loss itself needs is outside of the layers, and of the prediction.
 
     def timed_s() -> float:

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from lab import Lab
+from models import assert_same
 from torch import nn
-from training import assert_same, build, plain_steps, values
+from training import build, plain_steps, values
 
 from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.remainder import join, split

@@ -1,23 +1,20 @@
 """Streamed optimizer state on two ranks: sharded parameters and replicated ones, to the last bit."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded_worker
 import torch
-from ranks import run_ranks
+from models import assert_same
+from ranks import ranks_of
 from sharded_worker import CASES, STEPS
-from training import assert_same
 
 pytestmark = pytest.mark.slow
 
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(Path(sharded_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+ranks = ranks_of(sharded_worker)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
+from models import assert_same, through
 from torch import nn
-from training import OPTIMIZERS, SMALL, WIDTH, adamw, assert_same, build, loss_of, stream, values
+from training import OPTIMIZERS, SMALL, WIDTH, adamw, build, loss_of, stream, values
 
 from offload import OptimizerStats, stream_optimizer, stream_weights
 
@@ -142,9 +143,7 @@ def test_state_of_weights_that_are_on_the_host(in_backward: bool, lab: Lab) -> N
             backward = {"in_backward": True, "consume_gradients": True} if in_backward else {}
             handle = stream_optimizer(optimizer, chunk_bytes=SMALL, resident_bytes=part, **backward)
         for number in range(STEPS):
-            y = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(lab.device)
-            for layer in layers:
-                y = layer(y)
+            y = through(layers, torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(lab.device))
             y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import assert_same
 from torch import nn
-from training import Make, assert_same, assert_same_training, batch, build, loss_of, plain_steps, stream, values
+from training import Make, assert_same_training, batch, build, loss_of, plain_steps, stream, values
 
 from offload.optimizer.remainder import join
 

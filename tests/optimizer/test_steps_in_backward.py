@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab, LateOptimizer
-from models import Stop
+from models import Stop, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -15,7 +15,6 @@ from training import (
     Make,
     Training,
     adamw,
-    assert_same,
     assert_same_training,
     build,
     loss_of,

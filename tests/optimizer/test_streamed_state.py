@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults import assert_interrupts_are_told
 from lab import Lab
+from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, assert_same, assert_same_training, build, resident, stream
+from training import OPTIMIZERS, Training, adamw, assert_same_training, build, resident, stream
 
 from offload import CaptureError, HostMemoryError, stream_optimizer
 
@@ -280,3 +282,16 @@ def test_names() -> None:
     handle.remove()
     assert "removed" in repr(handle)
     assert "host_bytes" in str(handle.stats())
+
+
+TIMES = 40
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_interrupts(in_backward: bool, lab: Lab) -> None:
+    def make() -> Training:
+        return Training(torch.device("cpu"), in_backward=in_backward, consume_gradients=in_backward)
+
+    assert_interrupts_are_told(lab, make, lambda steps: resident(torch.device("cpu"), steps), TIMES)

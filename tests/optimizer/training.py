@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from models import assert_same
 from torch import nn
 
 from offload import StreamedOptimizer, stream_optimizer
@@ -59,11 +60,6 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
     for _, entry in sorted(state.items()):
         found += [torch.as_tensor(value) for _, value in sorted(entry.items()) if value is not None]
     return [value.cpu().clone() for value in found]
-
-
-def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
 
 
 class Training:

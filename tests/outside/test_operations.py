@@ -1,14 +1,21 @@
-"""A sample of operations and modules, another one in each run; ``python -m tests.outside operations`` runs all."""
+"""Samples of what ``python -m tests.outside`` runs: operations and modules, architectures, programs, budgets."""
 
 import os
 
 import pytest
+import torch
 
 from offload.device.backend import Wait
 from offload.device.select import get_backend
+from offload.observe.memory import CpuMemoryPeak
+from offload.recompute.run_again import Frame
 from tests.lab import Lab
 
+from .architectures import CHOSEN, architectures
+from .budgets import TOLERANCE
+from .budgets import check as check_budget
 from .operations import check, draw
+from .programs import check as check_program
 from .workers import run_cases
 
 pytestmark = pytest.mark.slow
@@ -34,3 +41,71 @@ def test_another_seed_is_another_sample() -> None:
 def test_a_missing_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     Lab(get_backend("cpu"), monkeypatch).drop(Wait.RELOADED)
     assert check("operation", "sin", "float32").different
+
+
+def test_one_of_each_kind() -> None:
+    assert len(CHOSEN) >= 12
+    names = architectures()
+    cases = [(name, names[name]) for name in CHOSEN]
+    reports = {name: report for (name, _), report in run_cases("architectures.check", cases, limit_s=120)}
+    wrong = {
+        name: {key: report[key] for key in ("different", "unrepeatable", "skipped", "lost") if report.get(key)}
+        for name, report in reports.items()
+    }
+    assert not {name: found for name, found in wrong.items() if found}
+    assert all(report["offloaded_bytes"] > 0 for report in reports.values())
+    assert all(report["recomputed"] > 0 for report in reports.values())
+
+
+HELD, TOO_SMALL = (1, 28), (23,)
+"""Seeds of small models."""
+
+
+@pytest.mark.parametrize("seed", HELD)
+def test_the_peak_keeps_to_the_budget(seed: int) -> None:
+    report = check_budget(seed)
+    assert not report.wrong
+    assert not report.messages
+    assert 0.5 < report.peak / report.budget <= 1 + TOLERANCE
+    assert 0.5 < report.planned / report.budget <= 1 + TOLERANCE
+
+
+@pytest.mark.parametrize("seed", TOO_SMALL)
+def test_a_budget_that_is_too_small_is_said_once(seed: int) -> None:
+    report = check_budget(seed)
+    assert not report.wrong
+    by_budget, by_plan = report.messages
+    assert "cannot be met" in by_budget
+    assert by_plan.startswith("memory_budget must be at least")
+
+
+def test_a_broken_budget_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuMemoryPeak, "most_bytes", lambda _: 0)
+    assert any("without a message" in check_budget(seed).wrong for seed in HELD)
+
+
+@pytest.mark.parametrize("first", range(0, 20, 10))
+@pytest.mark.filterwarnings("ignore")
+def test_random_programs(first: int) -> None:
+    found = {seed: check_program(seed) for seed in range(first, first + 10)}
+    assert not {seed: wrong for seed, wrong in found.items() if wrong and not wrong.startswith("skipped")}
+    assert sum(wrong is None for wrong in found.values()) >= 5
+
+
+@pytest.mark.parametrize("seed", [70088, 70194])
+@pytest.mark.filterwarnings("ignore")
+def test_fewer_tensors_behind_what_depends_on_data(seed: int) -> None:
+    """The forward in which a layer is proven takes fewer experts than the one that was learned."""
+    assert check_program(seed) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_recomputed_value_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Frame.run
+
+    def run(frame: Frame) -> dict[int, torch.Tensor]:
+        return {number: tensor + 1 for number, tensor in right(frame).items()}
+
+    monkeypatch.setattr(Frame, "run", run)
+    found = [check_program(seed) for seed in range(10)]
+    assert any(wrong is not None and wrong.startswith("different") for wrong in found)

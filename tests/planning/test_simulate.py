@@ -2,19 +2,20 @@
 
 import ast
 import math
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import default, points, seconds, sizes, steps
+from strategies import default, layer_profiles, links, points, seconds, sizes, steps
 
 import offload
 from offload.observe.spans import COPY_LANES, LANES
 from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import region_costs
-from offload.planning.plan import Plan
+from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
@@ -95,15 +96,6 @@ class TestInvariants:
 
 
 class TestLink:
-    def test_reference_workload(self):
-        """FACTS: decoder, 20 layers of 1.21 GiB, 384 ms: k=5 is free, k=18 takes what the link takes."""
-        layer = LayerProfile(0.0064, 0.0128, round(1.21 * GIB))
-        profile = Profile((layer,) * 20)
-        assert simulate(Schedule.default(5, 20), profile, PCIE).stall_s == 0
-        link_s = 18 * layer.saved_bytes * (1 / 55.4e9 + 1 / 55.5e9)
-        step_s = simulate(Schedule.default(18, 20), profile, PCIE).duration_s
-        assert link_s < step_s < 1.03 * link_s
-
     @given(steps(), st.floats(1.0, 10.0))
     def test_a_faster_link_is_never_slower(self, step, factor):
         # Where directions do not disturb each other: else a copy that starts earlier can hold up another one.
@@ -212,3 +204,85 @@ def test_pure_parts_import_no_torch():
                 assert package != "torch", module
                 if package == "offload" and inside not in seen:
                     pending.append(inside)
+
+
+FAST_LINK = Link(60e9, 60e9, 110e9)
+TWENTY = Profile((LayerProfile(0.01, 0.02, GIB),) * 20)
+
+
+@given(st.lists(layer_profiles, min_size=1, max_size=6), links, st.integers(0, 10**10))
+def test_meets_the_budget_with_no_layer_more_than_needed(layers, link, budget):
+    profile = Profile(tuple(layers))
+    peaks = [simulate(default(k, len(layers)), profile, link).peak_bytes for k in range(len(layers))]
+    if min(peaks) > budget:
+        with pytest.raises(ValueError, match=f"must be at least {min(peaks)} bytes"):
+            make_plan(profile, budget, link)
+        return
+    chosen = make_plan(profile, budget, link)
+    assert chosen.peak_bytes <= budget
+    assert all(peak > budget for peak in peaks[: chosen.num_layers])
+
+
+def test_prediction_is_the_simulation():
+    chosen = make_plan(TWENTY, "8GiB", FAST_LINK)
+    assert chosen.schedule == Schedule.default(12, 20)
+    assert chosen.timeline == simulate(chosen.schedule, TWENTY, FAST_LINK)
+    assert chosen.step_s == chosen.timeline.duration_s > chosen.without.duration_s
+    assert chosen.without.peak_bytes == 20 * GIB
+    assert chosen.host_bytes == 12 * GIB
+
+
+def test_infeasible():
+    with pytest.raises(ValueError) as caught:
+        make_plan(TWENTY, "512MiB", FAST_LINK)
+    assert str(caught.value) == (
+        "memory_budget must be at least 1073741824 bytes (1.00 GiB), the least peak that offloading reaches, with "
+        "19 of 20 layers, got 536870912 bytes (512.0 MiB); raise it, use smaller microbatches, or recompute in the "
+        "layers (torch.utils.checkpoint)."
+    )
+
+
+def test_all_but_one_layer_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make_plan(TWENTY, "1GiB", FAST_LINK).num_layers == 19
+
+
+def test_refuses_no_layers():
+    with pytest.raises(ValueError, match=r"^layers must hold at least one LayerProfile, got none; profile "):
+        Profile(())
+
+
+def test_measures_the_link_if_none_is_given(monkeypatch):
+    monkeypatch.setattr("offload.measuring.measure_link.measure_link", lambda: FAST_LINK)
+    assert offload.plan(TWENTY, "15GiB").link == FAST_LINK
+    other = Link(1e9, 1e9, 2e9)
+    assert offload.plan(TWENTY, "15GiB", other).link == other
+
+
+def test_repr():
+    profile = Profile((LayerProfile(0.01, 0.02, GIB),) * 5)
+    assert repr(make_plan(profile, "3.5GiB", FAST_LINK)) == (
+        "<Plan: offload 2 of 5 layers, step 150.0 ms, peak 3.00 GiB of 3.50 GiB>"
+    )
+
+
+class TestFree:
+    LAYER = LayerProfile(0.01, 0.02, GIB)
+
+    def test_one_more_layer_would_make_the_step_longer(self):
+        profile = Profile((self.LAYER,) * 12)
+        found = free_plan(profile, FAST_LINK)
+        assert 0 < found.num_layers < 11
+        assert found.step_s == pytest.approx(found.without.duration_s)
+        more = simulate(Schedule.default(found.num_layers + 1, 12), profile, FAST_LINK)
+        assert more.duration_s > 1.001 * found.step_s
+        assert found.peak_bytes == found.memory_budget < found.without.peak_bytes
+
+    def test_the_host_is_a_capacity(self):
+        found = free_plan(Profile((self.LAYER,) * 12), FAST_LINK, max_host_bytes=GIB)
+        assert (found.num_layers, found.host_bytes) == (1, GIB)
+
+    def test_nothing_may_be_free(self):
+        assert free_plan(Profile((LayerProfile(1e-6, 1e-6, GIB),) * 12), FAST_LINK).num_layers == 0
+        assert free_plan(Profile((self.LAYER,)), FAST_LINK).num_layers == 0

@@ -90,31 +90,6 @@ def test_the_shortest_recipe_is_chosen() -> None:
     assert by_recipe[STREAMED].device_bytes == 33 * GIB + by_recipe[STREAMED].plan.peak_bytes
 
 
-def test_activations_get_what_the_state_leaves_of_the_link() -> None:
-    """Loads of activations beside the state would make backward longer than recomputing them does."""
-    link = offload.Link(50e9, 50e9, 100e9)
-    regions = (
-        offload.RegionProfile("linear", GIB, 0.015, saved=True),
-        offload.RegionProfile("gelu", GIB, 1e-3, reads=(0,), saved=True),
-    )
-    layer = offload.LayerProfile(0.016, 0.032, 2 * GIB, regions=regions)
-    profile = offload.Profile((layer,) * 32)
-    planned_for: list[offload.Link] = []
-
-    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
-        planned_for.append(left)
-        return offload.plan(profile, device, left, max_host_bytes=host)
-
-    made = plan_recipes(Prediction(LLAMA, link, STREAMED), 40 * GIB, None, plan, 17 * GIB, [CONSUMED])
-    alone = offload.plan(profile, made.chosen.plan.memory_budget, link)
-    assert len({one.h2d_bytes_per_s for one in planned_for}) == 3  # all of it, what is left, and more than that
-    assert max(one.h2d_bytes_per_s for one in planned_for) == link.h2d_bytes_per_s
-    assert made.chosen.plan.host_bytes < alone.host_bytes
-    state_s, backward_s = 60 * GIB / 50e9, 32 * 0.032
-    assert made.chosen.step_s < 32 * 0.016 + state_s + alone.host_bytes / 50e9
-    assert made.chosen.step_s >= 32 * 0.016 + max(backward_s, state_s)
-
-
 PARTS = replace(
     LLAMA,
     parameter_state=(4 * GIB, *LLAMA.layer_state, 4 * GIB),
@@ -168,12 +143,6 @@ def test_state_is_resident_where_the_step_is_shorter_for_it() -> None:
     assert made(CONSUMED, LLAMA, 100).step_s == pytest.approx(consumed.step_s, rel=0.01)  # it has none in front
 
 
-def test_a_tail_is_what_backward_comes_to_last() -> None:
-    assert PARTS.seconds(CONSUMED, LINK).tail == pytest.approx(4 * GIB / 50e9)
-    assert PARTS.seconds(CONSUMED, LINK, 4 * GIB).tail == 0
-    assert PARTS.seconds(STREAMED, LINK).tail == 0
-
-
 @pytest.mark.parametrize("measured", [RESIDENT, STREAMED, CONSUMED])
 def test_the_arithmetic_counts_once_whatever_was_measured(measured: Recipe) -> None:
     """It is in the measured steps already: in the layers' backward, or after it."""
@@ -200,12 +169,6 @@ def test_where_none_fits_the_recipe_in_place_is_the_chosen_one() -> None:
     assert "chosen" not in str(none)
     with pytest.raises(ValueError, match="memory_budget must fit one recipe, got 1 B, which fits none; print the plan"):
         _ = none.chosen
-
-
-def test_the_recipe_in_place_is_the_chosen_one() -> None:
-    made = plan_recipes(Prediction(PARTS, LINK, STREAMED), 140 * GIB, None, _plan, 17 * GIB)
-    assert made.chosen.recipe == RESIDENT
-    assert replace(made, in_place=STREAMED).chosen.recipe == STREAMED
 
 
 EVEN = TrainingBytes(
@@ -239,14 +202,6 @@ def test_compute_waits_for_state_at_the_end_of_backward() -> None:
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0), 16 * GIB) == pytest.approx(4 + 12)
     # That of every second layer remains on the device.
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0), 8 * GIB) == pytest.approx(4 + 12)
-
-
-def test_weights_are_loaded_one_layer_ahead() -> None:
-    """In forward each layer's, in backward those of all but the last two, which are there."""
-    host = Recipe("streamed", "host", "cpu")
-    step_s = 2 * GIB / 6e9  # of the CPU
-    assert _seconds(host, offload.LayerProfile(5.0, 5.0, 0)) == pytest.approx(1 + 20 + 20 + step_s)
-    assert _seconds(host, offload.LayerProfile(0.5, 5.0, 0)) == pytest.approx(4 + 0.5 + 20 + step_s)
 
 
 def test_reloads_of_activations_stand_behind_loads_of_state() -> None:

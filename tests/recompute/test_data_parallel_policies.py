@@ -1,19 +1,15 @@
 """Policies under data parallelism: two ranks train the same bits with them and without."""
 
-from pathlib import Path
 from typing import Any
 
 import data_parallel_policies as worker
 import pytest
-from ranks import run_ranks
+from ranks import ranks_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each rank found."""
-    return run_ranks(Path(worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+ranks = ranks_of(worker)
 
 
 @pytest.mark.parametrize(("kind", "name"), worker.CASES)

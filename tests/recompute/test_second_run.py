@@ -610,9 +610,7 @@ def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: L
         with torch.autocast(lab.device.type, torch.bfloat16, enabled=False):
             outputs = []
             for given in (x, x * 0.5):
-                y = given
-                for layer in layers:
-                    y = layer(y)
+                y = through(layers, given)
                 outputs.append(y)
         for output in outputs:
             loss_of(output).backward()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from models import WIDTH, loss_of
+from models import WIDTH, assert_same, loss_of
 from models import through as forward
 from torch import nn
 
@@ -37,16 +37,6 @@ def gradients_of(leaves: Sequence[torch.Tensor], step: Callable[[], object]) -> 
 
 def gradients(model: nn.Module, x: torch.Tensor, step: Step = backward) -> list[torch.Tensor | None]:
     return gradients_of(list(model.parameters()), lambda: step(model, x))
-
-
-def assert_same(expected: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
-    assert len(expected) == len(found)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert (one is None) == (other is None), f"tensor {number}: only one has a gradient"
-        if one is not None and other is not None:
-            assert one.dtype is other.dtype
-            assert torch.equal(one, other), f"tensor {number} of {len(expected)} differs"
-    assert any(tensor is not None and tensor.any() for tensor in expected), "nothing was computed"
 
 
 def assert_moved(handle: StreamedWeights) -> None:

@@ -1,7 +1,6 @@
 """Streamed weights on several ranks: the gradients and parameters of ``DistributedDataParallel``, to the last bit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import data_parallel_worker
@@ -9,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_worker import CASES, LAYERS, ROUNDED, STEPS, Model
-from models import WIDTH, build, loss_of
-from ranks import run_ranks
-from streaming import assert_same, gradients
+from models import WIDTH, assert_same, build, loss_of
+from ranks import ranks_of
+from streaming import gradients
 from torch import nn
 
 from offload import stream_weights
@@ -21,9 +20,7 @@ pytestmark = pytest.mark.slow
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(Path(data_parallel_worker.__file__), 2, request.param, tmp_path_factory.mktemp("ranks"))
+ranks = ranks_of(data_parallel_worker)
 
 
 def differing(expected: list[Any], found: list[Any]) -> list[int]:

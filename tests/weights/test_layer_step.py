@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import interrupt
+from faults import assert_interrupts_are_told
 from lab import Lab
-from models import WIDTH, Stop, loss_of
+from models import WIDTH, Stop, assert_same, loss_of
 from streaming import forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -87,7 +87,7 @@ class Loop:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [p for module in (self.embed, self.layers, self.head) for p in module.parameters()]
+        return list(self.modules.parameters())
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -96,6 +96,23 @@ class Loop:
         for _, entry in sorted(self.optimizer.state_dict()["state"].items()):
             found += [torch.as_tensor(value).cpu().clone() for _, value in sorted(entry.items()) if value is not None]
         return found
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        return nn.ModuleList([self.embed, self.layers, self.head])
+
+    @property
+    def checkpoint(self) -> Any:
+        return copy.deepcopy((self.modules.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, checkpoint: Any) -> None:
+        self.modules.load_state_dict(checkpoint[0])
+        self.optimizer.load_state_dict(checkpoint[1])
+        self.optimizer.zero_grad()
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.step(self.loss(number))
 
     def run(self, y: torch.Tensor) -> torch.Tensor:
         return forward(self.layers, y)
@@ -115,12 +132,6 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def assert_same(plain: Loop, loop: Loop) -> None:
-    expected, found = plain.values, loop.values
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
-
-
 def train(loop: Loop, steps: int = STEPS) -> None:
     """With a learning rate that changes."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.8)
@@ -135,7 +146,7 @@ def both(lab: Lab, run: Callable[[Loop], None], make: Make = adamw, **options: A
     before = [parameter.detach().cpu().clone() for parameter in loop.parameters]
     run(plain)
     run(loop)
-    assert_same(plain, loop)
+    assert_same(plain.values, loop.values)
     assert not any(map(torch.equal, before, loop.values))
     return loop
 
@@ -245,7 +256,7 @@ def test_pinned_gradients_are_freed_when_steps_in_backward_begin(lab: Lab) -> No
     plain = Loop(lab.device, streamed=False)
     for number in range(3):
         plain.step(plain.loss(number))
-    assert_same(plain, loop)
+    assert_same(plain.values, loop.values)
 
 
 def checkpointed(loop: Loop, *, reentrant: bool = False, group: int = 1) -> None:
@@ -384,12 +395,9 @@ def resumed(loop: Loop) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
     for number in range(4):
         loop.step(loop.loss(number))
-        modules = (loop.embed, loop.layers, loop.head)
-        saved = copy.deepcopy(([module.state_dict() for module in modules], loop.optimizer.state_dict()))
+        saved = loop.checkpoint
         loop.step(loop.loss(number + 1))
-        for module, state in zip(modules, saved[0], strict=True):
-            module.load_state_dict(state)
-        loop.optimizer.load_state_dict(saved[1])
+        loop.load(saved)
         scheduler.step()
 
 
@@ -413,7 +421,7 @@ def test_after_remove_the_optimizer_steps_where_the_weights_are(lab: Lab) -> Non
         for number in range(2):
             one.step(one.loss(number))
     if lab.device.type == "cpu":  # a GPU rounds otherwise
-        assert_same(plain, loop)
+        assert_same(plain.values, loop.values)
     loop.streamed.remove()
 
 
@@ -469,8 +477,7 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     plain, loop = Loop(lab.device, streamed=False), Loop(lab.device)
     train(plain, 2)
     train(loop, 2)
-    saved = copy.deepcopy((loop.layers.state_dict(), loop.embed.state_dict(), loop.head.state_dict()))
-    state = copy.deepcopy(loop.optimizer.state_dict())
+    saved = loop.checkpoint
     if accumulated:
         with loop.handle.no_step():
             loop.loss(2).backward()
@@ -487,14 +494,11 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
         loop.loss(2).backward()
     with pytest.raises(RuntimeError, match=message):
         loop.optimizer.step()
-    for module, values in zip((loop.layers, loop.embed, loop.head), saved, strict=True):
-        module.load_state_dict(values)
-    loop.optimizer.load_state_dict(state)
-    loop.optimizer.zero_grad()
+    loop.load(saved)
     for one in (plain, loop):
         one.step(one.loss(3))
         one.step(one.loss(4))
-    assert_same(plain, loop)
+    assert_same(plain.values, loop.values)
 
 
 def test_a_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,8 +506,7 @@ def test_a_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("a GPU's copies do not fail")
     loop = Loop(lab.device)
     train(loop, 2)
-    saved = copy.deepcopy((loop.layers.state_dict(), loop.embed.state_dict(), loop.head.state_dict()))
-    state = copy.deepcopy(loop.optimizer.state_dict())
+    saved = loop.checkpoint
     copied = lab.backend.copy
 
     def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -518,15 +521,12 @@ def test_a_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
             loop.loss(2).backward()
     with pytest.raises(RuntimeError, match="belong to one step"):
         loop.optimizer.step()
-    for module, values in zip((loop.layers, loop.embed, loop.head), saved, strict=True):
-        module.load_state_dict(values)
-    loop.optimizer.load_state_dict(state)
-    loop.optimizer.zero_grad()
+    loop.load(saved)
     loop.step(loop.loss(3))
     plain = Loop(lab.device, streamed=False)
     train(plain, 2)
     plain.step(plain.loss(3))
-    assert_same(plain, loop)
+    assert_same(plain.values, loop.values)
 
 
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
@@ -544,46 +544,12 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_interrupts(lab: Lab) -> None:
-    numbers = ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 3])
-    expected = []
-    for steps in numbers:
+    def resident(steps: list[int]) -> list[torch.Tensor]:
         plain = Loop(torch.device("cpu"), streamed=False)
-        for number in steps:
-            plain.step(plain.loss(number))
-        expected.append(plain.values)
-    told, places = 0, 1
-    for place in (None, *range(TIMES)):
-        loop = Loop(torch.device("cpu"))
-        for number in range(2):
-            loop.step(loop.loss(number))
-        modules = (loop.embed, loop.layers, loop.head)
-        saved = copy.deepcopy(([module.state_dict() for module in modules], loop.optimizer.state_dict()))
-        try:
-            with interrupt(lab, None if place is None else place * places // TIMES) as countdown:
-                loop.step(loop.loss(2))
-        except KeyboardInterrupt:
-            loop.streamed.synchronize()
-        places = max(places, len(countdown.places))
-        loop.optimizer.zero_grad()
-        try:
-            loop.step(loop.loss(2))
-            found = loop.values
-        except RuntimeError as error:
-            if "belong to one step" not in str(error) and "got another after its step" not in str(error):
-                raise
-            told += 1
-        else:
-            assert any(all(map(torch.equal, one, found)) for one in expected[:2]), countdown.places[-1]
-        for module, state in zip(modules, saved[0], strict=True):
-            module.load_state_dict(state)
-        loop.optimizer.load_state_dict(saved[1])
-        loop.optimizer.zero_grad()
-        for number in (2, 3):
-            loop.step(loop.loss(number))
-        assert all(map(torch.equal, expected[2], loop.values)), countdown.places[-1]
-        loop.handle.remove()
-        loop.streamed.remove()
-    assert told > TIMES / 4
+        plain.steps(steps)
+        return plain.values
+
+    assert_interrupts_are_told(lab, lambda: Loop(torch.device("cpu")), resident, TIMES)
 
 
 def test_after_the_optimizer_is_dropped_gradients_go_to_the_host(lab: Lab) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from llama import LAYERS, enable_checkpointing, llama
-from models import WIDTH, build, loss_of
-from streaming import assert_same, backward, gradients
+from models import WIDTH, assert_same, build, loss_of
+from streaming import backward, gradients
 from torch import nn
 
 import offload

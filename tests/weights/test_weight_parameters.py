@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import build, loss_of
-from streaming import Step, assert_same, backward, check_step, forward, gradients
+from models import assert_same, build, loss_of
+from streaming import Step, backward, check_step, forward, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
