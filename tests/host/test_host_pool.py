@@ -358,6 +358,16 @@ def test_many_threads(pool: HostPool) -> None:
     assert pool.used_bytes == pool.pinned_bytes == 0
 
 
+def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: Source) -> None:
+    sizes = [5 * KIB, 3, 2 * KIB, 7 * KIB, 1]
+    taken = pool.take_whole(sizes)
+    assert [[len(piece) for piece in buffer.pieces] for buffer in taken] == [[size] for size in sizes]
+    assert source.sizes == [4 * PAGE_BYTES]
+    for mark, buffer in enumerate(taken):
+        buffer.pieces[0].fill_(mark)
+    assert all(bool((buffer.pieces[0] == mark).all()) for mark, buffer in enumerate(taken))
+
+
 def test_whole_buffers_take_free_memory_first_and_wait_for_its_events(pool: HostPool, source: Source) -> None:
     first, other = pool.take(8 * KIB), pool.take(8 * KIB)
     assert len(source.sizes) == 2
