@@ -74,7 +74,6 @@ FORKED = (
     "test_huggingface.py",
     "test_subclasses.py",
     "test_pipelining.py",
-    "test_benchmarks.py",
     "test_data_parallel.py",
     "test_data_parallel_policies.py",
     "test_types.py",

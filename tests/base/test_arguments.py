@@ -48,6 +48,7 @@ SCHEDULE_WANTED = (
 )
 DEVICE_WANTED = r"device must be one of this machine's, such as 'cpu' or 'cuda:0', got 'gpu'; leave it out"
 
+offloaded, pipelined = offload.offload_layers, offload.pipelining.plan_pipeline
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: offload.plan(layers(), "1GiB", LINK), TypeError, PROFILE_WANTED + "a ModuleList"),
     (lambda: offload.plan(PROFILE, "2MiB", 55e9), TypeError, LINK_WANTED + r"55000000000\.0"),
@@ -66,34 +67,24 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: offload.memory_meter("gpu").__enter__(), ValueError, DEVICE_WANTED),
     (lambda: offload.reserve_host_memory(None), TypeError, "nbytes must be an int"),
     (lambda: offload.reserve_host_memory(-1), ValueError, "nbytes must be at least 0 bytes"),
-    (lambda: offload.offload_layers(3), TypeError, LAYERS_WANTED + "3"),
-    (lambda: offload.offload_layers(None), TypeError, LAYERS_WANTED + "None"),
-    (lambda: offload.offload_layers("model.layers"), TypeError, LAYERS_WANTED + "'model.layers'"),
-    (lambda: offload.offload_layers(PROFILE), TypeError, LAYERS_WANTED + "a Profile"),
-    (lambda: offload.offload_layers({"a": nn.Tanh()}), TypeError, LAYERS_WANTED + "a dict"),
+    (lambda: offloaded(3), TypeError, LAYERS_WANTED + "3"),
+    (lambda: offloaded("model.layers"), TypeError, LAYERS_WANTED + "'model.layers'"),
+    (lambda: offloaded({"a": nn.Tanh()}), TypeError, LAYERS_WANTED + "a dict"),
+    (lambda: offloaded(Model()), TypeError, r"got one Model; pass its list of layers, such as model\.blocks"),
+    (lambda: offloaded(layers(), layers()), TypeError, "num_layers must be an int, got a ModuleList$"),
+    (lambda: offloaded(layers(), schedule={0: (True, 2, False, 1)}), TypeError, SCHEDULE_WANTED),
     (
-        lambda: offload.offload_layers(Model()),
-        TypeError,
-        r"got one Model; pass its list of layers, such as model\.blocks",
-    ),
-    (lambda: offload.offload_layers(layers(), layers()), TypeError, "num_layers must be an int, got a ModuleList$"),
-    (lambda: offload.offload_layers(layers(), schedule={0: (True, 2, False, 1)}), TypeError, SCHEDULE_WANTED),
-    (
-        lambda: offload.offload_layers(layers(), schedule=offload.plan(PROFILE, "2MiB", LINK)),
+        lambda: offloaded(layers(), schedule=offload.plan(PROFILE, "2MiB", LINK)),
         TypeError,
         "schedule must be a Schedule, got a Plan, which has one; pass it as plan=",
     ),
-    (lambda: offload.offload_layers(layers(), plan=PROFILE), TypeError, "plan must be what offload.plan returns"),
-    (lambda: offload.offload_layers(layers(), 1, device="gpu"), ValueError, DEVICE_WANTED),
-    (lambda: offload.offload_layers(layers(), 1, max_host_bytes=-1), ValueError, "max_host_bytes must be at least 0"),
+    (lambda: offloaded(layers(), plan=PROFILE), TypeError, "plan must be what offload.plan returns"),
+    (lambda: offloaded(layers(), 1, device="gpu"), ValueError, DEVICE_WANTED),
+    (lambda: offloaded(layers(), 1, max_host_bytes=-1), ValueError, "max_host_bytes must be at least 0"),
     (lambda: budget_of(-1), ValueError, "memory_budget must be at least 0 bytes, got -1"),
     (lambda: budget_of(1e9), TypeError, r"memory_budget must be an int \(bytes\) or a text"),
-    (lambda: offload.offload_layers(layers(), policies={}), ValueError, "policies must hold a pattern"),
-    (
-        lambda: offload.offload_layers(layers(), "auto", policies={"*": "keep"}),
-        ValueError,
-        "num_layers=.auto. excludes",
-    ),
+    (lambda: offloaded(layers(), policies={}), ValueError, "policies must hold a pattern"),
+    (lambda: offloaded(layers(), "auto", policies={"*": "keep"}), ValueError, "num_layers=.auto. excludes"),
     (lambda: WhileTraining(2, memory_budget="1GiB"), ValueError, "memory_budget excludes num_layers"),
     (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be more than 0 bytes"),
     (lambda: WhileTraining(policies={"*": "drop"}), ValueError, "a policy must be one of 'keep'"),
@@ -106,23 +97,11 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
     (lambda: LayerProfile(1, 2, 3, 3), TypeError, "tensors must hold the bytes of each tensor, .* got 3"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
-    (lambda: offload.pipelining.plan_pipeline(3), TypeError, "actions must be the actions of a rank in order"),
-    (
-        lambda: offload.pipelining.plan_pipeline(ORDER, PROFILE, LINK),
-        TypeError,
-        "profile must be a dictionary of stages",
-    ),
-    (
-        lambda: offload.pipelining.plan_pipeline(ORDER, {0: PROFILE}, LINK),
-        TypeError,
-        "each entry of profile must be a StageP",
-    ),
-    (lambda: offload.pipelining.plan_pipeline(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
-    (
-        lambda: offload.pipelining.plan_pipeline(ORDER, fraction="all"),
-        ValueError,
-        "fraction must be from 0 to 1, got 'all'",
-    ),
+    (lambda: pipelined(3), TypeError, "actions must be the actions of a rank in order"),
+    (lambda: pipelined(ORDER, PROFILE, LINK), TypeError, "profile must be a dictionary of stages"),
+    (lambda: pipelined(ORDER, {0: PROFILE}, LINK), TypeError, "each entry of profile must be a StageP"),
+    (lambda: pipelined(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
+    (lambda: pipelined(ORDER, fraction="all"), ValueError, "fraction must be from 0 to 1, got 'all'"),
 ]
 
 

@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[ModuleType, str, str]] = {
     "longest": (recipe, f"--budgets 3 {FEW_STEPS} --longest --host 8 --seconds 30", "longest"),
 }
 """A program, its options, and the part of its record that has a row for each way."""
-NIGHTLY = ("compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")
+NIGHTLY = ("faults", "compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")
 
 
 def numbers_of(what: Any, name: str) -> Iterator[Any]:
@@ -82,6 +82,7 @@ def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_runs(json.loads(path.read_text("utf-8")), rows)
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     root = Path(pipeline.__file__).parent.parent

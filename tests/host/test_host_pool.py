@@ -201,24 +201,6 @@ def test_a_large_reservation_comes_in_slabs_that_can_go_alone(
     assert large.nbytes == 100 * KIB
 
 
-def test_a_reservation_that_fails_keeps_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "RESERVE_BYTES", 64 * KIB)
-    asked: list[int] = []
-
-    def refuse_the_third(nbytes: int) -> torch.Tensor:
-        asked.append(nbytes)
-        if len(asked) >= 3:
-            raise HostMemoryError("no more")
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    pool = HostPool(refuse_the_third)
-    with pytest.raises(HostMemoryError, match="no more"):
-        pool.reserve(100 * 64 * KIB)
-    assert pool.pinned_bytes == 2 * 64 * KIB
-    pool.take(128 * KIB)
-    assert pool.pinned_bytes == 2 * 64 * KIB
-
-
 def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -248,17 +230,6 @@ def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypa
     with pytest.raises(HostMemoryError, match="no more"):
         pool.take(64 * KIB)
     assert len(asked) == 5
-
-
-def test_limit(pool: HostPool) -> None:
-    buffer = pool.take(8 * KIB, max_bytes=16 * KIB)
-    with pytest.raises(HostMemoryError, match="max_host_bytes is"):
-        pool.take(12 * KIB, max_bytes=16 * KIB)
-    assert pool.pinned_bytes == pool.used_bytes == 8 * KIB
-    held = [pool.take(8 * KIB, max_bytes=16 * KIB)]
-    pool.give(buffer, REACHED)
-    held.append(pool.take(12 * KIB))
-    assert pool.pinned_bytes == pool.used_bytes == 20 * KIB
 
 
 class GivesWhenItDies:

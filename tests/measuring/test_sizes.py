@@ -79,12 +79,6 @@ def test_the_most_steps_are_five_for_one_kind_of_inputs_and_two_more_for_another
     assert measured(others) == 7
 
 
-def test_kinds_are_seldom_seen_for_the_first_time_while_others_are_measured() -> None:
-    counts = [measured(log_normal(seed)) for seed in range(40)]
-    assert sum(count > 5 for count in counts) <= 4
-    assert max(counts) <= 7
-
-
 @pytest.mark.parametrize("second", [(30, 2), (16, 4), (160, 1)], ids=["length", "batch", "both"])
 def test_regions_of_other_shapes_follow_from_two(second: tuple[int, int]) -> None:
     costs = CostsBySize()

@@ -216,15 +216,6 @@ def test_reloads_of_activations_stand_behind_loads_of_state() -> None:
     assert beside > alone + 1
 
 
-def test_compute_waits_for_state_before_the_next_layer_but_one() -> None:
-    """As the gradients of two layers are held at most: here the first layer of backward has most of the state."""
-    training = replace(EVEN, layer_state=(GIB, GIB, GIB, 13 * GIB))
-    layers = [offload.LayerProfile(1.0, seconds, 0) for seconds in (20.0, 20.0, 1.0, 1.0)]
-    plan = offload.plan(offload.Profile(tuple(layers)), "1TiB", SLOW)
-    step_s = Prediction(training, SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0)
-    assert step_s == pytest.approx(4 + 13 + 40)
-
-
 def test_the_last_two_layers_weights_are_there_when_backward_begins() -> None:
     host = Recipe("streamed", "host", "cpu")
     expected = 1 + 20 + 0.1 + 1 + 1 + 0.1 + 2 * GIB / 6e9

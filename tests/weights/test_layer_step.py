@@ -342,32 +342,23 @@ def skipped(loop: Loop) -> None:
             loop.loss(number)
 
 
-@pytest.mark.parametrize(
-    ("run", "shared"),
-    [
-        (frozen, False),
-        (without_gradient, False),
-        (called_again, False),
-        (functools.partial(called_again, order=(3, 2, 1, 0)), False),
-        (checkpointed_in_a_row, False),
-        (skipped, False),
-        (train, True),
-        (accumulation, True),
-        (functools.partial(checkpointed, group=2), True),
-    ],
-    ids=[
-        "frozen",
-        "without gradient",
-        "called again",
-        "other order",
-        "in a row",
-        "skipped",
-        "tied",
-        "tied sums",
-        "tied groups",
-    ],
-)
-def test_other_ways_through_the_layers(run: Callable[[Loop], None], shared: bool, lab: Lab) -> None:
+WAYS: dict[str, tuple[Callable[[Loop], None], bool]] = {
+    "frozen": (frozen, False),
+    "without gradient": (without_gradient, False),
+    "called again": (called_again, False),
+    "other order": (functools.partial(called_again, order=(3, 2, 1, 0)), False),
+    "in a row": (checkpointed_in_a_row, False),
+    "skipped": (skipped, False),
+    "tied": (train, True),
+    "tied sums": (accumulation, True),
+    "tied groups": (functools.partial(checkpointed, group=2), True),
+}
+"""What runs, and whether two layers share a weight."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_through_the_layers(way: str, lab: Lab) -> None:
+    run, shared = WAYS[way]
     loop = both(lab, run, shared=shared)
     assert loop.streamed.stats().early_steps > STEPS
     tied = loop.layers[0].linear.weight.nbytes if shared else 0
