@@ -282,8 +282,8 @@ class Peaks(NamedTuple):
 
 def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
     """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
-    peaks = peaks_of(layers, num_layers)
-    return max(max(peaks.forward), peaks.between + loss_bytes, max(peaks.backward))
+    forward, between, backward = peaks_of(layers, num_layers)
+    return max(between + loss_bytes, *map(max, (forward, backward)))
 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
